@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# The environment .venv is made once. Where $(PYTHON) already has every package that a target needs (a container,
+# a GPU machine without network), that Python is used as it is: nothing is installed, nothing is downloaded.
+
+PYTHON ?= python3
+SHELL := /bin/bash
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+
+# $(call has,packages): does $(PYTHON) have them all?
+has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(1) \
+	2>/dev/null && echo yes)
+NEED_DEMO := torch numpy triton rich
+NEED_GPU := torch numpy triton pytest pytest_benchmark
+NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout hypothesis matplotlib sklearn ruff mypy sphinx furo \
+	myst_parser build hatchling
+
+demo: need := $(NEED_DEMO)
+gpu: need := $(NEED_GPU)
+test test-all lint docs bench: need := $(NEED_ALL)
+
+# Expanded in each recipe, so with the target's own `need`.
+python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
+ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory .venv/.ready)
+
+.PHONY: demo test test-all lint bench gpu docs clean
+
+demo:  ## train a network on real images on two ranks, beside torch's DDP
+	$(ready)
+	$(python) -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
+
+test: lint  ## what .ci/run does: lint, types, tests
+	$(python) -m pytest -m "not gpu and not slow" --timeout 300
+
+test-all: lint  ## the long tests too
+	$(python) -m pytest -m "not gpu" --timeout 1200
+
+lint:
+	$(ready)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+bench:  ## every benchmark; ends with a table and a plot in bench/out
+	$(ready)
+	$(python) -m bench
+
+gpu:  ## GPU tests and every benchmark on a CUDA machine, no network needed; writes bench/results/<gpu>-<date>.json
+	$(ready)
+	$(python) -m pytest -m gpu tests
+	$(python) -m bench --gpu
+
+docs:  ## the HTML pages, in docs/_build
+	$(ready)
+	$(python) -m sphinx -W --keep-going -b html docs docs/_build
+
+clean:
+	rm -rf .venv build dist docs/_build bench/out
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	touch $@

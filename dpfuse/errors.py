@@ -1,0 +1,16 @@
+"""The one error class of the library. Imports nothing."""
+
+__all__ = ["DPFuseError"]
+
+
+class DPFuseError(RuntimeError):
+    """Misuse in time, or ranks that do not agree; wrong arguments raise `ValueError` or `TypeError`.
+
+    Its text says what happened, what was got, what was expected and what to do, and names the parameter
+    and the rank where there is one.
+
+    Example:
+        >>> from dpfuse import DPFuseError
+        >>> issubclass(DPFuseError, RuntimeError)
+        True
+    """

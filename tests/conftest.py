@@ -1,0 +1,34 @@
+"""Fixtures that every part of the suite shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+    """`ranks(function, *args, size=2, timeout=60)`: run it on real gloo ranks, return their results.
+
+    `function(rank, size, *args)` must be importable (module level) and is called in every process. A
+    failure, a crash or a hang on any rank fails the test with that rank's traceback.
+    """
+
+    def run(function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 60) -> list[Any]:
+        if size not in _pools or not _pools[size].healthy:
+            _pools[size] = RankPool(size)
+        return _pools[size].run(function, *args, timeout=timeout)
+
+    return run

@@ -1,0 +1,120 @@
+"""Real ranks for tests: a pool of processes over gloo that run functions, each call under a time limit.
+
+Starting a process costs seconds (it imports torch), so a pool lives as long as the test session. A pool in
+which something went wrong is thrown away, since its process group can no longer be trusted.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+from typing import Any
+
+__all__ = ["RankError", "RankPool"]
+
+
+class RankError(AssertionError):
+    """A function failed, ended or hung on some rank; the text carries every rank's traceback."""
+
+
+def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size)
+    pipe.send(("ready", None))
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        torch.manual_seed(0)
+        try:
+            pipe.send(("returned", function(rank, size, *args)))
+        except BaseException:
+            pipe.send(("raised", traceback.format_exc()))
+    # A rank that left first would take the connections of the others with it.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`size` processes, joined in one gloo group, that wait for functions.
+
+    Args:
+        size: number of ranks.
+
+    Example:
+        pool = RankPool(2); pool.run(function, "argument"); pool.close()
+    """
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size = size
+        self.healthy = True
+        self._folder = tempfile.TemporaryDirectory(prefix="dpfuse-test-")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, f"{self._folder.name}/store", theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect(timeout=120)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """`function(rank, size, *args)` on every rank; their results by rank, or `RankError`."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        deadline = monotonic() + timeout
+        results: list[Any] = [None] * self.size
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        failures: list[str] = []
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
+            if not ready:
+                failures += [f"rank {rank}: no answer within {timeout} s" for rank in waiting.values()]
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    kind, value = "ended", f"exit code {self._processes[rank].exitcode}"
+                if kind in ("returned", "ready"):
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank} {kind}:\n{value}")
+                    # The others may wait for this rank for ever; give them a moment to say so themselves.
+                    deadline = min(deadline, monotonic() + 5)
+        if failures:
+            self.kill()
+            raise RankError("\n".join(failures))
+        return results
+
+    def kill(self) -> None:
+        self.healthy = False
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def close(self) -> None:
+        if not self.healthy:
+            return
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=20)
+        self.kill()

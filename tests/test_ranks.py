@@ -1,0 +1,39 @@
+"""The harness itself: a failing or hanging rank must fail the test, or no distributed test means anything."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, RankPool
+
+
+def sum_of_ranks(rank: int, size: int) -> float:
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def fails_on_rank_1(rank: int, size: int) -> None:
+    if rank == 1:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def hangs(rank: int, size: int) -> None:
+    time.sleep(30)
+
+
+def test_every_rank_returns_its_result(ranks):
+    assert ranks(sum_of_ranks) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("function", "text"), [(fails_on_rank_1, "planted"), (hangs, "no answer")])
+def test_a_failure_or_a_hang_on_a_rank_is_an_error(function, text):
+    pool = RankPool(2)
+    with pytest.raises(RankError, match=text):
+        pool.run(function, timeout=2)
+    assert not pool.healthy
