@@ -1,0 +1,443 @@
+"""Bucket planning: parameter sizes in, buckets with offsets out. Knows no tensor and no process group.
+
+The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_size`) and of torch's
+`_compute_bucket_assignment_by_size`; the rule of the manual path is Paddle's `build_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+from dpfuse.errors import DPFuseError
+
+__all__ = [
+    "ALIGNMENT",
+    "MB",
+    "Bucket",
+    "BucketPlan",
+    "ParamSpec",
+    "Slot",
+    "assign_buckets",
+    "describe_parameters",
+    "plan_buckets",
+    "plan_groups",
+    "rebuild_plan",
+    "size_in_bytes",
+]
+
+MB = 1 << 20
+ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
+ITEM_SIZE = {
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What planning needs to know of one parameter.
+
+    Args:
+        name: qualified name, for tables and errors.
+        shape: size of each dimension, in elements.
+        dtype: `"float32"` or a torch dtype; kept as its name.
+        device: `"cpu"`, `"cuda:0"`, …; parameters of different devices never share a bucket.
+        sparse: whether its gradient is sparse; such a parameter forms a bucket alone.
+
+    Raises:
+        ValueError: the dtype is not known, or a dimension is negative.
+
+    Example:
+        >>> from dpfuse import ParamSpec
+        >>> ParamSpec("w", (10, 4), "float32").nbytes
+        160
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = "cpu"
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in ITEM_SIZE:
+            raise ValueError(
+                f"parameter {self.name!r} has dtype {self.dtype!r}; expected one of {', '.join(ITEM_SIZE)}"
+            )
+        shape = tuple(self.shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"parameter {self.name!r} has shape {shape}; expected sizes >= 0")
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "device", str(self.device))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter, without padding."""
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a flat buffer: parameter index, offset and length in elements."""
+
+    param: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients share one flat buffer and one all-reduce."""
+
+    params: tuple[int, ...]  # registration indices, ascending
+    nbytes: int  # of the parameters alone
+    dtype: str
+    device: str
+    slots: tuple[Slot, ...]  # in the order of `params`
+    numel: int  # length of the flat buffer in elements, padding included
+    cap: float | None  # bytes that closed it; None: left over, or a sparse parameter alone
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets of a model, in the order in which they are communicated.
+
+    Args:
+        specs: the parameters, by registration index.
+        buckets: in communication order; the last is sent when backward is about to end.
+        comm_buffer_size: cap of every bucket but the first closed of each dtype, in bytes.
+        last_comm_buffer_size: cap of the first closed bucket of each dtype, in bytes.
+
+    Example:
+        >>> from dpfuse import ParamSpec, plan_buckets
+        >>> plan = plan_buckets([ParamSpec(n, (k,), "float32") for n, k in [("a", 2), ("b", 3), ("c", 5)]],
+        ...                     comm_buffer_size=32 / 2**20, last_comm_buffer_size=8 / 2**20)
+        >>> [bucket.params for bucket in plan.buckets]
+        [(1, 2), (0,)]
+    """
+
+    specs: tuple[ParamSpec, ...]
+    buckets: tuple[Bucket, ...]
+    comm_buffer_size: float
+    last_comm_buffer_size: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients, without padding."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def layout(self) -> str:
+        """Canonical text of the layout; equal on two ranks if and only if their collectives fit together."""
+        return ";".join(
+            f"{bucket.dtype}:{','.join(f'{slot.param}@{slot.offset}' for slot in bucket.slots)}"
+            for bucket in self.buckets
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is likely to cost time in this plan, one sentence each."""
+        if not self.buckets or self.last_comm_buffer_size >= self.comm_buffer_size:
+            return ()
+        last = self.buckets[-1]
+        heaviest = max(last.params, key=lambda index: self.specs[index].nbytes)
+        spec = self.specs[heaviest]
+        if last.cap != self.last_comm_buffer_size or spec.nbytes < self.comm_buffer_size:
+            return ()
+        return (
+            f"the bucket sent last holds {spec.name!r} of {_megabytes(spec.nbytes)} MB, where "
+            f"last_comm_buffer_size={_megabytes(self.last_comm_buffer_size)} MB asked for a small one: its "
+            f"all-reduce cannot overlap with backward. Register a small parameter first, or accept the tail.",
+        )
+
+    def explain(self) -> str:
+        """The plan as a table: order, bytes, parameters, and the cap that closed each bucket.
+
+        Returns:
+            Lines of text; sizes in MB of 1048576 bytes; warnings at the end.
+        """
+        rows = [("order", "MB", "dtype", "params", "closed by", "first … last parameter")]
+        for order, bucket in enumerate(self.buckets):
+            first, last = self.specs[bucket.params[0]].name, self.specs[bucket.params[-1]].name
+            rows.append((
+                str(order),
+                _megabytes(bucket.nbytes),
+                bucket.dtype,
+                str(len(bucket.params)),
+                self._closed_by(bucket),
+                first if len(bucket.params) == 1 else f"{first} … {last}",
+            ))  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings()])
+
+    def _closed_by(self, bucket: Bucket) -> str:
+        if bucket.sparse:
+            return "sparse, alone"
+        if bucket.cap is None:
+            return "end of the model"
+        name = "last" if bucket.cap == self.last_comm_buffer_size != self.comm_buffer_size else "comm"
+        return f"{name} cap {_megabytes(bucket.cap)} MB"
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / MB:.4g}"
+
+
+def size_in_bytes(megabytes: Any, name: str) -> float:
+    """A buffer size in MB (1048576 bytes; fractions and `inf` are fine) as bytes.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative or NaN.
+
+    Example:
+        >>> from dpfuse.plan import size_in_bytes
+        >>> size_in_bytes(0.5, "comm_buffer_size")
+        524288
+    """
+    if isinstance(megabytes, bool) or not isinstance(megabytes, Real):
+        raise TypeError(
+            f"{name} must be a number of MB, got {megabytes!r} of type {type(megabytes).__name__}; "
+            f"pass for example {name}=25"
+        )
+    size = float(megabytes)
+    if math.isnan(size) or size < 0:
+        raise ValueError(f"{name} must be >= 0 MB, got {megabytes!r}; 0 puts every parameter alone")
+    return size if math.isinf(size) else int(size * MB)
+
+
+def describe_parameters(params: Any) -> list[ParamSpec]:
+    """The trainable parameters of a module, a list of parameters, or a list of `ParamSpec`, as specs.
+
+    Args:
+        params: something with `named_parameters()` (then each distinct trainable parameter once, depth
+            first; an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
+
+    Returns:
+        One spec per parameter, in registration order.
+
+    Raises:
+        TypeError: neither of these.
+    """
+    if hasattr(params, "named_parameters"):
+        sparse = {
+            id(parameter)
+            for module in params.modules()
+            if getattr(module, "sparse", False) is True
+            for parameter in module.parameters(recurse=False)
+        }
+        return [
+            _describe(name, parameter, id(parameter) in sparse)
+            for name, parameter in params.named_parameters()
+            if parameter.requires_grad
+        ]
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be a module, or parameters, or ParamSpec, got {type(params).__name__}; "
+            "pass the model itself or list(model.parameters())"
+        )
+    return [
+        spec if isinstance(spec, ParamSpec) else _describe(f"param_{index}", spec, False)
+        for index, spec in enumerate(params)
+    ]
+
+
+def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
+    try:
+        return ParamSpec(name, tuple(parameter.shape), str(parameter.dtype), str(parameter.device), sparse)
+    except AttributeError:
+        raise TypeError(
+            f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec"
+        ) from None
+
+
+class _Group(NamedTuple):
+    members: list[int]
+    cap: float | None
+
+
+def assign_buckets(
+    specs: Sequence[ParamSpec], limits: Sequence[float], order: Iterable[int] | None = None
+) -> list[_Group]:
+    """Which parameters share a bucket, in the order of the walk (communication order is the reverse).
+
+    One bucket is open per (dtype, device). A parameter is added to the open one, and the bucket closes once
+    its bytes reach the current limit, so the parameter that crosses the limit stays inside. The n-th bucket
+    that closes for a dtype uses the n-th limit, the last limit repeats. A sparse parameter forms a bucket
+    alone and closes nothing. Buckets still open at the end follow; all are sorted by their first member.
+
+    Args:
+        specs: the parameters.
+        limits: bytes, at least one.
+        order: indices into `specs` in the order of the walk; registration order by default.
+
+    Returns:
+        Groups of indices into `specs`, in the order in which they were met.
+
+    Example:
+        >>> from dpfuse.plan import ParamSpec, assign_buckets
+        >>> specs = [ParamSpec(str(n), (n,), "float32") for n in (2, 3, 5)]
+        >>> [group.members for group in assign_buckets(specs, [8, 32])]
+        [[0], [1, 2]]
+    """
+    open_groups: dict[Hashable, tuple[int, list[int], int]] = {}  # first position, members, bytes
+    closed_count: dict[Hashable, int] = {}
+    groups: list[tuple[int, _Group]] = []
+    for position, index in enumerate(range(len(specs)) if order is None else order):
+        spec = specs[index]
+        if spec.sparse:
+            groups.append((position, _Group([index], None)))
+            continue
+        key = (spec.dtype, spec.device)
+        first, members, nbytes = open_groups.get(key) or (position, [], 0)
+        members.append(index)
+        nbytes += spec.nbytes
+        count = closed_count.get(key, 0)
+        limit = limits[min(count, len(limits) - 1)]
+        if nbytes >= limit:
+            groups.append((first, _Group(members, limit)))
+            closed_count[key] = count + 1
+            open_groups.pop(key, None)
+        else:
+            open_groups[key] = (first, members, nbytes)
+    groups += [(first, _Group(members, None)) for first, members, _ in open_groups.values()]
+    return [group for _, group in sorted(groups, key=lambda item: item[0])]
+
+
+def plan_buckets(
+    params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1
+) -> BucketPlan:
+    """The buckets with which `DataParallel` would start.
+
+    The small cap goes to the parameters registered first, whose gradients arrive last: the bucket that is
+    sent when backward ends is small, and the unfilled remainder of the model goes first.
+
+    Args:
+        params: a module, a list of parameters, or a list of `ParamSpec`.
+        comm_buffer_size: cap of a bucket in MB (1048576 bytes); 0 puts every parameter alone, `inf` makes
+            one bucket per dtype.
+        last_comm_buffer_size: cap in MB of the first bucket closed of each dtype, the one sent last.
+
+    Returns:
+        The plan; `plan.buckets` is in communication order, `print(plan.explain())` shows it as a table.
+
+    Raises:
+        TypeError, ValueError: a size that is no number, negative or NaN; no parameters in `params`.
+
+    Example:
+        >>> import torch, dpfuse
+        >>> model = torch.nn.Sequential(torch.nn.Linear(784, 512), torch.nn.Linear(512, 10))
+        >>> [bucket.params for bucket in dpfuse.plan_buckets(model).buckets]
+        [(1, 2, 3), (0,)]
+
+    Source: Paddle's `DataParallel` (`init_reducer`) and `core.eager_assign_group_by_size`.
+    """
+    cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
+    last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
+    specs = tuple(describe_parameters(params))
+    if not specs:
+        raise ValueError("params has no trainable parameter; expected at least one with requires_grad=True")
+    groups = reversed(assign_buckets(specs, [last_cap, cap]))
+    return BucketPlan(specs, tuple(_lay_out(specs, groups)), cap, last_cap)
+
+
+def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+    """The plan for the order in which gradients were really seen to become ready.
+
+    Args:
+        plan: the plan under which the order was observed; its caps are kept.
+        ready_order: parameter indices, first ready first; a parameter left out never became ready.
+
+    Returns:
+        The same rule over the reverse of `ready_order`, and then, sent last, buckets of the parameters
+        that never became ready.
+
+    Raises:
+        DPFuseError: `ready_order` names a parameter twice or one that is not in the plan.
+
+    Example:
+        >>> import dpfuse
+        >>> from dpfuse.plan import rebuild_plan
+        >>> specs = [dpfuse.ParamSpec(name, (4,), "float32") for name in "abc"]
+        >>> plan = dpfuse.plan_buckets(specs, comm_buffer_size=0, last_comm_buffer_size=0)
+        >>> [bucket.params for bucket in rebuild_plan(plan, [0, 2]).buckets]
+        [(0,), (2,), (1,)]
+
+    Source: the rebuild of torch's `Reducer`, with Paddle's rule.
+    """
+    seen = set(ready_order)
+    if len(seen) != len(ready_order) or not seen <= set(range(len(plan.specs))):
+        raise DPFuseError(
+            f"the ready order names {len(ready_order)} parameters, {len(seen)} distinct, of "
+            f"{len(plan.specs)}; expected each at most once. The ranks' models differ, or this is a bug."
+        )
+    never = [index for index in range(len(plan.specs)) if index not in seen]
+    limits = [plan.last_comm_buffer_size, plan.comm_buffer_size]
+    groups = [
+        *reversed(assign_buckets(plan.specs, limits, list(reversed(ready_order)))),
+        *reversed(assign_buckets(plan.specs, limits[1:], never)),
+    ]
+    ordered = (_Group(sorted(group.members), group.cap) for group in groups)
+    return BucketPlan(
+        plan.specs,
+        tuple(_lay_out(plan.specs, ordered)),
+        plan.comm_buffer_size,
+        plan.last_comm_buffer_size,
+    )
+
+
+def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
+    """The grouping of the manual path: consecutive gradients of one dtype, until the bytes reach a size.
+
+    Args:
+        specs: the gradients, in the order given by the user.
+        bucket_size: bytes.
+
+    Returns:
+        Groups in the order of `specs`, which is also the communication order.
+
+    Example:
+        >>> from dpfuse.plan import ParamSpec, plan_groups
+        >>> specs = [ParamSpec("", (2,), dtype) for dtype in ("float32", "float64", "float32")]
+        >>> [bucket.params for bucket in plan_groups(specs, 1024).buckets]
+        [(0,), (1,), (2,)]
+
+    Source: Paddle's `build_groups`, used by its `fused_allreduce_gradients`.
+    """
+    groups: list[_Group] = []
+    key, nbytes = None, 0
+    for index, spec in enumerate(specs):
+        if groups and (spec.dtype, spec.device) == key and nbytes < bucket_size:
+            groups[-1].members.append(index)
+            nbytes += spec.nbytes
+        else:
+            groups.append(_Group([index], bucket_size))
+            key, nbytes = (spec.dtype, spec.device), spec.nbytes
+    return BucketPlan(tuple(specs), tuple(_lay_out(specs, groups)), bucket_size, bucket_size)
+
+
+def _lay_out(specs: Sequence[ParamSpec], groups: Iterable[_Group]) -> Iterator[Bucket]:
+    for members, cap in groups:
+        head = specs[members[0]]
+        step = max(1, ALIGNMENT // ITEM_SIZE[head.dtype])  # elements between possible starts
+        slots, offset, nbytes = [], 0, 0
+        for index in members:
+            numel = specs[index].numel
+            slots.append(Slot(index, offset, numel))
+            offset += -(-numel // step) * step
+            nbytes += numel * ITEM_SIZE[head.dtype]
+        yield Bucket(
+            tuple(members), nbytes, head.dtype, head.device, tuple(slots), offset, cap, head.sparse
+        )
