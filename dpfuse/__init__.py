@@ -1,14 +1,18 @@
 """dpfuse: data-parallel gradient averaging for PyTorch through fused buckets."""
 
+from dpfuse.data_parallel import DataParallel
 from dpfuse.errors import DPFuseError
+from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
+from dpfuse.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "Bucket",
     "BucketPlan",
     "DPFuseError",
+    "DataParallel",
     "ParamSpec",
     "__version__",
+    "fused_allreduce_gradients",
     "plan_buckets",
 ]

@@ -258,9 +258,7 @@ def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
     try:
         return ParamSpec(name, tuple(parameter.shape), str(parameter.dtype), str(parameter.device), sparse)
     except AttributeError:
-        raise TypeError(
-            f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec"
-        ) from None
+        raise TypeError(f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec") from None
 
 
 class _Group(NamedTuple):
@@ -316,9 +314,7 @@ def assign_buckets(
     return [group for _, group in sorted(groups, key=lambda item: item[0])]
 
 
-def plan_buckets(
-    params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1
-) -> BucketPlan:
+def plan_buckets(params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> BucketPlan:
     """The buckets with which `DataParallel` would start.
 
     The small cap goes to the parameters registered first, whose gradients arrive last: the bucket that is
@@ -438,6 +434,4 @@ def _lay_out(specs: Sequence[ParamSpec], groups: Iterable[_Group]) -> Iterator[B
             slots.append(Slot(index, offset, numel))
             offset += -(-numel // step) * step
             nbytes += numel * ITEM_SIZE[head.dtype]
-        yield Bucket(
-            tuple(members), nbytes, head.dtype, head.device, tuple(slots), offset, cap, head.sparse
-        )
+        yield Bucket(tuple(members), nbytes, head.dtype, head.device, tuple(slots), offset, cap, head.sparse)

@@ -66,9 +66,7 @@ def test_manual_groups_equal_paddle(case):
 
 def test_the_worked_example():
     """Numels 2, 3, 5 in fp32 with caps of 8 and 32 bytes."""
-    plan = plan_buckets(
-        [ParamSpec(str(n), (n,), "float32") for n in (2, 3, 5)], 32 / MB, last_comm_buffer_size=8 / MB
-    )
+    plan = plan_buckets([ParamSpec(str(n), (n,), "float32") for n in (2, 3, 5)], 32 / MB, last_comm_buffer_size=8 / MB)
     assert [bucket.params for bucket in plan.buckets] == [(1, 2), (0,)]
     assert [[slot.offset for slot in bucket.slots] for bucket in plan.buckets] == [[0, 4], [0]]
     assert [bucket.nbytes for bucket in plan.buckets] == [32, 8]
@@ -131,9 +129,7 @@ def test_assignment_equals_torchs(specs, limit):
     if not specs:
         return
     tensors = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-    theirs, _ = dist._compute_bucket_assignment_by_size(
-        tensors, [limit, 3 * limit], [spec.sparse for spec in specs]
-    )
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [limit, 3 * limit], [spec.sparse for spec in specs])
     assert [group.members for group in assign_buckets(specs, [limit, 3 * limit])] == theirs
 
 

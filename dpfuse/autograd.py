@@ -1,0 +1,143 @@
+"""The only door to the autograd engine: ready hooks, and the begin and end of a backward. Knows no bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks"]
+
+
+class ReadyHooks:
+    """One hook per parameter, called after each accumulation into its `.grad`.
+
+    Post-accumulate hooks live on the tensor itself, so they survive `.to()` and `.double()`.
+
+    Args:
+        params: the parameters.
+        hooks: one per parameter; called with the parameter.
+    """
+
+    def __init__(self, params: Sequence[Tensor], hooks: Iterable[Callable[[Any], None]]) -> None:
+        self._handles: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(hook) for param, hook in zip(params, hooks, strict=True)
+        ]
+
+    def replace(self, hooks: Iterable[Callable[[Any], None]]) -> None:
+        """Put others in the same places, before any hook that was registered later."""
+        for handle, hook in zip(self._handles, hooks, strict=True):
+            installed = handle.hooks_dict_ref()
+            if installed is not None:
+                installed[handle.id] = hook
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class BackwardListener(Protocol):
+    """Who wants to know of backwards."""
+
+    def open(self, *, announced: bool) -> None: ...
+    def close(self, reached_leaves: Callable[[], bool]) -> None: ...
+    def abandon(self) -> None: ...
+
+
+class _Task:
+    """The engine holds it as a callback for as long as the backward lives.
+
+    So it dies with the backward, and if it was never called, the backward died of an exception.
+    """
+
+    __slots__ = ("__weakref__", "_end", "node")
+
+    def __init__(self, end: Callable[[_Task], None], node: Any) -> None:
+        self._end = end
+        self.node = node
+
+    def __call__(self) -> None:
+        self._end(self)
+
+
+class BackwardWatch:
+    """Tells a listener when the outermost backward of a module's outputs begins, ends or dies.
+
+    A callback belongs to the innermost graph task at the time it is queued. Queued by a hook on an output
+    it belongs to the outermost one, and a reentrant checkpoint inside ends without consequences.
+    """
+
+    def __init__(self) -> None:
+        self.listener: BackwardListener | None = None
+        self._task: weakref.ref[_Task] | None = None
+
+    def watch(self, outputs: Any) -> bool:
+        """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses); was there any?"""
+        if isinstance(outputs, Tensor):
+            return self._watch_tensor(outputs)
+        # Every tensor is watched, not only those up to the first.
+        return sum(map(self._watch_tensor, _tensors_in(outputs))) > 0
+
+    def begin(self, *, announced: bool = False) -> None:
+        """A backward is running: open it, unless it is one that is open already."""
+        if self._task is not None or self.listener is None:
+            return
+        self.listener.open(announced=announced)
+        task = _Task(self._end, torch._C._current_autograd_node())
+        self._task = weakref.ref(task, self._died)
+        torch.autograd.Variable._execution_engine.queue_callback(task)
+
+    def _watch_tensor(self, tensor: Tensor) -> bool:
+        if not tensor.requires_grad:
+            return False
+        # A parameter returned as it is keeps its hooks for ever; its own ready mark announces it.
+        if not tensor.is_leaf:
+            tensor.register_hook(self._announce)
+        return True
+
+    def _announce(self, _grad: Tensor) -> None:
+        self.begin(announced=True)
+
+    def _end(self, task: _Task) -> None:
+        self._task = None
+        if self.listener is not None:
+            self.listener.close(lambda: _reaches_leaves(task.node))
+
+    def _died(self, reference: weakref.ref[_Task]) -> None:
+        if self._task is reference:
+            self._task = None
+            if self.listener is not None:
+                self.listener.abandon()
+
+
+def _reaches_leaves(node: Any) -> bool:
+    """Does the running graph task accumulate into leaves, as `backward()` does and `autograd.grad()` does not?"""
+    while node is not None and node.next_functions:
+        node = next((child for child, _ in node.next_functions if child is not None), None)
+    if node is None:
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # The engine refuses to answer for a leaf whose gradient autograd.grad() was asked for.
+        return False
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))

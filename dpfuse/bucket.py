@@ -1,0 +1,213 @@
+"""One flat buffer on its way: pack, all-reduce, deliver. Owns the buffer and its lifetime; knows no hook, no order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+from dpfuse import collective
+from dpfuse.averaging import averaging_for
+from dpfuse.errors import DPFuseError
+from dpfuse.plan import MB, Bucket, BucketPlan
+from dpfuse.tail import Tail
+from dpfuse_kernels import PointerTable, flatten, unflatten
+from dpfuse_kernels import Slot as KernelSlot
+
+__all__ = ["BucketState", "GradBucket", "make_buckets"]
+
+
+class BucketState(Enum):
+    """Where a bucket is; every other move than the three down this list raises."""
+
+    FREE = auto()  # nobody waits for the buffer: launch() may fill it
+    FLIGHT = auto()  # packed; the all-reduce reads and writes the buffer until wait() returns
+    LANDED = auto()  # reduced; deliver() or discard() hands it back
+
+
+class GradBucket:
+    """The gradients of some parameters, fused into one flat buffer.
+
+    Args:
+        bucket: the plan of this bucket.
+        params: the parameters, in the order of `bucket.params`; on one device.
+        names: their names, for errors.
+        group: process group of the all-reduce.
+        scale: factor on each rank's gradients; None is the mean.
+        views: whether `.grad` becomes a view of the buffer (else the result is copied to `.grad`).
+        tail: what travels behind the last slot, if anything.
+        label: text for profiler ranges.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        *,
+        scale: float | None = None,
+        views: bool = True,
+        tail: Tail | None = None,
+        label: str = "",
+    ) -> None:
+        self.plan = bucket
+        self.params = list(params)
+        self.state = BucketState.FREE
+        self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
+        self._names = names
+        self._group = group
+        self._scale = averaging_for(bucket.dtype, group.size(), scale).pre_scale
+        self._keep_views = views
+        self.tail = tail
+        self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
+        self._table: PointerTable | None = None
+        self._sources: list[Tensor | None] = []
+        self._work: dist.Work | None = None
+
+    def launch(self, unused: Collection[int] = (), *, failed: bool = False) -> None:
+        """Pack the gradients and start the all-reduce; a parameter without gradient sends zeros.
+
+        Args:
+            unused: parameters (by registration index) to report as unused, if this bucket has the tail.
+            failed: whether to report this rank as failed, if this bucket has the tail.
+        """
+        self._move(BucketState.FREE, BucketState.FLIGHT)
+        table = self._table or self._allocate()
+        grads: list[Tensor | None] = [param.grad for param in self.params]
+        # On CUDA the pack only starts here: what it reads must outlive it.
+        self._sources = grads
+        with _ranged("dpfuse::pack", self._label), _no_graph():
+            if self.tail is not None:
+                grads.append(self.tail.source(table.flat, unused, failed))
+            try:
+                flatten(grads, table, scale=self._scale)
+                self.error = None
+            except (ValueError, TypeError, RuntimeError) as error:
+                # The peers wait for this bucket whatever happened here; the tail tells them.
+                self.error = error
+                table.flat.zero_()
+                if self.tail is not None:
+                    table.views[-1].copy_(self.tail.source(table.flat, unused, True))
+        with _ranged("dpfuse::all_reduce", self._label):
+            self._work = collective.all_reduce(table.flat, self._group)
+
+    def wait(self) -> None:
+        """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
+        self._move(BucketState.FLIGHT, BucketState.LANDED)
+        assert self._work is not None
+        with _ranged("dpfuse::wait", self._label):
+            self._work.wait()
+        self._work = None
+        if self.tail is not None and self._table is not None:
+            self.tail.landed(self._table.views[-1])
+
+    def deliver(self, untouched: Collection[int] = ()) -> None:
+        """Hand the reduced gradients to the parameters, but for those (registration indices) to leave alone."""
+        self._move(BucketState.LANDED, BucketState.FREE)
+        assert self._table is not None
+        self._sources = []
+        params, views = self.params, self._table.views
+        skipped = {place for place, index in enumerate(self.plan.params) if index in untouched} if untouched else ()
+        if self._keep_views:
+            for place, (param, view) in enumerate(zip(params, views, strict=False)):
+                if place not in skipped:
+                    param.grad = view
+            return
+        targets: list[Tensor | None] = []
+        for place, param in enumerate(params):
+            if param.grad is None and place not in skipped:
+                param.grad = torch.empty_like(views[place])
+            targets.append(None if place in skipped else param.grad)
+        if self.tail is not None:
+            targets.append(None)
+        with _ranged("dpfuse::unpack", self._label), _no_graph():
+            unflatten(self._table, targets)
+
+    def discard(self) -> None:
+        """Wait if need be, and give the buffer back without touching any gradient."""
+        if self.state is BucketState.FLIGHT:
+            self.wait()
+        self._move(BucketState.LANDED, BucketState.FREE)
+        self._sources = []
+
+    def _allocate(self) -> PointerTable:
+        # Not before the first launch: after a rebuild the gradients of the step before may still live in
+        # the buffers of the plan before.
+        param = self.params[0]
+        slots = [
+            KernelSlot(name, slot.offset, tuple(p.shape), _dense_stride(p))
+            for name, slot, p in zip(self._names, self.plan.slots, self.params, strict=True)
+        ]
+        numel = self.plan.numel
+        if self.tail is not None:
+            slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
+            numel += self.tail.numel
+        flat = torch.zeros(numel, dtype=param.dtype, device=param.device)
+        self._table = PointerTable(flat, slots, param.dtype)
+        return self._table
+
+    def _move(self, expected: BucketState, to: BucketState) -> None:
+        if self.state is not expected:
+            raise DPFuseError(
+                f"bucket {self._label} with parameters {', '.join(self._names[:3])}… is {self.state.name}, "
+                f"expected {expected.name}; this is a bug in dpfuse, please report it"
+            )
+        self.state = to
+
+
+def make_buckets(
+    plan: BucketPlan,
+    params: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    scale: float | None = None,
+    views: bool = False,
+    tail: bool = False,
+) -> list[GradBucket]:
+    """One `GradBucket` per bucket of `plan`, in communication order.
+
+    Args:
+        plan: the plan of `params`.
+        params: by registration index.
+        group: process group of the all-reduces.
+        scale: factor on each rank's gradients; None is the mean.
+        views: whether `.grad` becomes a view of the buffers.
+        tail: whether the last bucket carries a `Tail`.
+    """
+    last = len(plan.buckets) - 1
+    return [
+        GradBucket(
+            bucket,
+            [params[index] for index in bucket.params],
+            [plan.specs[index].name for index in bucket.params],
+            group,
+            scale=scale,
+            views=views,
+            tail=Tail(group.rank(), group.size(), len(plan.specs)) if tail and order == last else None,
+            label=f"bucket {order}",
+        )
+        for order, bucket in enumerate(plan.buckets)
+    ]
+
+
+def _dense_stride(param: Tensor) -> tuple[int, ...]:
+    """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
+    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _ranged(name: str, label: str) -> AbstractContextManager[object]:
+    """A named range for the profiler; costs next to nothing while none is running."""
+    if _profiler_enabled():
+        return torch.profiler.record_function(f"{name} ({label})")
+    return nullcontext()
+
+
+def _no_graph() -> AbstractContextManager[object]:
+    """Gradients that carry a graph (create_graph=True) are packed by value."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()

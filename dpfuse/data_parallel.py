@@ -1,0 +1,322 @@
+"""DataParallel, the wrapper module: wires a model to its gradient synchronisation, and is no more than that."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dpfuse import agreement
+from dpfuse.collective import resolve_group
+from dpfuse.errors import DPFuseError
+from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model, check_module
+from dpfuse.plan import MB, BucketPlan
+from dpfuse.reducer import Reducer
+from dpfuse.state_dict import PREFIX, load_leniently, own_names, without_prefix
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(nn.Module):
+    """Averages gradients over the ranks while backward runs; a drop-in wrapper around any module.
+
+    When `backward()` returns, every `.grad` is the mean over the ranks, final on the current stream:
+    clipping, `GradScaler` and `optimizer.step()` follow as usual. Parameters that some ranks do not use get
+    the mean with zeros from those ranks; parameters used on no rank keep their `.grad`.
+
+    Args:
+        layers: the module to train; the same on every rank, on one device. Rank 0's parameters and buffers
+            overwrite those of the others.
+        strategy: Paddle's deprecated argument, accepted for its position and ignored with a warning.
+        comm_buffer_size: a bucket is sent once its gradients reach this many MB (1048576 bytes; fractions
+            are fine). 0 sends every gradient alone, `inf` one bucket per dtype.
+        last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
+        find_unused_parameters: True if parameters without gradient are expected; nothing is searched and
+            nothing slows down, only the warning that names them is left out.
+        group: process group; None is the default group. Without any process group the wrapper only
+            passes calls through, and says so once.
+        gradient_as_bucket_view: True makes `.grad` a view of the communication buffer, which saves a copy;
+            the next synchronised backward overwrites a view that was kept. False keeps gradients private.
+        broadcast_buffers: True sends rank 0's buffers (running statistics) to all ranks before every
+            forward with gradients enabled; otherwise they are sent at construction only.
+
+    Raises:
+        TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
+        DPFuseError: the ranks' models or options differ, or construction failed on another rank (raised
+            on every rank); `WORLD_SIZE` announces several ranks and there is no process group.
+
+    Example:
+        >>> import dpfuse, torch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.weight.grad.shape
+        torch.Size([2, 4])
+        >>> dist.destroy_process_group()
+
+    Source: the arguments and the bucket rule are those of `paddle.DataParallel`; the semantics follow
+    torch's `DistributedDataParallel` where it is right.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        strategy: Any = None,
+        comm_buffer_size: float = 25,
+        last_comm_buffer_size: float = 1,
+        find_unused_parameters: bool = False,
+        group: dist.ProcessGroup | None = None,
+        *,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = False,
+    ) -> None:
+        super().__init__()
+        if strategy is not None:
+            warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)
+        if not isinstance(layers, nn.Module):
+            raise TypeError(f"layers must be a torch.nn.Module, got {type(layers).__name__}; pass the model instance")
+        self.module = layers
+        self._options = SyncOptions(
+            comm_buffer_size, last_comm_buffer_size, find_unused_parameters, gradient_as_bucket_view, broadcast_buffers
+        )
+        self._connect(resolve_group(group), fresh=True)
+
+    def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
+        """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
+        self._group = group
+        self._sync: GradSync | None = None
+        self._require_sync = True
+        try:
+            plan = check_module(self.module, self._options, group)
+        except (TypeError, ValueError) as error:
+            if group is not None and fresh:
+                agreement.report_failure(error, group, "the wrapped module")
+            raise
+        if group is None:
+            _check_single_process()
+            return
+        if fresh:
+            agree_on_model(self.module, self._options, group)
+        self._sync = GradSync(self.module, plan, group, self._options)
+        # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
+        finalize(self, self._sync.remove_hooks).atexit = False
+        self._register_load_state_dict_pre_hook(self._accept_unprefixed)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. Under `torch.no_grad()` nothing is recorded and nothing is communicated.
+
+        Raises:
+            DPFuseError: the module's parameters have changed since it was wrapped, or the last backward was
+                interrupted on some ranks only.
+        """
+        sync = self._sync
+        if sync is None or not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        sync.before_forward()
+        outputs = self.module(*inputs, **kwargs)
+        sync.after_forward(outputs)
+        return outputs
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Accumulate gradients locally: no communication for forwards inside this context.
+
+        A backward is local if every forward since the last synchronised backward ran inside; the next
+        synchronised one averages all that has accumulated. Nests, and ends properly on exceptions.
+
+        Args:
+            enabled: False makes it a context that does nothing, so that a loop needs one body:
+                `with model.no_sync(enabled=micro < last): …`.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> for micro in range(3):
+            ...     with model.no_sync(enabled=micro < 2):
+            ...         model(torch.ones(3, 4)).sum().backward()
+            >>> model.bias.grad
+            tensor([9., 9.])
+            >>> dist.destroy_process_group()
+
+        Source: torch's `DistributedDataParallel.no_sync`, with Paddle's and the requested `enabled`.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = before and not enabled
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """The switch behind `no_sync()`, read when a forward ends; may be set directly."""
+        return self._require_sync if self._sync is None else self._sync.reducer.require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._sync is None:
+            self._require_sync = bool(value)
+        else:
+            self._sync.reducer.require_sync = bool(value)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """The state machine of the synchronisation; None where the wrapper only passes calls through."""
+        return None if self._sync is None else self._sync.reducer
+
+    @property
+    def bucket_plan(self) -> BucketPlan:
+        """The buckets in use: the planned ones, then those rebuilt after the first synchronised backward."""
+        return check_module(self.module, self._options, None) if self._sync is None else self._sync.plan
+
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: dict[str, Any] | None = None,
+        include_sublayers: bool = True,
+        *,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The wrapped module's state dict, without any prefix of the wrapper: the two are interchangeable.
+
+        Args:
+            destination: a dict to fill; a new one by default.
+            include_sublayers: False leaves out what belongs to the module's children.
+            prefix: put before each name.
+            keep_vars: True gives the parameters themselves instead of detached tensors.
+
+        Returns:
+            `destination`.
+
+        Source: `paddle.DataParallel.state_dict`.
+        """
+        if destination is None:
+            destination = OrderedDict()
+        if include_sublayers:
+            self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        else:
+            self.module._save_to_state_dict(destination, prefix, keep_vars)
+        return destination
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load what matches by name, and warn of the rest. Only this rank is changed.
+
+        Args:
+            state_dict: names with or without `module.`; tensors or numpy arrays.
+            use_structured_name: False expects `param_<i>` and `buffer_<i>`, by registration index, as keys.
+
+        Returns:
+            (missing keys, unexpected keys).
+
+        Raises:
+            TypeError: a value is neither tensor nor array.
+            ValueError: a shape differs, or no key matches; nothing is loaded.
+
+        Source: `paddle.DataParallel.set_state_dict`, which only warns of a shape mismatch.
+        """
+        expected = self.module.state_dict().keys()
+        if not use_structured_name:
+            names = own_names(self.module)
+            state_dict = {names.get(key, key): value for key, value in state_dict.items()}
+        return load_leniently(self.module, without_prefix(state_dict, expected))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch does it, for names with or without `module.`, tensors or numpy arrays.
+
+        Args:
+            state_dict: what `state_dict()` of this wrapper, of the bare module, or of torch's
+                `DistributedDataParallel` returned.
+            strict: whether missing and unexpected keys raise.
+            assign: whether the tensors themselves become the parameters.
+
+        Returns:
+            A named tuple (missing_keys, unexpected_keys).
+
+        Raises:
+            RuntimeError: as torch raises it, for a shape mismatch, and for differing keys if `strict`.
+        """
+        own = without_prefix(state_dict, self.module.state_dict().keys())
+        return self.module.load_state_dict(own, strict=strict, assign=assign)
+
+    def _accept_unprefixed(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        # A parent module loads its children by their structured names, in which the wrapper is one level.
+        ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+        stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
+        inner = without_prefix(stripped, self.module.state_dict().keys())
+        state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone._restore(copy.deepcopy(self._portable_state(), memo), self._group)
+        return clone
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None and self._group is not dist.group.WORLD:
+            raise DPFuseError(
+                "a DataParallel over a group other than the default one cannot be pickled: the group means "
+                "nothing to another process. Pickle its state_dict(), or its .module."
+            )
+        return self._portable_state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, resolve_group(None))
+
+    def _portable_state(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group")}
+        state["_load_state_dict_pre_hooks"] = OrderedDict()
+        state["_require_sync"] = self.require_backward_grad_sync
+        return state
+
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        super().__setstate__(state)
+        require_sync = state["_require_sync"]
+        self._connect(group, fresh=False)
+        self.require_backward_grad_sync = require_sync
+
+    def extra_repr(self) -> str:
+        """Ranks, back end and buckets, for `repr(model)`."""
+        if self._sync is None:
+            return "no process group: calls pass through"
+        buckets = ", ".join(f"{bucket.nbytes / MB:.3g}" for bucket in self.bucket_plan.buckets)
+        group = self._sync.group
+        return (
+            f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
+        )
+
+
+def _check_single_process() -> None:
+    for variable in ("WORLD_SIZE", "PADDLE_TRAINERS_NUM"):
+        value = os.environ.get(variable, "1")
+        if value.isdecimal() and int(value) > 1:
+            raise DPFuseError(
+                f"{variable}={value} announces several ranks, but there is no process group; expected one, or "
+                "every rank would train a model of its own. Call dpfuse.init_parallel_env() before wrapping."
+            )
+    warnings.warn(
+        "there is no process group: DataParallel passes calls through and averages nothing. Call "
+        "dpfuse.init_parallel_env() first if this is one of several processes.",
+        stacklevel=4,
+    )

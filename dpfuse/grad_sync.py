@@ -1,0 +1,198 @@
+"""Gradient synchronisation of one module: wires planner, buckets, reducer and engine hooks. No user-facing names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpfuse import agreement, collective
+from dpfuse.autograd import BackwardWatch, ReadyHooks
+from dpfuse.averaging import averaging_for
+from dpfuse.bucket import make_buckets
+from dpfuse.errors import DPFuseError
+from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
+from dpfuse.reducer import Phase, Reducer
+from dpfuse.signature import ModelSignature
+from dpfuse.version import __version__
+
+__all__ = ["GradSync", "SyncOptions", "agree_on_model", "check_module"]
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """The wrapper's options; sizes in MB of 1048576 bytes. Their meaning is documented where users pass them."""
+
+    comm_buffer_size: float
+    last_comm_buffer_size: float
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    broadcast_buffers: bool
+
+    def check(self) -> None:
+        """Raises TypeError for a switch that is neither True nor False; the planner checks the sizes."""
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
+class GradSync:
+    """Averages a module's gradients over a group in every backward that is to synchronise.
+
+    Args:
+        module: checked by `check_module`, equal on all ranks.
+        plan: its buckets.
+        group: process group.
+        options: of the wrapper.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        options: SyncOptions,
+    ) -> None:
+        self.plan = plan
+        self.group = group
+        self._params = [param for param in module.parameters() if param.requires_grad]
+        self._views = options.gradient_as_bucket_view
+        self._buffer_places = [
+            (child._buffers, key)
+            for child in module.modules()
+            for key, buffer in child._buffers.items()
+            if options.broadcast_buffers and buffer is not None
+        ]
+        self._signature = ModelSignature(module)
+        self._watch = BackwardWatch()
+        self.reducer = Reducer(
+            self._make_buckets(),
+            [spec.name for spec in plan.specs],
+            warn_unused=not options.find_unused_parameters,
+            open_backward=self._watch.begin,
+            rebuild=self._rebuild,
+        )
+        self._watch.listener = self.reducer
+        self._hooks = ReadyHooks(self._params, map(self.reducer.marker, range(len(self._params))))
+
+    def before_forward(self) -> None:
+        """To be called before a forward with gradients enabled.
+
+        Raises:
+            DPFuseError: the module's parameters have changed; the last backward was interrupted here only.
+        """
+        if (change := self._signature.change()) is not None:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: {change} after the module was wrapped; expected the parameters of "
+                "the time of wrapping. Wrap the module again, on every rank."
+            )
+        if self.reducer.phase is Phase.ABANDONED:
+            self.reducer.drain()
+        if self._buffer_places:
+            buffers = [cast(Tensor, place[key]) for place, key in self._buffer_places]
+            collective.broadcast_flat(buffers, self.group)
+
+    def after_forward(self, outputs: Any) -> None:
+        """To be called with the outputs of that forward."""
+        watched = self._watch.watch(outputs)
+        self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
+
+    def remove_hooks(self) -> None:
+        """Leave the module as if it had never been wrapped."""
+        self._hooks.remove()
+
+    def _make_buckets(self) -> list[Any]:
+        return make_buckets(self.plan, self._params, self.group, views=self._views, tail=True)
+
+    def _rebuild(self, order: list[int], marks: list[int]) -> None:
+        # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
+        # waits for the old layout. Gradients that are views keep the old buffers alive until they are freed.
+        order, marks = agreement.agree_on_order(order, marks, self.group)
+        self.plan = rebuild_plan(self.plan, order)
+        self.reducer.adopt(self._make_buckets(), marks)
+        self._hooks.replace(map(self.reducer.marker, range(len(self._params))))
+
+
+def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup | None) -> BucketPlan:
+    """The plan of a module that can be synchronised.
+
+    Raises:
+        TypeError, ValueError: an option, parameter, dtype or device that cannot be used; the text names it.
+    """
+    options.check()
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} is uninitialized (a lazy module); expected known shapes. "
+                "Run one forward with a sample batch before wrapping."
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device; expected data. Use module.to_empty(device=…) and "
+                "initialise it before wrapping."
+            )
+    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    if not trainable:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to "
+            "average; use the module without the wrapper"
+        )
+    plan = plan_buckets(module, options.comm_buffer_size, options.last_comm_buffer_size)
+    devices = {str(param.device): name for name, param in reversed(trainable.items())}
+    if len(devices) > 1:
+        raise ValueError(
+            "the parameters are on several devices: "
+            + ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+            + "; expected one device per process. Move the module to one, or wrap its parts."
+        )
+    device = next(iter(trainable.values())).device
+    if group is not None and all(device.type != usable.type for usable in group._device_types):
+        raise ValueError(
+            f"the parameters are on {device}, but the {dist.get_backend(group)} group reduces tensors on "
+            f"{', '.join(usable.type for usable in group._device_types)}; move the module, or use another "
+            "backend (gloo for the CPU, nccl for GPUs)"
+        )
+    for spec in plan.specs:
+        if spec.sparse:
+            raise ValueError(
+                f"parameter {spec.name!r} has sparse gradients, which cannot be fused yet; expected dense ones. "
+                "Build its embedding with sparse=False, or freeze it."
+            )
+        try:
+            averaging_for(spec.dtype, 1)
+        except TypeError as error:
+            raise TypeError(f"parameter {spec.name!r}: {error}") from None
+    return plan
+
+
+def agree_on_model(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> None:
+    """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
+
+    Raises:
+        DPFuseError: on every rank alike, naming rank and first difference.
+    """
+    lines = [f"dpfuse {__version__}"]
+    lines += [f"option {name} = {value}" for name, value in asdict(options).items()]
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            lines.append(f"parameter {name} is tied to {first[id(param)]}")
+            continue
+        first[id(param)] = name
+        lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad}")
+    lines += [f"buffer {name} {_facts(buffer)}" for name, buffer in module.named_buffers()]
+    agreement.agree_on_text("\n".join(lines), group, "the wrapped module")
+    tensors = [*module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        for device in {tensor.device for tensor in tensors}:
+            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group)
+
+
+def _facts(tensor: Tensor) -> str:
+    # The stride of a dimension of one element addresses nothing and may differ.
+    stride = tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"shape={tuple(tensor.shape)} strides={stride} dtype={dtype}"

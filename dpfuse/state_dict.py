@@ -1,0 +1,89 @@
+"""State dicts in every form that wrappers produce: prefixed or not, tensors or numpy arrays."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PREFIX", "load_leniently", "own_names", "without_prefix"]
+
+PREFIX = "module."
+
+
+def without_prefix(state_dict: Mapping[str, Any], expected: Iterable[str]) -> dict[str, Any]:
+    """The same entries under the wrapped module's own names, values as tensors.
+
+    Args:
+        state_dict: keys with or without `module.` in front; tensors or numpy arrays.
+        expected: the wrapped module's keys, by which the two forms are told apart.
+    """
+    known = set(expected)
+    plain = sum(key in known for key in state_dict)
+    prefixed = sum(key.removeprefix(PREFIX) in known for key in state_dict if key.startswith(PREFIX))
+    strip = prefixed > plain
+    return {
+        key.removeprefix(PREFIX) if strip else key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for key, value in state_dict.items()
+    }
+
+
+def own_names(module: nn.Module) -> dict[str, str]:
+    """`param_<i>` and `buffer_<i>`, by registration order, to the structured names of `module`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.state_dict import own_names
+        >>> own_names(torch.nn.Linear(2, 2))
+        {'param_0': 'weight', 'param_1': 'bias'}
+    """
+    names = {f"param_{index}": name for index, (name, _) in enumerate(module.named_parameters())}
+    names |= {f"buffer_{index}": name for index, (name, _) in enumerate(module.named_buffers())}
+    return names
+
+
+def load_leniently(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Load what fits by name; warn of what is missing or unexpected.
+
+    Args:
+        module: the wrapped module.
+        state_dict: its own keys, tensors.
+
+    Returns:
+        (missing keys, unexpected keys).
+
+    Raises:
+        TypeError: a value is no tensor.
+        ValueError: a shape differs, or no key matches; nothing is loaded then.
+    """
+    current = module.state_dict()
+    missing = [key for key in current if key not in state_dict]
+    unexpected = [key for key in state_dict if key not in current]
+    matching = {key: value for key, value in state_dict.items() if key in current}
+    if current and not matching:
+        raise ValueError(
+            f"no key of the state dict matches: got {_some(unexpected)}, expected {_some(missing)}. "
+            "Pass the state dict of this model, with or without the 'module.' prefix."
+        )
+    for key, value in matching.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{key!r} is a {type(value).__name__}; expected a tensor or a numpy array")
+        if value.shape != current[key].shape:
+            raise ValueError(
+                f"{key!r} has shape {tuple(value.shape)}, expected {tuple(current[key].shape)}; nothing was "
+                "loaded. Use a state dict of the same architecture."
+            )
+    module.load_state_dict(matching, strict=False)
+    for what, keys in (("missing", missing), ("unexpected", unexpected)):
+        if keys:
+            warnings.warn(f"set_state_dict: {what} keys: {_some(keys)}", stacklevel=3)
+    return missing, unexpected
+
+
+def _some(keys: list[str]) -> str:
+    shown = ", ".join(map(repr, keys[:10]))
+    return f"{shown} and {len(keys) - 10} more" if len(keys) > 10 else shown or "nothing"
