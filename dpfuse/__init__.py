@@ -4,15 +4,18 @@ from dpfuse.data_parallel import DataParallel
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
+from dpfuse.timing import CommunicationTimes, time_communication
 from dpfuse.version import __version__
 
 __all__ = [
     "Bucket",
     "BucketPlan",
+    "CommunicationTimes",
     "DPFuseError",
     "DataParallel",
     "ParamSpec",
     "__version__",
     "fused_allreduce_gradients",
     "plan_buckets",
+    "time_communication",
 ]

@@ -16,6 +16,7 @@ from dpfuse.averaging import averaging_for
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import MB, Bucket, BucketPlan
 from dpfuse.tail import Tail
+from dpfuse.timing import CommunicationTimes
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
@@ -65,6 +66,7 @@ class GradBucket:
         self._scale = averaging_for(bucket.dtype, group.size(), scale).pre_scale
         self._keep_views = views
         self.tail = tail
+        self.times: CommunicationTimes | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._sources: list[Tensor | None] = []
@@ -96,15 +98,22 @@ class GradBucket:
                     table.views[-1].copy_(self.tail.source(table.flat, unused, True))
         with _ranged("dpfuse::all_reduce", self._label):
             self._work = collective.all_reduce(table.flat, self._group)
+        if self.times is not None:
+            self.times.sent(table.flat, self._work, is_last=self.tail is not None)
 
     def wait(self) -> None:
         """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
         self._move(BucketState.FLIGHT, BucketState.LANDED)
         assert self._work is not None
+        assert self._table is not None
+        if self.times is not None:
+            self.times.wait_begins(self._table.flat)
         with _ranged("dpfuse::wait", self._label):
             self._work.wait()
+        if self.times is not None:
+            self.times.wait_ends()
         self._work = None
-        if self.tail is not None and self._table is not None:
+        if self.tail is not None:
             self.tail.landed(self._table.views[-1])
 
     def deliver(self, untouched: Collection[int] = ()) -> None:

@@ -22,6 +22,7 @@ from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model, check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
 from dpfuse.state_dict import PREFIX, load_leniently, own_names, without_prefix
+from dpfuse.timing import CommunicationTimes
 
 __all__ = ["DataParallel"]
 
@@ -89,6 +90,7 @@ class DataParallel(nn.Module):
         self._options = SyncOptions(
             comm_buffer_size, last_comm_buffer_size, find_unused_parameters, gradient_as_bucket_view, broadcast_buffers
         )
+        self.register_load_state_dict_pre_hook(_accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
@@ -110,7 +112,6 @@ class DataParallel(nn.Module):
         self._sync = GradSync(self.module, plan, group, self._options)
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         finalize(self, self._sync.remove_hooks).atexit = False
-        self._register_load_state_dict_pre_hook(self._accept_unprefixed)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Under `torch.no_grad()` nothing is recorded and nothing is communicated.
@@ -170,6 +171,11 @@ class DataParallel(nn.Module):
             self._require_sync = bool(value)
         else:
             self._sync.reducer.require_sync = bool(value)
+
+    def observe(self, times: CommunicationTimes | None) -> None:
+        """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
+        if self._sync is not None:
+            self._sync.observe(times)
 
     @property
     def reducer(self) -> Reducer | None:
@@ -252,13 +258,6 @@ class DataParallel(nn.Module):
         own = without_prefix(state_dict, self.module.state_dict().keys())
         return self.module.load_state_dict(own, strict=strict, assign=assign)
 
-    def _accept_unprefixed(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        # A parent module loads its children by their structured names, in which the wrapper is one level.
-        ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
-        stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
-        inner = without_prefix(stripped, self.module.state_dict().keys())
-        state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -286,12 +285,11 @@ class DataParallel(nn.Module):
 
     def _portable_state(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group")}
-        state["_load_state_dict_pre_hooks"] = OrderedDict()
         state["_require_sync"] = self.require_backward_grad_sync
         return state
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        super().__setstate__(state)
+        nn.Module.__setstate__(self, state)
         require_sync = state["_require_sync"]
         self._connect(group, fresh=False)
         self.require_backward_grad_sync = require_sync
@@ -305,6 +303,14 @@ class DataParallel(nn.Module):
         return (
             f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
         )
+
+
+def _accept_unprefixed(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A parent module loads its children by structured names, in which the wrapper is one level."""
+    ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
+    inner = without_prefix(stripped, wrapper.module.state_dict().keys())
+    state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})
 
 
 def _check_single_process() -> None:

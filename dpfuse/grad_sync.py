@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from dpfuse import agreement, collective
 from dpfuse.autograd import BackwardWatch, ReadyHooks
 from dpfuse.averaging import averaging_for
-from dpfuse.bucket import make_buckets
+from dpfuse.bucket import GradBucket, make_buckets
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
 from dpfuse.reducer import Phase, Reducer
 from dpfuse.signature import ModelSignature
+from dpfuse.timing import CommunicationTimes
 from dpfuse.version import __version__
 
 __all__ = ["GradSync", "SyncOptions", "agree_on_model", "check_module"]
@@ -66,6 +67,7 @@ class GradSync:
             for key, buffer in child._buffers.items()
             if options.broadcast_buffers and buffer is not None
         ]
+        self._times: CommunicationTimes | None = None
         self._signature = ModelSignature(module)
         self._watch = BackwardWatch()
         self.reducer = Reducer(
@@ -100,11 +102,17 @@ class GradSync:
         watched = self._watch.watch(outputs)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 
+    def observe(self, times: CommunicationTimes | None) -> None:
+        """Report every bucket's way to `times`, or to nobody."""
+        self._times = times
+        for bucket in self.reducer.buckets:
+            bucket.times = times
+
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
 
-    def _make_buckets(self) -> list[Any]:
+    def _make_buckets(self) -> list[GradBucket]:
         return make_buckets(self.plan, self._params, self.group, views=self._views, tail=True)
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
@@ -113,6 +121,7 @@ class GradSync:
         order, marks = agreement.agree_on_order(order, marks, self.group)
         self.plan = rebuild_plan(self.plan, order)
         self.reducer.adopt(self._make_buckets(), marks)
+        self.observe(self._times)
         self._hooks.replace(map(self.reducer.marker, range(len(self._params))))
 
 
