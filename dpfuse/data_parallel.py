@@ -90,7 +90,7 @@ class DataParallel(nn.Module):
         self._options = SyncOptions(
             comm_buffer_size, last_comm_buffer_size, find_unused_parameters, gradient_as_bucket_view, broadcast_buffers
         )
-        self.register_load_state_dict_pre_hook(_accept_unprefixed)
+        nn.Module.register_load_state_dict_pre_hook(self, _accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
