@@ -23,7 +23,7 @@ class Phase(Enum):
     IDLE = auto()  # none is open; the next ready mark opens one
     LOCAL = auto()  # it does not synchronise; marks only tell which parameters were used
     RECORDING = auto()  # the first that synchronises: marks are recorded, all is sent at its end
-    REDUCING = auto()  # a bucket is sent once it and all before it are complete
+    REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
     ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
 
 
@@ -199,8 +199,10 @@ class Reducer:
                 self._decide(index, countdown)
 
     def _launch_complete(self) -> None:
-        # In plan order, never in the order of completion: collectives must match on all ranks.
-        while self._next < len(self.buckets) and self._countdowns[self._next].pending <= 0:
+        # In plan order, never in the order of completion: collectives must match on all ranks. The last one
+        # goes when backward has ended, for it tells the peers whether all went well until then; its
+        # gradients are the last to arrive anyway.
+        while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
             self._launch(self.buckets[self._next], ())
 
     def _launch(self, bucket: GradBucket, unused: Collection[int], failed: bool = False) -> None:

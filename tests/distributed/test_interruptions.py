@@ -1,0 +1,125 @@
+"""Backwards that user code ends by an exception: nothing hangs, nothing diverges, the next step is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+
+INTERRUPTED = r"the last backward was interrupted by an exception on rank 1 of 2 only"
+PEER = r"the backward failed on rank 1 of 2, and rank 0 cannot have its gradients"
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, blow):
+        ctx.blow = blow
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.blow:
+            raise KeyError("planted")
+        return grad, None
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x, blow=False):
+        for index, layer in enumerate(self.layers):
+            x = Fuse.apply(layer(x), blow and index == 1)
+        return x
+
+
+def right_steps(model, rank, size, count=3):
+    for step in range(count):
+        model.zero_grad()
+        x = torch.full((2, 3), 1.0 + rank + step)
+        model(x).sum().backward()
+        bare = Net()
+        bare.load_state_dict(model.state_dict())
+        bare(x).sum().backward()
+        for got, local in zip(model.module.parameters(), bare.parameters(), strict=True):
+            mean = local.grad / size
+            dist.all_reduce(mean)
+            torch.testing.assert_close(got.grad, mean)
+
+
+def everywhere(rank, size, before):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    right_steps(model, rank, size, before)
+    for _ in range(2):
+        model.zero_grad()
+        with pytest.raises(KeyError, match="planted"):
+            model(torch.ones(2, 3), True).sum().backward()
+        right_steps(model, rank, size)
+
+
+def on_one_rank(rank, size, before, again):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    right_steps(model, rank, size, before)
+    if rank == 1:
+        with pytest.raises(KeyError, match="planted"):
+            model(torch.ones(2, 3), True).sum().backward()
+        with pytest.raises(dpfuse.DPFuseError, match=INTERRUPTED) as error:
+            again(model)
+        assert "zero them on every rank and repeat the step" in str(error.value)
+    else:
+        with pytest.raises(dpfuse.DPFuseError, match=PEER):
+            model(torch.ones(2, 3)).sum().backward()
+    right_steps(model, rank, size)
+
+
+def next_forward(model):
+    model(torch.ones(2, 3))
+
+
+def next_backward(model):
+    """A backward without a forward of the wrapper, straight after the one that died."""
+    model.module(torch.ones(2, 3)).sum().backward()
+
+
+def inside_no_sync(rank, size):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    with model.no_sync():
+        if rank == 1:
+            with pytest.raises(KeyError, match="planted"):
+                model(torch.ones(2, 3), True).sum().backward()
+    right_steps(model, rank, size)
+
+
+def in_the_forward(rank, size):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, 5))
+    right_steps(model, rank, size)
+
+
+def non_scalar(rank, size):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    right_steps(model, rank, size, 2)
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        model(torch.ones(2, 3)).backward()
+    right_steps(model, rank, size)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["recorded", "rebuilt"])
+def test_an_exception_on_every_rank_costs_only_that_step(ranks, before):
+    ranks(everywhere, before)
+
+
+@pytest.mark.parametrize("again", [next_forward, next_backward])
+@pytest.mark.parametrize("before", [0, 2], ids=["recorded", "rebuilt"])
+def test_an_exception_on_one_rank_is_an_error_on_both_and_the_next_step_is_right(ranks, before, again):
+    ranks(on_one_rank, before, again)
+
+
+@pytest.mark.parametrize("case", [inside_no_sync, in_the_forward, non_scalar])
+def test_other_exceptions_leave_no_trace(ranks, case):
+    ranks(case)
