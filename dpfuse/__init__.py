@@ -3,7 +3,8 @@
 from dpfuse.data_parallel import DataParallel
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
-from dpfuse.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
+from dpfuse.param_spec import ParamSpec
+from dpfuse.plan import Bucket, BucketPlan, plan_buckets
 from dpfuse.timing import CommunicationTimes, time_communication
 from dpfuse.version import __version__
 

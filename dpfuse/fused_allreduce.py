@@ -14,7 +14,8 @@ from dpfuse.averaging import averaging_for
 from dpfuse.bucket import make_buckets
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import MB, ParamSpec, plan_groups
+from dpfuse.param_spec import ParamSpec
+from dpfuse.plan import MB, plan_groups
 
 __all__ = ["fused_allreduce_gradients"]
 

@@ -13,16 +13,15 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from dpfuse.errors import DPFuseError
+from dpfuse.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
 
 __all__ = [
     "ALIGNMENT",
     "MB",
     "Bucket",
     "BucketPlan",
-    "ParamSpec",
     "Slot",
     "assign_buckets",
-    "describe_parameters",
     "plan_buckets",
     "plan_groups",
     "rebuild_plan",
@@ -31,61 +30,6 @@ __all__ = [
 
 MB = 1 << 20
 ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
-ITEM_SIZE = {
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-    "complex32": 4, "complex64": 8, "complex128": 16,
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """What planning needs to know of one parameter.
-
-    Args:
-        name: qualified name, for tables and errors.
-        shape: size of each dimension, in elements.
-        dtype: `"float32"` or a torch dtype; kept as its name.
-        device: `"cpu"`, `"cuda:0"`, …; parameters of different devices never share a bucket.
-        sparse: whether its gradient is sparse; such a parameter forms a bucket alone.
-
-    Raises:
-        ValueError: the dtype is not known, or a dimension is negative.
-
-    Example:
-        >>> from dpfuse import ParamSpec
-        >>> ParamSpec("w", (10, 4), "float32").nbytes
-        160
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    device: str = "cpu"
-    sparse: bool = False
-
-    def __post_init__(self) -> None:
-        dtype = str(self.dtype).removeprefix("torch.")
-        if dtype not in ITEM_SIZE:
-            raise ValueError(
-                f"parameter {self.name!r} has dtype {self.dtype!r}; expected one of {', '.join(ITEM_SIZE)}"
-            )
-        shape = tuple(self.shape)
-        if any(size < 0 for size in shape):
-            raise ValueError(f"parameter {self.name!r} has shape {shape}; expected sizes >= 0")
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "device", str(self.device))
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter, without padding."""
-        return self.numel * ITEM_SIZE[self.dtype]
 
 
 class Slot(NamedTuple):
@@ -218,49 +162,6 @@ def size_in_bytes(megabytes: Any, name: str) -> float:
     return size if math.isinf(size) else int(size * MB)
 
 
-def describe_parameters(params: Any) -> list[ParamSpec]:
-    """The trainable parameters of a module, a list of parameters, or a list of `ParamSpec`, as specs.
-
-    Args:
-        params: something with `named_parameters()` (then each distinct trainable parameter once, depth
-            first; an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
-
-    Returns:
-        One spec per parameter, in registration order.
-
-    Raises:
-        TypeError: neither of these.
-    """
-    if hasattr(params, "named_parameters"):
-        sparse = {
-            id(parameter)
-            for module in params.modules()
-            if getattr(module, "sparse", False) is True
-            for parameter in module.parameters(recurse=False)
-        }
-        return [
-            _describe(name, parameter, id(parameter) in sparse)
-            for name, parameter in params.named_parameters()
-            if parameter.requires_grad
-        ]
-    if not isinstance(params, Iterable):
-        raise TypeError(
-            f"params must be a module, or parameters, or ParamSpec, got {type(params).__name__}; "
-            "pass the model itself or list(model.parameters())"
-        )
-    return [
-        spec if isinstance(spec, ParamSpec) else _describe(f"param_{index}", spec, False)
-        for index, spec in enumerate(params)
-    ]
-
-
-def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
-    try:
-        return ParamSpec(name, tuple(parameter.shape), str(parameter.dtype), str(parameter.device), sparse)
-    except AttributeError:
-        raise TypeError(f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec") from None
-
-
 class _Group(NamedTuple):
     members: list[int]
     cap: float | None
@@ -285,7 +186,8 @@ def assign_buckets(
         Groups of indices into `specs`, in the order in which they were met.
 
     Example:
-        >>> from dpfuse.plan import ParamSpec, assign_buckets
+        >>> from dpfuse import ParamSpec
+    >>> from dpfuse.plan import assign_buckets
         >>> specs = [ParamSpec(str(n), (n,), "float32") for n in (2, 3, 5)]
         >>> [group.members for group in assign_buckets(specs, [8, 32])]
         [[0], [1, 2]]
@@ -405,7 +307,8 @@ def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
         Groups in the order of `specs`, which is also the communication order.
 
     Example:
-        >>> from dpfuse.plan import ParamSpec, plan_groups
+        >>> from dpfuse import ParamSpec
+    >>> from dpfuse.plan import plan_groups
         >>> specs = [ParamSpec("", (2,), dtype) for dtype in ("float32", "float64", "float32")]
         >>> [bucket.params for bucket in plan_groups(specs, 1024).buckets]
         [(0,), (1,), (2,)]

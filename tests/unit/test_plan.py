@@ -13,13 +13,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpfuse.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
 from dpfuse.plan import (
     ALIGNMENT,
-    ITEM_SIZE,
     MB,
-    ParamSpec,
     assign_buckets,
-    describe_parameters,
     plan_buckets,
     plan_groups,
     rebuild_plan,

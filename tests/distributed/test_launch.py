@@ -1,0 +1,192 @@
+"""`python -m dpfuse.launch`: real jobs on fresh processes, each under a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dpfuse.launch import main
+from tests.distributed.processes import (
+    SCRIPTS,
+    all_gone,
+    is_loopback,
+    launch,
+    listening_addresses,
+    pids_in,
+    run,
+    start,
+)
+
+SCRIPT = str(SCRIPTS / "join.py")
+
+
+def reports(text):
+    return sorted((json.loads(line) for line in text.splitlines()), key=lambda seen: seen["rank"])
+
+
+def test_two_ranks_meet_and_the_console_stays_clean():
+    done = launch("--nproc_per_node", 2, SCRIPT, "--lr", "0.1", "–x", "--gpus")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    seen = reports(done.stdout)
+    assert [(s["rank"], s["sum"]) for s in seen] == [(0, 3.0), (1, 3.0)]
+    for s in seen:
+        assert s["argv"] == ["--lr", "0.1", "–x", "--gpus"]
+        assert s["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
+        assert int(s["environment"]["OMP_NUM_THREADS"]) == s["threads"] >= 1
+
+
+def test_a_script_finds_itself_as_under_python():
+    seen = reports(launch("--nproc_per_node=1", SCRIPT).stdout)[0]
+    assert (seen["name"], seen["file"], seen["path"]) == ("__main__", SCRIPT, str(SCRIPTS))
+    assert not seen["torch_came_first"]
+    assert seen["environment"]["OMP_NUM_THREADS"] is None
+
+
+def test_a_module_runs_and_variables_of_the_user_stay():
+    done = launch("--nproc_per_node=1", "-m", "tests.distributed.scripts.join", "a", OMP_NUM_THREADS="3")
+    seen = reports(done.stdout)[0]
+    assert (seen["name"], seen["argv"]) == ("__main__", ["a"])
+    assert seen["environment"]["OMP_NUM_THREADS"] == "3"
+
+
+def test_without_a_count_one_rank_starts_and_a_hint_is_given():
+    done = launch(SCRIPTS / "main_module.py")
+    assert (done.returncode, done.stdout) == (0, "[4, 9]\n")
+    assert done.stderr.startswith("dpfuse.launch: no GPU is visible")
+    assert "--nproc_per_node N" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("raise", 1, "raised ValueError: planted"),
+        ("raise-while-peer-sleeps", 1, "raised ValueError: planted"),
+        ("exit", 3, "ended with exit code 3"),
+        ("_exit", 4, "ended with exit code 4"),
+        ("kill", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code, text):
+    began = time.monotonic()
+    done = launch("--nproc_per_node", 2, SCRIPTS / "fail.py", how)
+    assert time.monotonic() - began < 20  # most of it is importing torch
+    assert done.returncode == code
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("dpfuse.launch: rank 1 (pid ")
+    assert text in last
+    pids = pids_in(done.stdout)
+    assert len(pids) == 2
+    assert all_gone(pids, within=1)
+    if how.startswith("raise"):
+        assert "ValueError: planted" in done.stderr.replace(last, "")  # the rank's own traceback
+        assert "rank.py" not in done.stderr  # without frames of ours
+
+
+def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
+    done = launch("--nproc_per_node=2", "--redirects=3", "--log_dir", tmp_path, SCRIPTS / "fail.py", "raise")
+    assert done.returncode == 1
+    assert 'raise ValueError("planted")' in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.glob("**/stdout.log"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(number):
+    job = start("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
+    assert job.stdout is not None
+    pids = pids_in(job.stdout.readline() + job.stdout.readline())
+    job.send_signal(number)
+    assert all_gone([*pids, job.pid], within=10)
+    _, told = job.communicate(timeout=10)
+    if number != signal.SIGKILL:
+        assert job.returncode == 128 + number
+        assert f"dpfuse.launch: got {number.name}" in told
+
+
+def test_nothing_listens_beyond_loopback():
+    done = launch("--nproc_per_node", 2, SCRIPTS / "listeners.py")
+    assert done.returncode == 0, done.stderr
+    addresses = json.loads(done.stdout)
+    assert len(addresses) >= 2  # the store, and gloo's sockets
+    assert all(map(is_loopback, addresses)), addresses
+
+
+def test_the_check_for_listeners_sees_an_open_one():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert not all(map(is_loopback, listening_addresses([os.getpid()])))
+    del store
+
+
+def test_a_restarted_job_starts_afresh():
+    done = launch("--nproc_per_node=1", "--max_restarts=1", SCRIPT, TEST_FAIL_UNTIL_RESTART="1")
+    assert done.returncode == 0, done.stderr
+    assert [s["sum"] for s in reports(done.stdout)] == [1.0]
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = launch("--nproc_per_node=1", "--master_port", port, SCRIPT)
+    assert done.returncode == 1
+    assert f"port {port} of 127.0.0.1 cannot be used" in done.stderr
+    assert "Give another port" in done.stderr
+
+
+def test_two_machines_meet_by_torchruns_own_flags():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    nodes = [start("-m", "dpfuse.launch", *flags, f"--node_rank={n}", SCRIPT) for n in (0, 1)]
+    told = [node.communicate(timeout=60) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], told
+    assert [s["sum"] for s in reports(told[0][0] + told[1][0])] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["–nproc_per_node", "2", SCRIPT], ["'–nproc_per_node'", "typographic dash", "--nproc_per_node?"]),
+        (["—gpus", "0,1", SCRIPT], ["'—gpus'", "typographic dash", "Did you mean --gpus?"]),
+        (["--nproc_per_node=2", "-–gpus=0", SCRIPT], ["'-–gpus=0'", "typographic dash", "--gpus?"]),
+        (["-nproc_per_node", "2", SCRIPT], ["'-nproc_per_node'", "one hyphen", "Write --nproc_per_node"]),
+        (["--nproc_per_nod_e=2", SCRIPT], ["unknown flag '--nproc_per_nod_e=2'", "mean --nproc_per_node?"]),
+        (["--gpu_s", "0", SCRIPT], ["unknown flag '--gpu_s'", "Did you mean --gpus?"]),
+        (["--zzz", SCRIPT], ["unknown flag '--zzz'", "--help"]),
+        ([], ["training_script"]),
+        (["no_such_file.py"], ["there is no script 'no_such_file.py'", "-m"]),
+        (["--nproc_per_node=0", SCRIPT], ["--nproc_per_node", "'0'", "at least 1"]),
+        (["--nproc_per_node=two", SCRIPT], ["--nproc_per_node", "'two'", "a number, gpu, cpu or auto"]),
+        (["--gpus=0,x", SCRIPT], ["--gpus", "'0,x'", "card numbers separated by commas"]),
+        (["--devices=0,0", SCRIPT], ["card 0 is named twice"]),
+        (["--gpus=0,1", "--nproc_per_node=3", SCRIPT], ["2 card(s)", "--nproc_per_node is 3", "Leave"]),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_a_remedy(words, texts, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    for text in texts:
+        assert text in told
+
+
+def test_cards_without_gpus_become_ranks_on_the_cpu():
+    done = launch("--gpus", "4,5", SCRIPT)
+    assert [s["backend"] for s in reports(done.stdout)] == ["gloo", "gloo"]
+    assert done.stderr.count("no GPU here") == 1
+
+
+def test_starting_up_does_not_import_torchrun():
+    code = "import dpfuse.distributed, sys; print([m for m in sys.modules if m.startswith('torch.distributed.run')])"
+    assert run("-c", code).stdout == "[]\n"

@@ -1,0 +1,172 @@
+"""`spawn`: one function on several fresh processes of this machine."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from dpfuse.distributed import spawn
+from dpfuse.distributed.devices import cpu_count
+from dpfuse.errors import DPFuseError
+from tests.distributed.processes import SCRIPTS, all_gone, is_loopback, pids_in, run, start
+from tests.distributed.scripts import functions
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_job_around(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def pids_left(folder):
+    return pids_in(" ".join(os.listdir(folder)))
+
+
+def test_every_rank_returns_its_value_and_the_parents_environment_stays():
+    before = dict(os.environ)
+    context = spawn(functions.add_up, args=(2.0,), nprocs=2)
+    results = [queue.get() for queue in context.return_queues]
+    assert [result[:2] for result in results] == [(0, 6.0), (1, 6.0)]
+    assert [result[2] for result in results] == [max(1, cpu_count() // 2)] * 2
+    assert [process.exitcode for process in context.processes] == [0, 0]
+    assert context.join() is True
+    assert dict(os.environ) == before
+
+
+def test_join_false_returns_at_once_and_large_results_wait_in_their_queue():
+    context = spawn(functions.large_result, nprocs=2, join=False)
+    assert context.join(timeout=0.01) is False
+    assert torch.equal(context.return_queues[1].get(), torch.ones(1_000_000))  # waits for the rank's end
+    while not context.join():
+        pass
+    assert torch.equal(context.return_queues[0].get(), torch.zeros(1_000_000))
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_plain_torch_initialisation_works_inside(start_method):
+    context = spawn(functions.plain_torch, nprocs=2, start_method=start_method)
+    assert [queue.get() for queue in context.return_queues] == [(0, 2, "lo"), (1, 2, "lo")]
+
+
+def test_nothing_listens_beyond_loopback():
+    addresses = spawn(functions.addresses, nprocs=2).return_queues[0].get()
+    assert len(addresses) >= 2
+    assert all(map(is_loopback, addresses)), addresses
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "raised ValueError: planted"),
+        ("exit", "ended with exit code 5"),
+        ("kill", "was killed by SIGKILL"),
+        ("raise-while-peer-ignores-sigterm", "raised ValueError: planted"),
+    ],
+)
+def test_a_failing_rank_ends_the_others_and_is_named(how, text, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(DPFuseError, match=rf"spawn: rank 1 \(pid \d+\) {text}") as caught:
+        spawn(functions.fails, args=(how, str(tmp_path)), nprocs=2)
+    # torch's own error, of the rank whose end it saw first: it may be the echo.
+    assert isinstance(caught.value.__cause__, (ProcessRaisedException, ProcessExitedException))
+    assert time.monotonic() - began < 20  # most of it is importing torch
+    pids = pids_left(tmp_path)
+    assert len(pids) == 2
+    assert all_gone(pids, within=1)
+
+
+def test_no_folder_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    context = spawn(functions.variable, args=("RANK",), nprocs=2, start_method="fork")
+    (folder,) = tmp_path.glob("dpfuse-spawn-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    queues = context.return_queues
+    del context
+    assert [queue.get() for queue in queues] == ["0", "1"]  # the queues alone keep the values
+    del queues
+    gc.collect()
+    assert not list(tmp_path.glob("dpfuse-spawn-*"))
+
+
+def test_a_failed_rank_has_no_value():
+    context = spawn(functions.no_result, nprocs=1, join=False)
+    with pytest.raises(DPFuseError, match="rank 0 left no return value: it ended with exit code 1"):
+        context.return_queues[0].get()
+    with pytest.raises(DPFuseError, match="rank 0: func returned a function, which cannot be sent back"):
+        context.join()
+
+
+def test_no_rank_outlives_a_killed_parent(tmp_path):
+    parent = start(SCRIPTS / "spawn_and_wait.py", tmp_path)
+    deadline = time.monotonic() + 30
+    while len(pids_left(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = pids_left(tmp_path)
+    assert len(pids) == 2
+    parent.send_signal(signal.SIGKILL)
+    assert all_gone(pids, within=5)
+    parent.communicate(timeout=10)
+
+
+def test_without_a_count_every_core_gets_a_rank(monkeypatch):
+    module = importlib.import_module("dpfuse.distributed.spawn")  # the package's attribute is the function
+    monkeypatch.setattr(module, "cpu_count", lambda: 1)
+    assert len(spawn(functions.variable, args=("RANK",), start_method="fork").processes) == 1
+
+
+def test_gpus_without_a_gpu_give_as_many_ranks_on_the_cpu():
+    with pytest.warns(UserWarning, match=r"spawn: gpus: torch sees no GPU here, so 2 gloo rank"):
+        context = spawn(functions.variable, args=("CUDA_VISIBLE_DEVICES",), gpus=[4, 5], start_method="fork")
+    assert [queue.get() for queue in context.return_queues] == ["4,5", "4,5"]
+
+
+def test_the_backend_is_handed_on():
+    context = spawn(functions.variable, args=("DPFUSE_BACKEND",), nprocs=1, backend="gloo", start_method="fork")
+    assert context.return_queues[0].get() == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"func": lambda: 1}, ValueError, "'<lambda>' or its args cannot be sent .* top level of a module"),
+        ({"args": (lambda: 1,)}, ValueError, "or its args cannot be sent to another process"),
+        ({"func": 3}, TypeError, "func must be callable, got int"),
+        ({"args": "text"}, TypeError, r"args must be a tuple or a list.*write args=\(value,\)"),
+        ({"nprocs": 0}, ValueError, "nprocs must be at least 1, or -1 .* got 0"),
+        ({"nprocs": 2.0}, TypeError, "nprocs must be an integer, got 2.0"),
+        ({"start_methd": "fork"}, ValueError, "option 'start_methd', expected only .*mean 'start_method'?"),
+        ({"start_method": "thread"}, ValueError, "start_method='thread', expected one of .*spawn"),
+        ({"backend": "glo"}, ValueError, "spawn: backend: got 'glo', .* did you mean 'gloo'?"),
+        ({"backend": "nccl"}, ValueError, "got 'nccl', but torch sees no GPU here .* Use 'gloo'"),
+        ({"gpus": "a,b"}, ValueError, "spawn: gpus: got 'a,b', expected card numbers"),
+        ({"gpus": 3}, TypeError, "spawn: gpus: got 3, expected cards such as"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_remedy(arguments, error, text):
+    with pytest.raises(error, match=text):
+        spawn(**{"func": functions.variable, "args": ("RANK",), "nprocs": 2, **arguments})
+
+
+def test_as_many_cards_as_ranks():
+    with (
+        pytest.warns(UserWarning, match="no GPU"),
+        pytest.raises(ValueError, match=r"gpus names 2 card\(s\), but nprocs is 3"),
+    ):
+        spawn(functions.variable, args=("RANK",), nprocs=3, gpus="0,1")
+
+
+def test_a_function_from_the_prompt_is_explained():
+    code = "from dpfuse.distributed import spawn\ndef f(): pass\nspawn(f, nprocs=1)"
+    done = run("-c", code)
+    assert "func 'f' was defined at a prompt" in done.stderr
+    assert "start_method='fork'" in done.stderr

@@ -1,0 +1,132 @@
+"""Reads every import of the packages and fails on an arrow that the design does not allow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ANYWHERE = {"errors", "version"}  # of dpfuse, open to all of it
+
+# What a file may import besides the standard library and ANYWHERE. A name with a dot is a package's; others are
+# files of dpfuse. Every file must match a rule, or the test fails.
+ALLOWED = {
+    "errors": set(),
+    "version": set(),
+    "param_spec": set(),
+    "plan": {"param_spec"},
+    "averaging": set(),
+    "collective": {"torch"},
+    "autograd": {"torch"},
+    "signature": {"torch"},
+    "state_dict": {"torch", "numpy"},
+    "tail": {"torch"},
+    "timing": {"torch", "data_parallel (types)"},
+    "agreement": {"torch", "collective"},
+    "bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing"},
+    "reducer": {"bucket (types)"},
+    "fused_allreduce": {"torch", "param_spec", "plan", "averaging", "bucket", "agreement", "collective"},
+    "grad_sync": {
+        "torch", "plan", "averaging", "bucket", "agreement", "collective", "reducer", "autograd", "signature", "timing",
+    },
+    "data_parallel": {"torch", "grad_sync", "agreement", "collective", "plan", "reducer", "state_dict", "timing"},
+    "launch": {"distributed"},
+    "__init__": {
+        "data_parallel", "fused_allreduce", "param_spec", "plan", "timing", "distributed",
+    },
+    "distributed": {"torch", "distributed"},
+    "kernels": {"torch", "triton", "kernels"},
+}  # fmt: skip
+
+
+def rule_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "kernels":
+        return "kernels"
+    return parts[1] if len(parts) > 2 else path.stem
+
+
+def arrows(path: Path) -> set[str]:
+    """What the file imports, by the names used in ALLOWED."""
+    tree = ast.parse(path.read_text())
+    types_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "dpfuse" else []
+            modules = modules or [node.module or ""]
+        else:
+            continue
+        for module in modules:
+            head, *rest = module.split(".")
+            if head == "dpfuse":
+                name = rest[0] if rest else "__init__"
+            elif head == "dpfuse_kernels":
+                name = "kernels" if rule_of(path) == "kernels" else "dpfuse_kernels"
+            elif head in ("torch", "triton", "numpy", "rich", "sklearn", "matplotlib"):
+                name = head
+            else:
+                continue
+            found.add(f"{name} (types)" if id(node) in types_only else name)
+    return found - ANYWHERE - {f"{name} (types)" for name in ANYWHERE}
+
+
+SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_only_where_the_design_allows(path):
+    allowed = ALLOWED[rule_of(path)]
+    forbidden = {name for name in arrows(path) if name not in allowed and name.removesuffix(" (types)") not in allowed}
+    assert not forbidden
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_readable(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 400
+    assert path.name == "__init__.py" or lines[0].startswith('"""')
+
+
+def test_there_is_no_package_called_kernels():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_only_one_file_calls_collectives():
+    calls = re.compile(
+        r"\b(dist|group|torch\.distributed)\.(all_\w+|broadcast\w*|reduce\w*|barrier|gather\w*|scatter\w*)\("
+    )
+    callers = {path.name for path in SOURCES if calls.search(path.read_text()) and rule_of(path) != "distributed"}
+    assert callers == {"collective.py"}
+
+
+def test_nothing_that_peers_send_is_unpickled():
+    """spawn() may read what its own children wrote into a folder of its own; no peer of a group is trusted so."""
+    objects = re.compile(r"_object(_list)?\(|\bpickle\.|\beval\(")
+    assert {path.name for path in SOURCES if objects.search(path.read_text())} <= {"spawn.py"}
+
+
+def test_the_tree_names_no_place_outside_of_it():
+    """No path of some machine, no host of a package registry, no folder beside the checkout."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.decode()
+    if not listed:
+        pytest.skip("not a git checkout")
+    words = re.compile("|".join([r"\.\./" + "shared", "/work" + "/", "pypi" + r"\.org", "files\\.python" + "hosted"]))
+    guilty = [
+        name
+        for name in listed.split("\0")
+        if name and (ROOT / name).is_file() and words.search((ROOT / name).read_text(errors="ignore"))
+    ]
+    assert guilty == []

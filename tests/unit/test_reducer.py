@@ -1,0 +1,203 @@
+"""The reducer on buckets that only note what happens to them: every phase and every illegal move, no tensor."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dpfuse.bucket import make_buckets
+from dpfuse.errors import DPFuseError
+from dpfuse.param_spec import ParamSpec
+from dpfuse.plan import plan_buckets
+from dpfuse.reducer import Phase, Reducer
+
+
+@dataclass
+class NotedTail:
+    rank: int = 0
+    world_size: int = 2
+    failed: list[int] = field(default_factory=list)
+
+    def failed_ranks(self, *, wait):
+        return self.failed
+
+    def used_somewhere(self, indices):
+        return set()
+
+
+class NotedBucket:
+    def __init__(self, plan, order, log):
+        self.plan, self.order, self.log = plan, order, log
+        self.error = None
+        self.tail = NotedTail()
+
+    def launch(self, unused=(), *, failed=False):
+        self.log.append(("launch", self.order, failed))
+
+    def wait(self):
+        self.log.append(("wait", self.order))
+
+    def deliver(self, untouched=()):
+        self.log.append(("deliver", self.order))
+
+    def discard(self):
+        self.log.append(("discard", self.order))
+
+
+def make_reducer(count=6, rebuild=None):
+    plan = plan_buckets([ParamSpec(f"p{i}", (4,), "float32") for i in range(count)], 32 / 2**20, 16 / 2**20)
+    log = []
+    buckets = [NotedBucket(bucket, order, log) for order, bucket in enumerate(plan.buckets)]
+    reducer = Reducer(
+        buckets,
+        [f"p{i}" for i in range(count)],
+        warn_unused=False,
+        open_backward=lambda: reducer.open(announced=False),
+        rebuild=rebuild or (lambda order, marks: None),
+    )
+    return reducer, log, [reducer.marker(i) for i in range(count)]
+
+
+def backward(reducer, markers, order=None):
+    reducer.open(announced=True)
+    for index in range(len(markers))[::-1] if order is None else order:
+        markers[index](None)
+    reducer.close(lambda: True)
+
+
+def launches(log):
+    return [entry[1] for entry in log if entry[0] == "launch"]
+
+
+def test_the_first_synchronised_backward_is_recorded_and_sent_at_its_end():
+    seen = []
+    reducer, log, markers = make_reducer(rebuild=lambda order, marks: seen.append((order, marks)))
+    reducer.open(announced=True)
+    assert reducer.phase is Phase.RECORDING
+    for index in [4, 5, 2, 4, 1, 0]:
+        markers[index](None)
+        assert log == []
+    reducer.close(lambda: True)
+    assert launches(log) == [0, 1, 2, 3]
+    assert seen == [([5, 2, 4, 1, 0], [1, 1, 1, 0, 2, 1])]
+    assert reducer.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_ready_marks_gives_the_same_order_of_launches(seed):
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    order = list(range(6))
+    random.Random(seed).shuffle(order)
+    backward(reducer, markers, order)
+    assert launches(log) == [0, 1, 2, 3]
+    assert [entry[1] for entry in log if entry[0] == "deliver"] == [0, 1, 2, 3]
+
+
+def test_a_bucket_leaves_as_soon_as_it_and_all_before_it_are_complete():
+    reducer, log, markers = make_reducer()  # sent as (5,), (3, 4), (1, 2), (0,)
+    backward(reducer, markers)
+    log.clear()
+    reducer.open(announced=True)
+    assert reducer.phase is Phase.REDUCING
+    for index, sent in [(1, 0), (2, 0), (4, 0), (5, 1), (3, 3), (0, 3)]:
+        markers[index](None)
+        assert len(launches(log)) == sent
+    reducer.close(lambda: True)
+    assert launches(log) == [0, 1, 2, 3]
+
+
+def test_marks_of_a_local_backward_send_nothing():
+    reducer, log, markers = make_reducer()
+    reducer.record_forward(False)
+    backward(reducer, markers)
+    assert (log, reducer.phase) == ([], Phase.IDLE)
+
+
+def test_a_mark_without_announcement_opens_the_backward():
+    reducer, log, markers = make_reducer()
+    markers[3](None)
+    assert reducer.phase is Phase.RECORDING
+    reducer.close(lambda: True)
+    assert launches(log) == [0, 1, 2, 3]
+
+
+def test_a_task_that_reaches_no_leaf_is_no_backward():
+    reducer, log, _ = make_reducer()
+    reducer.record_forward(True)
+    reducer.open(announced=True)
+    reducer.close(lambda: False)
+    assert (log, reducer.phase) == ([], Phase.IDLE)
+    reducer.require_sync = False
+    reducer.open(announced=True)
+    assert reducer.phase is Phase.RECORDING  # the synchronising forward was not used up
+
+
+def test_an_abandoned_backward_is_drained_with_a_report_of_failure():
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    reducer.open(announced=True)
+    markers[5](None)
+    reducer.buckets[-1].tail.failed = [1]
+    reducer.abandon()
+    assert reducer.phase is Phase.ABANDONED
+    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
+        markers[0](None)
+    assert [entry[1:] for entry in log if entry[0] == "launch"] == [(0, False), (1, True), (2, True), (3, True)]
+    assert [entry[1] for entry in log if entry[0] == "discard"] == [0, 1, 2, 3]
+    reducer.buckets[-1].tail.failed = []
+    backward(reducer, markers)
+    assert launches(log) == [0, 1, 2, 3] * 2
+
+
+def test_an_abandoned_local_backward_needs_no_drain():
+    reducer, log, _ = make_reducer()
+    reducer.record_forward(False)
+    reducer.open(announced=True)
+    reducer.abandon()
+    assert (log, reducer.phase) == ([], Phase.IDLE)
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "moves", ["wait", "deliver", "discard", "launch launch", "launch deliver", "launch wait launch"]
+)
+def test_every_illegal_move_of_a_bucket_is_an_error(group, moves):
+    param = torch.nn.Parameter(torch.ones(3))
+    (bucket,) = make_buckets(plan_buckets([ParamSpec("weight", (3,), "float32")]), [param], group)
+    *legal, illegal = moves.split()
+    for move in legal:
+        getattr(bucket, move)()
+    with pytest.raises(DPFuseError, match=r"bucket 0 .* with parameters weight.* is \w+, expected \w+; this is a bug"):
+        getattr(bucket, illegal)()
+
+
+def test_padding_and_gaps_of_a_flat_buffer_stay_zero(group):
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
+    plan = plan_buckets([ParamSpec(str(p.numel()), tuple(p.shape), "float32") for p in params])
+    (bucket,) = make_buckets(plan, params, group, views=True, tail=True)
+    for step in range(3):
+        for param in params:
+            param.grad = torch.full_like(param, float("nan") if step else 1.0)
+        bucket.launch()
+        bucket.wait()
+        bucket.deliver()
+        flat = bucket._table.flat
+        filled = torch.zeros_like(flat, dtype=torch.bool)
+        for slot in plan.buckets[0].slots:
+            filled[slot.offset : slot.offset + slot.numel] = True
+        filled[plan.buckets[0].numel :] = True  # the tail
+        assert (flat[~filled] == 0).all()
+        assert (~filled).sum() == 1 + 3 + 3
