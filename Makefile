@@ -46,7 +46,7 @@ bench:  ## every benchmark; ends with a table and a plot in bench/out
 
 gpu:  ## GPU tests and every benchmark on a CUDA machine, no network needed; writes bench/results/<gpu>-<date>.json
 	$(ready)
-	$(python) -m pytest -m gpu tests
+	$(python) -W default -m pytest -W default -m gpu tests
 	$(python) -m bench --gpu
 
 docs:  ## the HTML pages, in docs/_build

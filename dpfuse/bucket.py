@@ -23,6 +23,9 @@ from dpfuse_kernels import Slot as KernelSlot
 __all__ = ["BucketState", "GradBucket", "make_buckets"]
 
 
+_NOTHING = nullcontext()  # one for all: making a context costs more than entering it
+
+
 class BucketState(Enum):
     """Where a bucket is; every other move than the three down this list raises."""
 
@@ -122,11 +125,15 @@ class GradBucket:
         assert self._table is not None
         self._sources = []
         params, views = self.params, self._table.views
-        skipped = {place for place, index in enumerate(self.plan.params) if index in untouched} if untouched else ()
+        if self._keep_views and not untouched:
+            for param, view in zip(params, views, strict=False):  # the tail's view belongs to nobody
+                param.grad = view
+            return
+        skipped = {place for place, index in enumerate(self.plan.params) if index in untouched}
         if self._keep_views:
-            for place, (param, view) in enumerate(zip(params, views, strict=False)):
+            for place, param in enumerate(params):
                 if place not in skipped:
-                    param.grad = view
+                    param.grad = views[place]
             return
         targets: list[Tensor | None] = []
         for place, param in enumerate(params):
@@ -214,9 +221,9 @@ def _ranged(name: str, label: str) -> AbstractContextManager[object]:
     """A named range for the profiler; costs next to nothing while none is running."""
     if _profiler_enabled():
         return torch.profiler.record_function(f"{name} ({label})")
-    return nullcontext()
+    return _NOTHING
 
 
 def _no_graph() -> AbstractContextManager[object]:
     """Gradients that carry a graph (create_graph=True) are packed by value."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

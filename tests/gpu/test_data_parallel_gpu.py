@@ -1,0 +1,174 @@
+"""DataParallel on real hardware: NCCL at world size 1, and two gloo ranks that share the GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfuse
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.GroupNorm(2, 8)
+        self.head = nn.Linear(8, 5)
+        self.spare = nn.Linear(8, 5)
+
+    def forward(self, x, spare=False):
+        h = F.relu(self.norm(self.conv(x))).mean((2, 3))
+        return self.head(h) + self.spare(h) if spare else self.head(h)
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def batch(rank, step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    return torch.randn(4, 3, 8, 8, generator=generator).to("cuda", dtype).to(memory_format=torch.channels_last)
+
+
+def beside_ddp(rank, dtype, views, steps=10):
+    torch.manual_seed(0)
+    bare = Net().to("cuda", dtype)
+    ours = dpfuse.DataParallel(
+        copy.deepcopy(bare), None, 0.001, 0.0005, find_unused_parameters=True, gradient_as_bucket_view=views
+    )
+    theirs = DistributedDataParallel(copy.deepcopy(bare), find_unused_parameters=True, gradient_as_bucket_view=views)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (ours, theirs)]
+    for step in range(steps):
+        spare = (step + rank) % 2 == 1
+        for model in (ours, theirs):
+            model(batch(rank, step, dtype), spare).float().pow(2).sum().backward()
+        for (name, a), b in zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None), f"{name} in step {step}"
+            assert a.grad is None or torch.equal(a.grad, b.grad), f"{name} in step {step}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ten_steps_over_nccl_equal_ddp_bitwise(nccl, dtype, views, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    beside_ddp(0, dtype, views)
+
+
+def on_a_shared_gpu(rank, size, views):
+    torch.backends.cudnn.deterministic = True
+    torch.cuda.set_device(0)
+    beside_ddp(rank, torch.float32, views, steps=5)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_two_gloo_ranks_on_one_gpu_equal_ddp_bitwise(ranks, views):
+    ranks(on_a_shared_gpu, views, timeout=120)
+
+
+def manual_average(rank, size):
+    torch.cuda.set_device(0)
+    model = dpfuse.DataParallel(Net().cuda(), find_unused_parameters=True)
+    with model.no_sync():
+        model(batch(rank, 0)).pow(2).sum().backward()
+    local = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    dpfuse.fused_allreduce_gradients(model.parameters())
+    means = [gradient.cpu() / size for gradient in local]
+    for value in means:
+        dist.all_reduce(value)
+    averaged = [param.grad.cpu() for param in model.parameters() if param.grad is not None]
+    assert all(map(torch.equal, averaged, means))
+
+
+def test_the_manual_path_averages_on_the_gpu(ranks):
+    ranks(manual_average, timeout=120)
+
+
+def test_gradients_are_final_on_the_current_stream_when_backward_returns(nccl):
+    """Clipping and stepping right after backward, without any synchronisation, beside a bare module."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+    model = dpfuse.DataParallel(copy.deepcopy(bare), None, 4, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (bare, model)]
+    for step in range(20):
+        x = torch.randn(64, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        for net, optimizer in zip((bare, model), optimizers, strict=True):
+            net(x).pow(2).mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(list(model.module.parameters()), list(bare.parameters()))
+
+
+def test_a_launch_is_one_kernel_per_bucket_and_uploads_nothing_in_steady_state(nccl):
+    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]).cuda(), None, 0.05, 0.01)
+    x = torch.randn(8, 64, device="cuda")
+    for _ in range(5):
+        model(x).sum().backward()
+        model.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            model(x).sum().backward()
+            model.zero_grad()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    buckets = len(model.bucket_plan.buckets)
+    assert buckets > 1
+    assert sum("_flatten_kernel" in name for name in names) == 3 * buckets
+    assert not any("_unflatten_kernel" in name for name in names)
+    assert sum("Memcpy HtoD" in name for name in names) == 0
+
+
+def test_communication_is_timed_with_events(nccl):
+    model = dpfuse.DataParallel(nn.Linear(2048, 2048).cuda())
+    x = torch.randn(8, 2048, device="cuda")
+    with dpfuse.time_communication(model) as times:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert (times.steps, times.collectives) == (3, 3)
+    assert times.nbytes >= 3 * 4 * 2048 * 2049
+    assert times.seconds >= 0
+    assert times.exposed >= 0
+
+
+def failure_on_rank_1(rank, size):
+    torch.cuda.set_device(0)
+    model = dpfuse.DataParallel(nn.Linear(4, 4).cuda())
+    x = torch.ones(2, 4, device="cuda")
+    model(x).sum().backward()
+    model.zero_grad()
+    if rank == 0:
+        # On CUDA the report of a peer is read without waiting: at the latest after the next backward.
+        with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2"):
+            for _ in range(2):
+                model(x).sum().backward()
+        return
+    planted = model.module.bias.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    planted.remove()
+    with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
+        model(x)
+    model(x).sum().backward()
+
+
+def test_a_peers_failure_is_known_at_the_latest_after_the_next_backward(ranks):
+    ranks(failure_on_rank_1, timeout=60)
