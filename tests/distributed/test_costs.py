@@ -1,0 +1,78 @@
+"""What a step is allowed to cost, counted: torch operations, collectives, bytes. Times are measured in bench/."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dpfuse
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_added(layers, views):
+    """Torch operations of a step that the wrapper adds to those of the bare module."""
+    counts = []
+    for wrap in (lambda net: net, lambda net: dpfuse.DataParallel(net, gradient_as_bucket_view=views)):
+        model = wrap(nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]))
+        for _ in range(3):
+            model.zero_grad()
+            with Counter() as counter:
+                model(torch.ones(2, 4)).sum().backward()
+        counts.append(counter.count)
+    return counts[1] - counts[0]
+
+
+def no_operation_per_parameter(rank, size, views):
+    few, many = operations_added(5, views), operations_added(50, views)
+    assert few == many
+    assert few <= 12
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_the_number_of_torch_operations_does_not_depend_on_the_number_of_parameters(ranks, views):
+    ranks(no_operation_per_parameter, views)
+
+
+def collectives_and_bytes(rank, size):
+    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), None, 0.001, 0.0005)
+    with dpfuse.time_communication(model) as recorded:
+        model(torch.ones(2, 8)).sum().backward()
+    with dpfuse.time_communication(model) as times:
+        for _ in range(5):
+            model(torch.ones(2, 8)).sum().backward()
+    assert recorded.steps == 1
+    assert times.steps == 5
+    plan = model.bucket_plan
+    # One all-reduce per bucket and step: used flags and failures travel with the last one.
+    assert times.collectives == 5 * len(plan.buckets)
+    tail = 4 * (size + len(plan.specs))
+    assert times.nbytes == 5 * (sum(4 * bucket.numel for bucket in plan.buckets) + tail)
+    assert plan.nbytes == 6 * (64 + 8) * 4
+    assert 0 <= times.exposed <= times.seconds + 1
+
+
+def test_a_step_sends_each_bucket_once_and_nothing_else(ranks):
+    ranks(collectives_and_bytes)
+
+
+def no_sync_sends_nothing(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(8, 8))
+    with dpfuse.time_communication(model) as times, model.no_sync():
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+    assert (times.steps, times.collectives, times.nbytes) == (0, 0, 0)
+
+
+def test_no_sync_sends_nothing(ranks):
+    ranks(no_sync_sends_nothing)
