@@ -1,6 +1,7 @@
 """dpfuse: data-parallel gradient averaging for PyTorch through fused buckets."""
 
 from dpfuse.data_parallel import DataParallel
+from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.param_spec import ParamSpec
@@ -14,9 +15,14 @@ __all__ = [
     "CommunicationTimes",
     "DPFuseError",
     "DataParallel",
+    "ParallelEnv",
     "ParamSpec",
     "__version__",
     "fused_allreduce_gradients",
+    "get_rank",
+    "get_world_size",
+    "init_parallel_env",
     "plan_buckets",
+    "spawn",
     "time_communication",
 ]

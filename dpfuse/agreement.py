@@ -22,13 +22,14 @@ FAILURE = "failed: "  # first word of the text of a rank whose own checks failed
 MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
 
 
-def agree_on_text(text: str, group: dist.ProcessGroup, what: str) -> None:
+def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = "") -> None:
     """Compare `text` over the ranks: one small fixed-size exchange, and the texts only if they differ.
 
     Args:
         text: canonical description, one fact per line.
         group: the ranks that must agree.
         what: what the text describes, for the error.
+        remedy: what to do about a difference.
 
     Raises:
         DPFuseError: on every rank with the same text, naming the first rank that differs from rank 0 and
@@ -50,7 +51,7 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str) -> None:
     left, right = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing") if pair[0] != pair[1])
     raise DPFuseError(
         f"{what} differs between ranks: rank {differing} has {right!r}, rank 0 has {left!r}; expected the "
-        "same on every rank. Build the same model with the same options everywhere."
+        f"same on every rank. {remedy}".rstrip()
     )
 
 

@@ -20,7 +20,7 @@ from dpfuse.timing import CommunicationTimes
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
-__all__ = ["BucketState", "GradBucket", "make_buckets"]
+__all__ = ["BucketState", "GradBucket", "dense_stride", "make_buckets"]
 
 
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
@@ -157,7 +157,7 @@ class GradBucket:
         # the buffers of the plan before.
         param = self.params[0]
         slots = [
-            KernelSlot(name, slot.offset, tuple(p.shape), _dense_stride(p))
+            KernelSlot(name, slot.offset, tuple(p.shape), dense_stride(p))
             for name, slot, p in zip(self._names, self.plan.slots, self.params, strict=True)
         ]
         numel = self.plan.numel
@@ -212,7 +212,7 @@ def make_buckets(
     ]
 
 
-def _dense_stride(param: Tensor) -> tuple[int, ...]:
+def dense_stride(param: Tensor) -> tuple[int, ...]:
     """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
 

@@ -84,8 +84,6 @@ class DataParallel(nn.Module):
         super().__init__()
         if strategy is not None:
             warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)
-        if not isinstance(layers, nn.Module):
-            raise TypeError(f"layers must be a torch.nn.Module, got {type(layers).__name__}; pass the model instance")
         self.module = layers
         self._options = SyncOptions(
             comm_buffer_size, last_comm_buffer_size, find_unused_parameters, gradient_as_bucket_view, broadcast_buffers
@@ -100,7 +98,7 @@ class DataParallel(nn.Module):
         self._require_sync = True
         try:
             plan = check_module(self.module, self._options, group)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             if group is not None and fresh:
                 agreement.report_failure(error, group, "the wrapped module")
             raise
@@ -208,13 +206,20 @@ class DataParallel(nn.Module):
 
         Source: `paddle.DataParallel.state_dict`.
         """
-        if destination is None:
-            destination = OrderedDict()
-        if include_sublayers:
-            self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        else:
+        if not include_sublayers:
+            destination = OrderedDict() if destination is None else destination
             self.module._save_to_state_dict(destination, prefix, keep_vars)
-        return destination
+            return destination
+        if destination is None:
+            state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        else:
+            state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        versions = getattr(state, "_metadata", None)
+        if versions is not None and prefix:
+            # A parent that loads finds the wrapped module one level below the wrapper.
+            inner = {key: value for key, value in versions.items() if f"{key}.".startswith(prefix)}
+            versions.update({f"{prefix}{PREFIX}{f'{key}.'.removeprefix(prefix)}"[:-1]: v for key, v in inner.items()})
+        return state
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True

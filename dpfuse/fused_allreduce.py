@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse import agreement
 from dpfuse.averaging import averaging_for
-from dpfuse.bucket import make_buckets
+from dpfuse.bucket import dense_stride, make_buckets
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec
@@ -70,12 +70,16 @@ def fused_allreduce_gradients(
         return
     try:
         params, specs = _gradients_of(parameter_list, scale, bucket_size)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         agreement.report_failure(error, process_group, WHAT)
         raise
-    options = f"scale={scale} bucket_size={bucket_size}"
-    lines = [f"{spec.name} shape={spec.shape} dtype={spec.dtype}" for spec in specs]
-    agreement.agree_on_text("\n".join([f"{len(specs)} gradients, {options}", *lines]), process_group, WHAT)
+    lines = [
+        f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
+        for spec, param in zip(specs, params, strict=True)
+    ]
+    lines.append(f"{len(specs)} gradients, scale={scale}, bucket_size={float(bucket_size)}")
+    remedy = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
+    agreement.agree_on_text("\n".join(lines), process_group, WHAT, remedy)
     buckets = make_buckets(plan_groups(specs, bucket_size), params, process_group, scale=scale)
     for bucket in buckets:
         bucket.launch()
@@ -117,6 +121,12 @@ def _gradients_of(parameter_list: Any, scale: Any, bucket_size: Any) -> tuple[li
         params[id(param)] = param
         name = f"parameter_list[{index}]"
         specs.append(ParamSpec(name, tuple(param.shape), str(grad.dtype), str(grad.device)))
-        averaging_for(specs[-1].dtype, 1, scale)
+        try:
+            averaging_for(specs[-1].dtype, 1)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        if any(step == 0 and size > 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
+            # Elements that share memory cannot hold different means.
+            param.grad = grad.clone(memory_format=torch.contiguous_format)
     averaging_for("float32", 1, scale)
     return list(params.values()), specs

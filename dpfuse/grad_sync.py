@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dpfuse import agreement, collective
 from dpfuse.autograd import BackwardWatch, ReadyHooks
@@ -132,17 +133,12 @@ def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGro
         TypeError, ValueError: an option, parameter, dtype or device that cannot be used; the text names it.
     """
     options.check()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"layers must be a torch.nn.Module, got {type(module).__name__}; pass the model instance")
     for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"parameter {name!r} is uninitialized (a lazy module); expected known shapes. "
-                "Run one forward with a sample batch before wrapping."
-            )
-        if param.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device; expected data. Use module.to_empty(device=…) and "
-                "initialise it before wrapping."
-            )
+        _check_data(f"parameter {name!r}", param)
+    for name, buffer in module.named_buffers():
+        _check_data(f"buffer {name!r}", buffer)
     trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not trainable:
         raise ValueError(
@@ -177,6 +173,27 @@ def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGro
     return plan
 
 
+def _check_data(what: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that rank 0's data cannot be written into."""
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{what} is uninitialized (a lazy module); expected a known shape. Run one forward with a sample batch "
+            "before wrapping."
+        )
+    if tensor.is_meta:
+        raise ValueError(
+            f"{what} is on the meta device; expected data. Use module.to_empty(device=…) and initialise it before "
+            "wrapping."
+        )
+    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if shared or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{what} is {'expanded' if shared else 'a conjugate or negative view'}, with strides {tensor.stride()}; "
+            "expected memory of its own for each element, since rank 0's data is written into it. Register a "
+            ".clone(memory_format=torch.contiguous_format) of it, after .resolve_conj() where it is complex."
+        )
+
+
 def agree_on_model(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> None:
     """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
 
@@ -184,19 +201,23 @@ def agree_on_model(module: nn.Module, options: SyncOptions, group: dist.ProcessG
         DPFuseError: on every rank alike, naming rank and first difference.
     """
     lines = [f"dpfuse {__version__}"]
-    lines += [f"option {name} = {value}" for name, value in asdict(options).items()]
+    # 25 and 25.0 are one size.
+    values = {name: value if isinstance(value, bool) else float(value) for name, value in asdict(options).items()}
+    lines += [f"option {name} = {value}" for name, value in values.items()]
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in first:
             lines.append(f"parameter {name} is tied to {first[id(param)]}")
             continue
         first[id(param)] = name
-        lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad}")
-    lines += [f"buffer {name} {_facts(buffer)}" for name, buffer in module.named_buffers()]
-    agreement.agree_on_text("\n".join(lines), group, "the wrapped module")
+        lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
+    lines += [f"buffer {name} {_facts(buffer)} device={buffer.device.type}" for name, buffer in module.named_buffers()]
+    agreement.agree_on_text(
+        "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
+    )
     tensors = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
-        for device in {tensor.device for tensor in tensors}:
+        for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
             collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group)
 
 

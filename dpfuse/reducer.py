@@ -206,9 +206,10 @@ class Reducer:
             self._launch(self.buckets[self._next], ())
 
     def _launch(self, bucket: GradBucket, unused: Collection[int], failed: bool = False) -> None:
+        failed = failed or bool(self._late) or self._pack_error() is not None
         self._countdowns[self._next].launched = True
         self._next += 1
-        bucket.launch(unused, failed=failed or bool(self._late) or self._pack_error() is not None)
+        bucket.launch(unused, failed=failed)
 
     def _launch_rest(self, unused: Collection[int], failed: bool = False) -> None:
         for bucket in self.buckets[self._next :]:
@@ -256,7 +257,7 @@ class Reducer:
                 f"cannot have its gradients; see the error there. {consequence}"
             )
         if error is not None:
-            return f"rank {rank} could not pack its gradients: {error}. {consequence}"
+            return f"rank {rank} could not pack its gradients: {str(error).rstrip('.')}. {consequence}"
         return (
             f"on rank {rank} {self._named(set(self._late))} became ready after its bucket was sent; expected "
             "as many times in a backward as in the first synchronised one. Use it equally often in every "

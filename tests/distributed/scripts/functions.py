@@ -24,7 +24,13 @@ def add_up(scale: float) -> tuple[int, float, int]:
 
 def plain_torch() -> tuple[int, int, str | None]:
     dist.init_process_group("gloo")
+    dist.barrier()
     return dist.get_rank(), dist.get_world_size(), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def only_joins() -> int:
+    distributed.init_parallel_env()
+    return distributed.get_rank()
 
 
 def large_result() -> torch.Tensor:

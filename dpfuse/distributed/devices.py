@@ -1,0 +1,99 @@
+"""What this machine has for ranks: backends, GPUs, cores. Starts nothing and opens no GPU."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["check_backend", "choose_backend", "cores_per_rank", "cpu_count", "select_gpus"]
+
+
+def check_backend(name: str, source: str) -> str:
+    """`name` itself, if this torch on this machine can use it; `source` is how the error calls it."""
+    known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
+    for part in name.split(","):
+        backend = part.rpartition(":")[2].strip().lower()
+        if backend not in known:
+            close = difflib.get_close_matches(backend, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ValueError(f"{source}: got {name!r}, expected one of {', '.join(sorted(known))}{hint}")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ValueError(
+                f"{source}: got {name!r}, but torch sees no GPU here and NCCL needs one for each rank. "
+                "Use 'gloo', which runs on the CPU."
+            )
+    return name
+
+
+def choose_backend() -> str:
+    """DPFUSE_BACKEND where it is set; else NCCL with GPUs, gloo without."""
+    wanted = os.environ.get("DPFUSE_BACKEND")
+    if wanted:
+        return check_backend(wanted, "DPFUSE_BACKEND")
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cores_per_rank(nprocs: int) -> int:
+    """Threads for each of `nprocs` ranks, so that together they do not exceed the cores."""
+    return max(1, cpu_count() // nprocs)
+
+
+def select_gpus(gpus: str | Sequence[int | str], source: str) -> list[str]:
+    """The cards named by `gpus`, checked against what is there.
+
+    Args:
+        gpus: physical cards: "0,1", or a list such as [0, 1]; identifiers ("GPU-…") where
+            CUDA_VISIBLE_DEVICES uses them.
+        source: what the error calls the argument, such as "--gpus".
+
+    Returns:
+        One name for each card, in the order given, fit for CUDA_VISIBLE_DEVICES. On a machine without GPUs
+        the same list, with one warning: as many ranks run on the CPU.
+    """
+    if isinstance(gpus, str):
+        parts: Sequence[object] = gpus.split(",")
+    elif isinstance(gpus, Sequence):
+        parts = gpus
+    else:
+        raise TypeError(f'{source}: got {gpus!r}, expected cards such as "0,1" or [0, 1]')
+    cards = [str(part).strip() for part in parts]
+    if not cards or not all(card.isdigit() or card.startswith(("GPU-", "MIG-")) for card in cards):
+        raise ValueError(f'{source}: got {gpus!r}, expected card numbers separated by commas, such as "0,1"')
+    cards = [str(int(card)) if card.isdigit() else card for card in cards]
+    twice = sorted({card for card in cards if cards.count(card) > 1})
+    if twice:
+        raise ValueError(f"{source}: card {', '.join(twice)} is named twice in {gpus!r}; name each card once")
+    if not torch.cuda.is_available():
+        warnings.warn(
+            f"{source}: torch sees no GPU here, so {len(cards)} gloo rank(s) run on the CPU instead",
+            UserWarning,
+            stacklevel=3,
+        )
+        return cards
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        present, where = (
+            [card.strip() for card in allowed.split(",")],
+            f"CUDA_VISIBLE_DEVICES={allowed!r} shows",
+        )
+    else:
+        present, where = [str(index) for index in range(torch.cuda.device_count())], "this machine has"
+    missing = [card for card in cards if card not in present]
+    if missing:
+        raise ValueError(
+            f"{source}: got {gpus!r}, but card {', '.join(missing)} is not there: {where} "
+            f"{', '.join(present)}. Name cards that are visible, or change CUDA_VISIBLE_DEVICES."
+        )
+    return cards

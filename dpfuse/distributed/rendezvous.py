@@ -1,0 +1,109 @@
+"""Where the ranks of one machine meet: a store that listens on 127.0.0.1 and nowhere else.
+
+torch's own TCPStore listens on every interface, whatever address it is given, unless it gets a socket that is
+bound already. Imported only when a job is started: torchrun's rendezvous package is not part of `import
+torch`.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+__all__ = ["BACKEND", "HOST", "LoopbackRendezvous", "loopback_store", "register"]
+
+BACKEND = "dpfuse-loopback"
+HOST = "127.0.0.1"
+
+
+def loopback_store(port: int = 0, timeout: timedelta = timedelta(minutes=15)) -> TCPStore:
+    """A served store that only this machine reaches; its `port` attribute says where.
+
+    Args:
+        port: the port to listen on; 0 takes a free one.
+        timeout: how long a reader waits for a key.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # A port that the last job has just left is free, though its old connections may linger.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"port {port} of {HOST} cannot be used: {error.strerror}. Give another port, or none to get a free one."
+        ) from error
+    port = listener.getsockname()[1]
+    return TCPStore(
+        HOST,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+    )
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """torchrun's rendezvous for a job whose ranks are all here: nobody to wait for."""
+
+    def __init__(self, run_id: str, port: int, timeout: timedelta) -> None:
+        self._run_id = run_id
+        self._port = port
+        self._timeout = timeout
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        # The ranks connect to the launcher's store; otherwise rank 0 would serve one on every interface.
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # A restarted job gets a new store: keys of the attempt that failed would be taken for new ones.
+        self._store = None
+        self._store = loopback_store(self._port, self._timeout)
+        # torchrun keeps its own keys apart from those of the process group.
+        own = PrefixStore(f"dpfuse.launch/{self._run_id}", self._store)
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(HOST, self._store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    port = int(parameters.endpoint.rpartition(":")[2])
+    timeout = timedelta(seconds=float(parameters.get("timeout", 900)))
+    return LoopbackRendezvous(parameters.run_id, port, timeout)
+
+
+def register() -> None:
+    """Make `BACKEND` known to torchrun; any number of times."""
+    rendezvous_handler_registry.register(BACKEND, _create)

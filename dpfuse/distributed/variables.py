@@ -1,0 +1,167 @@
+"""The environment variables of a rank: who it is, how many there are, where they meet. Joins nothing.
+
+`read_environment` turns the variables into a `RankEnvironment` or into an error that names one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = [
+    "LOOPBACK_HOSTS",
+    "RankEnvironment",
+    "environment",
+    "one_machine_variables",
+    "read_environment",
+    "trainer_endpoints",
+]
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What the variables of one process say, checked."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device_id: int  # index among the visible GPUs
+    master: tuple[str, int] | None  # host and port of the store; None only where one rank is all there is
+    one_machine: bool
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """torch's variables, else Paddle's, else None; half an environment is a ValueError."""
+    environ = os.environ if environ is None else environ
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", _torch_master(environ))
+    if any(name in environ for name in ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")):
+        master = _torch_master(environ) or _paddle_master(environ)
+        return _read(environ, "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_LOCAL_RANK", master)
+    return None
+
+
+def _read(
+    environ: Mapping[str, str],
+    rank_name: str,
+    size_name: str,
+    local_name: str,
+    master: tuple[str, int] | None,
+) -> RankEnvironment:
+    for name, other in ((rank_name, size_name), (size_name, rank_name)):
+        if name not in environ:
+            present = other if other in environ else local_name
+            raise ValueError(
+                f"{name} is not set although {present}={environ[present]!r} is; expected both {rank_name} "
+                f"and {size_name}. Start the ranks with `python -m dpfuse.launch`, or set both."
+            )
+    world_size = _integer(environ, size_name, 1, None, "the number of ranks in the job")
+    rank = _integer(environ, rank_name, 0, world_size, f"less than {size_name}={world_size}")
+    local_rank = (
+        _integer(environ, local_name, 0, None, "the rank's number on its machine")
+        if (local_name in environ)
+        else _local_rank(environ, rank)
+    )
+    device_id = local_rank
+    if environ.get("FLAGS_selected_gpus"):
+        device_id = _integer(environ, "FLAGS_selected_gpus", 0, None, "the index of one visible GPU")
+    if master is None and world_size > 1:
+        raise ValueError(
+            f"MASTER_ADDR and MASTER_PORT are not set although {size_name}={world_size}; expected the "
+            "address at which the ranks meet. Set both (on one machine MASTER_ADDR=127.0.0.1 and a free port), or "
+            "PADDLE_MASTER=host:port, or start the ranks with `python -m dpfuse.launch`."
+        )
+    endpoints = trainer_endpoints(environ)
+    if size_name == "PADDLE_TRAINERS_NUM" and endpoints and len(endpoints) != world_size:
+        raise ValueError(
+            f"PADDLE_TRAINER_ENDPOINTS names {len(endpoints)} addresses, expected "
+            f"PADDLE_TRAINERS_NUM={world_size}. Give one host:port for each rank."
+        )
+    one_machine = (
+        world_size == 1
+        or environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+        or (master is not None and master[0] in LOOPBACK_HOSTS)
+    )
+    return RankEnvironment(rank, world_size, local_rank, device_id, master, one_machine)
+
+
+def _integer(environ: Mapping[str, str], name: str, least: int, below: int | None, meaning: str) -> int:
+    text = environ[name]
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (below is not None and value >= below):
+        raise ValueError(
+            f"{name}: got {text!r}, expected an integer of at least {least} ({meaning}). "
+            "Correct the variable, or start the ranks with `python -m dpfuse.launch`, which sets it."
+        )
+    return value
+
+
+def _torch_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if not host and not port:
+        return None
+    if not host or not port:
+        missing, present = ("MASTER_ADDR", "MASTER_PORT") if not host else ("MASTER_PORT", "MASTER_ADDR")
+        raise ValueError(
+            f"{missing} is not set although {present}={environ[present]!r} is; expected both. "
+            "Set both, or start the ranks with `python -m dpfuse.launch`."
+        )
+    return host, _integer(environ, "MASTER_PORT", 1, 65536, "a port below 65536")
+
+
+def _paddle_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    # Paddle's rank 0 serves the store; without PADDLE_MASTER its own endpoint is the address all ranks know.
+    name = "PADDLE_MASTER" if environ.get("PADDLE_MASTER") else "PADDLE_TRAINER_ENDPOINTS"
+    address = environ.get("PADDLE_MASTER") or next(iter(trainer_endpoints(environ)), None)
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{name}: got {address!r}, expected host:port. Correct the variable.")
+    return host.strip("[]"), int(port)
+
+
+def trainer_endpoints(environ: Mapping[str, str]) -> list[str]:
+    """The addresses in PADDLE_TRAINER_ENDPOINTS, by rank; none where it is not set."""
+    return [part.strip() for part in environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if part.strip()]
+
+
+def _local_rank(environ: Mapping[str, str], rank: int) -> int:
+    # With endpoints: how many earlier ranks share this rank's host. Without: all ranks on one machine.
+    hosts = [endpoint.rpartition(":")[0] for endpoint in trainer_endpoints(environ)]
+    return hosts[:rank].count(hosts[rank]) if rank < len(hosts) else rank
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface (`lo` on Linux), or None where it has another name."""
+    return "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else None
+
+
+def one_machine_variables() -> dict[str, str]:
+    """What keeps the sockets of gloo and NCCL on loopback; nothing that the user has set."""
+    interface = loopback_interface()
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: interface for name in names if name not in os.environ} if interface else {}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while, for processes started meanwhile to inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
