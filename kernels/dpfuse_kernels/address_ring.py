@@ -1,0 +1,156 @@
+"""Device copies of address lists, uploaded only when they change. Knows no table and no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["AddressRing", "CudaStreams", "HostStreams"]
+
+# Three would do for safety; with four, pack and unpack of two alternating gradient sets find their lists.
+ENTRIES = 4
+
+
+class HostStreams:
+    """Stream operations where there is only one stream, the host's: nothing to wait for."""
+
+    def current(self) -> Any:
+        """The stream on which the next operation will run; hashable."""
+        return None
+
+    def capturing(self) -> bool:
+        """Is a CUDA graph being captured?"""
+        return False
+
+    def record(self, stream: Any) -> Any:
+        """An event behind all that was submitted to `stream`."""
+        return None
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let later work on `stream` wait for `event`, without blocking the host."""
+
+    def synchronize(self, event: Any) -> None:
+        """Block the host until `event` has passed."""
+
+
+class CudaStreams(HostStreams):
+    """Stream operations of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, stream: Any) -> Any:
+        return stream.record_event()
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+
+@dataclass(eq=False)
+class _Entry:
+    host: torch.Tensor  # [n] int64, pinned where there is a device
+    device: torch.Tensor  # [n] int64
+    addresses: list[int] | None = None
+    uploaded: Any = None  # event behind the upload
+    streams: set[Any] = field(default_factory=set)  # streams ordered behind the upload, which may read `device`
+    captured: bool = False  # a CUDA graph reads `device` at each replay: never to be written again
+
+
+class AddressRing:
+    """Keeps the last few address lists on the device and uploads one only when it is new.
+
+    In the steady state addresses repeat, and a call costs one comparison of lists. Rewriting an entry is safe
+    on both sides: its pinned host memory is reused only after its own upload has run, and its device memory
+    is overwritten only behind the kernels that read it.
+
+    Args:
+        count: addresses per list.
+        device: where the copies live.
+        streams: stream operations; those of `device` unless a test brings its own.
+
+    Attributes:
+        uploads: how many lists were copied to the device so far.
+
+    Example:
+        >>> ring = AddressRing(2, torch.device("cpu"))
+        >>> ring.device_copy([16, 32]).tolist(), ring.device_copy([16, 32]).tolist(), ring.uploads
+        ([16, 32], [16, 32], 1)
+    """
+
+    def __init__(self, count: int, device: torch.device, streams: HostStreams | None = None) -> None:
+        self._count = count
+        self._device = device
+        self._streams = streams or (CudaStreams(device) if device.type == "cuda" else HostStreams())
+        self._entries: list[_Entry] = []
+        self.uploads = 0
+
+    def device_copy(self, addresses: list[int]) -> torch.Tensor:
+        """The list on the device, int64 [count], ready for a kernel on the current stream.
+
+        Raises:
+            ValueError: the list is new and a CUDA graph is being captured.
+        """
+        streams = self._streams
+        current = streams.current()
+        capturing = streams.capturing()
+        entry = next((entry for entry in self._entries if entry.addresses == addresses), None)
+        if entry is None:
+            if capturing:
+                raise ValueError(
+                    f"{self._changed(addresses)} tensors are not where the last call found them, while a CUDA "
+                    "graph is being captured. Expected known addresses: a graph cannot hold their upload. Keep "
+                    "gradients as bucket views or use zero_grad(set_to_none=False), and run a step before the "
+                    "capture."
+                )
+            entry = self._upload(addresses, current)
+        elif current not in entry.streams:
+            # In a capture the event of an upload outside it cannot be waited for; torch.cuda.graph has
+            # synchronised the device before it began, so the upload has run.
+            if not capturing:
+                streams.wait(current, entry.uploaded)
+            entry.streams.add(current)
+        entry.captured |= capturing
+        return entry.device
+
+    def _upload(self, addresses: list[int], current: Any) -> _Entry:
+        entry = self._free_entry(current)
+        entry.host.copy_(torch.tensor(addresses, dtype=torch.int64))
+        entry.device.copy_(entry.host, non_blocking=True)
+        entry.addresses = list(addresses)
+        entry.uploaded = self._streams.record(current)
+        entry.streams = {current}
+        self.uploads += 1
+        self._entries.append(entry)  # the newest is last
+        return entry
+
+    def _free_entry(self, current: Any) -> _Entry:
+        """An entry that may be written: by the host now, on the device behind what `current` has queued."""
+        free = [entry for entry in self._entries if not entry.captured]
+        if len(free) < ENTRIES:
+            pinned = self._device.type == "cuda"
+            host = torch.empty(self._count, dtype=torch.int64, pin_memory=pinned)
+            return _Entry(host, torch.empty(self._count, dtype=torch.int64, device=self._device))
+        oldest = free[0]
+        self._entries.remove(oldest)
+        self._streams.synchronize(oldest.uploaded)
+        for stream in oldest.streams - {current}:
+            self._streams.wait(current, self._streams.record(stream))
+        return oldest
+
+    def _changed(self, addresses: list[int]) -> str:
+        if not self._entries:
+            return "All"
+        last = self._entries[-1].addresses or []
+        moved = sum(new != old for new, old in zip(addresses, last, strict=True))
+        return f"{moved} of {self._count}"

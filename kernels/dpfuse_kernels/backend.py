@@ -1,0 +1,71 @@
+"""Chooses who packs: the Triton kernels on CUDA tensors, torch's own operations elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dpfuse_kernels.flatten import flatten as flatten_triton
+from dpfuse_kernels.flatten import flatten_reference
+from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.unflatten import unflatten as unflatten_triton
+from dpfuse_kernels.unflatten import unflatten_reference
+
+__all__ = ["flatten", "unflatten", "uses_triton"]
+
+VARIABLE = "DPFUSE_KERNELS"
+
+
+def uses_triton(table: PointerTable) -> bool:
+    """Will `flatten` and `unflatten` launch Triton kernels for this table?
+
+    CUDA tables use Triton, others torch's own operations; the environment variable DPFUSE_KERNELS,
+    `triton` or `reference`, overrides that (on CPU tensors Triton needs TRITON_INTERPRET=1).
+
+    Raises:
+        ValueError: DPFUSE_KERNELS holds something else.
+    """
+    choice = os.environ.get(VARIABLE, "")
+    if not choice:
+        return table.flat.is_cuda
+    if choice not in ("triton", "reference"):
+        raise ValueError(f"{VARIABLE} is {choice!r}, expected 'triton' or 'reference'. Correct it, or unset it.")
+    return choice == "triton"
+
+
+def flatten(tensors: Sequence[Tensor | None], table: PointerTable, *, scale: float = 1.0) -> None:
+    """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass.
+
+    Arguments, result and errors are those of `dpfuse_kernels.flatten.flatten`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import PointerTable, Slot, flatten
+        >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
+        >>> flatten([torch.tensor([1.0, 2.0, 3.0])], table, scale=0.5)
+        >>> table.flat
+        tensor([0.5000, 1.0000, 1.5000, 0.0000])
+    """
+    (flatten_triton if uses_triton(table) else flatten_reference)(tensors, table, scale=scale)
+
+
+def unflatten(
+    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """Copy the slots of `table.flat` to `tensors`, or add them: copy, scale and cast in one pass.
+
+    Arguments, result and errors are those of `dpfuse_kernels.unflatten.unflatten`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import PointerTable, Slot, unflatten
+        >>> table = PointerTable(torch.tensor([1.0, 2.0, 3.0]), [Slot("a", 0, (3,), (1,))], torch.float32)
+        >>> gradient = torch.full((3,), 10.0)
+        >>> unflatten(table, [gradient], scale=0.5, accumulate=True)
+        >>> gradient
+        tensor([10.5000, 11.0000, 11.5000])
+    """
+    chosen = unflatten_triton if uses_triton(table) else unflatten_reference
+    chosen(table, tensors, scale=scale, accumulate=accumulate)

@@ -1,0 +1,255 @@
+"""Moves tensors into and out of a flat buffer with torch's own operations, in as few calls as it can.
+
+Measured on one thread, per tensor of 16 floats: `cat(out=)` 0.11 us, `_foreach_copy_` 0.35, `_foreach_mul_`
+1.7, `mul(out=)` in a loop 2.9, `mul_` over the whole buffer 0.003. Hence small tensors are moved by one `cat`
+where their shapes allow it and by one `_foreach_copy_` elsewhere, and multiplied as one stretch of the buffer,
+which is still in cache. For large tensors bytes count, not calls: one `mul(out=)` moves and scales in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels.entries import Entries
+from dpfuse_kernels.pointer_table import PointerTable, Slot
+
+__all__ = ["HostPlan"]
+
+# Elements from which a call of its own per tensor costs less than a second pass over its bytes.
+LARGE = 32768
+
+# Tensors from which one `cat` is cheaper than their share of a `_foreach_copy_`.
+CAT = 4
+
+# Elements of padding between two small slots that are saved and restored rather than cut around.
+GAP = 256
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Slots `first` to `stop - 1`: neighbours without gaps, equal in shape but for the first dimension."""
+
+    first: int
+    stop: int
+    flat: Tensor  # their part of the buffer, in the shape that `cat` gives
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A part of the buffer that holds small slots only, and little padding."""
+
+    flat: Tensor  # [elements]
+    padding: Tensor | None  # indices into `flat` that belong to no slot
+    indices: tuple[int, ...]  # the slots in it
+    start: int  # its first element, in elements from the start of the whole buffer
+
+
+class HostPlan:
+    """Which slots of a table are moved by which call; made once, keeps no reference to the table."""
+
+    def __init__(self, table: PointerTable) -> None:
+        slots = table.slots
+        self._large = [i for i, slot in enumerate(slots) if slot.numel >= LARGE]
+        self._small = [i for i, slot in enumerate(slots) if 0 < slot.numel < LARGE]
+        self._views = table.new_views()
+        self._rows = _rows(table, self._views)
+        in_rows = {i for row in self._rows for i in range(row.first, row.stop)}
+        self._loose = [i for i in self._small if i not in in_rows]
+        # Will `cat` move everything? It does not cast, and is slower than a copy where it must.
+        self.only_rows = len(in_rows) == len(slots) and table.dtype == table.flat.dtype
+        self._stretches = _stretches(table, self._small)
+        self._scratch: list[Tensor] | None = None
+        self._scratch_views: list[Tensor | None] = []  # None for a large slot
+
+    def pack(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
+        """What `flatten_reference` does, for tensors that `check_cheaply` found right."""
+        views, compute = self._views, table.compute_dtype
+        scaled = scale != 1.0
+        moved = self._moved(entries)
+        # Multiplying in the buffer rounds once only if the copy into it did not round.
+        if scaled and table.flat.dtype not in (table.dtype, compute):
+            stages = self._scratch_of(table)
+            _copy_each(_pick(self._scratch_views, moved), _pick(tensors, moved))
+            for stretch, stage in zip(self._stretches, stages, strict=True):
+                with _padding_kept(stretch):
+                    scaled_copy(stage, scale, stretch.flat, compute)
+        else:
+            if moved is self._small and table.flat.dtype == table.dtype:
+                for row in self._rows:
+                    torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
+                moved = self._loose
+            _copy_each(_pick(views, moved), _pick(tensors, moved))
+            if scaled:
+                for stretch in self._stretches:
+                    with _padding_kept(stretch):
+                        stretch.flat.mul_(scale)
+        for index in self._large:
+            tensor, view = tensors[index], views[index]
+            if tensor is None or (not scaled and tensor.data_ptr() == view.data_ptr()):
+                continue
+            _check_shape(tensor, view)
+            scaled_copy(tensor, scale, view, compute)
+        # Last, since stretches are multiplied as a whole, and zero times an infinite factor is not zero.
+        for index in entries.missing:
+            views[index].zero_()
+
+    def unpack(
+        self,
+        table: PointerTable,
+        tensors: list[Tensor | None],
+        entries: Entries,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        """What `unflatten_reference` does, for tensors that `check_cheaply` found right."""
+        compute = table.compute_dtype
+        # Adding needs the value in the tensor's own type, rounded, before the sum.
+        direct = scale == 1.0 and (not accumulate or table.dtype == table.flat.dtype)
+        small = self._small
+        if entries.missing:
+            missing = set(entries.missing)
+            small = [i for i in small if i not in missing]
+        if small:
+            sources: list[Tensor | None] = self._views  # type: ignore[assignment]
+            if not direct:
+                for stretch, stage in zip(self._stretches, self._scratch_of(table), strict=True):
+                    scaled_copy(stretch.flat, scale, stage, compute)
+                sources = self._scratch_views
+            if accumulate:
+                torch._foreach_add_(_pick(tensors, small), _pick(sources, small))
+            else:
+                _copy_each(_pick(tensors, small), _pick(sources, small))
+        for index in self._large:
+            tensor, view = tensors[index], self._views[index]
+            if tensor is None:
+                continue
+            _check_shape(tensor, view)
+            if accumulate:
+                tensor.add_(view if direct else scaled_copy(view, scale, torch.empty_like(tensor), compute))
+            elif not (direct and tensor.data_ptr() == view.data_ptr()):
+                scaled_copy(view, scale, tensor, compute)
+
+    def _moved(self, entries: Entries) -> list[int]:
+        """Small slots whose content comes from elsewhere; the list `_small` itself where that is all."""
+        if entries.own is None:
+            return []
+        if not entries.own and not entries.missing:
+            return self._small
+        stay = {*entries.own, *entries.missing}
+        return [i for i in self._small if i not in stay]
+
+    def _scratch_of(self, table: PointerTable) -> list[Tensor]:
+        """Per stretch a buffer of the tensors' dtype; zeros, so that padding in it holds a number."""
+        if self._scratch is None:
+            self._scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
+            self._scratch_views = [None] * len(table.slots)
+            for stretch, stage in zip(self._stretches, self._scratch, strict=True):
+                for i in stretch.indices:
+                    slot = table.slots[i]
+                    place = stage.as_strided(slot.shape, slot.stride, slot.offset - stretch.start)
+                    self._scratch_views[i] = place
+        return self._scratch
+
+
+def scaled_copy(source: Tensor, scale: float, out: Tensor, compute: torch.dtype) -> Tensor:
+    """`out` becomes `source * scale`, computed in `compute` and rounded once; returns `out`.
+
+    Example:
+        >>> scaled_copy(torch.tensor([1.0, 3.0]), 0.5, torch.zeros(2, dtype=torch.bfloat16), torch.float32)
+        tensor([0.5000, 1.5000], dtype=torch.bfloat16)
+    """
+    if scale == 1.0:
+        return out.copy_(source)
+    if source.dtype in (compute, out.dtype):
+        # torch multiplies 16-bit numbers by a Python float in float32, and casts the result into `out`.
+        return torch.mul(source, scale, out=out)
+    if out.dtype == compute:
+        return out.copy_(source).mul_(scale)
+    return out.copy_(source.to(compute).mul_(scale))
+
+
+def _pick(items: Sequence[Tensor | None], indices: list[int]) -> list[Tensor]:
+    """The items at ascending `indices`, none of which is None; the list itself where that is all of them."""
+    if len(indices) == len(items) and isinstance(items, list):
+        return items
+    return [items[i] for i in indices]  # type: ignore[misc]
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _check_shape(tensor: Tensor, view: Tensor) -> None:
+    # `out=` would resize, where the copies of small tensors refuse.
+    if tensor.size() != view.size():
+        raise RuntimeError(f"shape {tuple(tensor.shape)} instead of {tuple(view.shape)}")
+
+
+@contextmanager
+def _padding_kept(stretch: _Stretch) -> Iterator[None]:
+    """Put back what the padding held, after the stretch was written as a whole."""
+    if stretch.padding is None:
+        yield
+        return
+    kept = stretch.flat.index_select(0, stretch.padding)
+    yield
+    stretch.flat.index_copy_(0, stretch.padding, kept)
+
+
+def _rows(table: PointerTable, views: list[Tensor]) -> list[_Row]:
+    rows: list[_Row] = []
+    slots = table.slots
+    first = 0
+    for i in range(1, len(slots) + 1):
+        if i < len(slots) and _continues(slots[i - 1], views[i - 1], slots[i], views[i]):
+            continue
+        head = views[first]
+        if i - first >= CAT and head.dim() > 0 and 0 < head.numel() < LARGE and head.is_contiguous():
+            total = sum(view.numel() for view in views[first:i])
+            start = slots[first].offset
+            rows.append(_Row(first, i, table.flat[start : start + total].view(-1, *head.shape[1:])))
+        first = i
+    return rows
+
+
+def _continues(before: Slot, before_view: Tensor, slot: Slot, view: Tensor) -> bool:
+    return (
+        before.offset + before.numel == slot.offset
+        and before_view.dim() == view.dim() > 0
+        and before_view.shape[1:] == view.shape[1:]
+        and 0 < slot.numel < LARGE
+        and 0 < before.numel < LARGE
+        and before_view.is_contiguous()
+        and view.is_contiguous()
+    )
+
+
+def _stretches(table: PointerTable, small: list[int]) -> list[_Stretch]:
+    stretches: list[_Stretch] = []
+    order = sorted(small, key=lambda i: table.slots[i].offset)
+    end = -math.inf
+    groups: list[list[int]] = []
+    for i in order:
+        slot = table.slots[i]
+        if slot.offset - end > GAP:
+            groups.append([])
+        groups[-1].append(i)
+        end = slot.offset + slot.numel
+    for group in groups:
+        start = table.slots[group[0]].offset
+        last = table.slots[group[-1]]
+        flat = table.flat[start : last.offset + last.numel]
+        free = torch.ones(flat.numel(), dtype=torch.bool, device="cpu")
+        for i in group:
+            slot = table.slots[i]
+            free[slot.offset - start : slot.offset - start + slot.numel] = False
+        padding = free.nonzero().view(-1).to(flat.device)
+        stretches.append(_Stretch(flat, padding if padding.numel() else None, tuple(group), start))
+    return stretches

@@ -1,0 +1,162 @@
+"""Launches a kernel over a table's chunks. The only file that imports triton, at the first launch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.pointer_table import PointerTable
+
+__all__ = ["Launcher", "jit"]
+
+# Elements per program: a bucket of 25 MiB gives 132 SMs a dozen programs each. With 8 warps a thread moves 16
+# elements; with 32 of them, float16 spilled 120 bytes on sm_90.
+CHUNK = 4096
+NUM_WARPS = 8
+
+# The kernels take these as they come: specialising on their values would compile once more for each new one.
+VARYING = ("flat_address", "scale_bits", "first_program")
+
+
+@cache
+def jit(kernel: Callable[..., None]) -> Any:
+    """Compile `kernel` when it is first launched; until then its file needs no triton.
+
+    The kernel refers to `tl`, which its own module does not import: it is set there now.
+    """
+    import triton
+    import triton.language as tl
+
+    kernel.__globals__["tl"] = tl
+    return triton.jit(kernel, do_not_specialize=VARYING)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The type of `triton.language` with the same name."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def chunk_rows(table: PointerTable, chunk: int) -> torch.Tensor:
+    """Per program: tensor index, first element in the tensor, number of elements, offset in flat.
+
+    Args:
+        table: the layout.
+        chunk: elements per program.
+
+    Returns:
+        [programs, 4] int64, on the CPU.
+
+    Example:
+        >>> from dpfuse_kernels import Slot
+        >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
+        >>> chunk_rows(PointerTable(torch.zeros(6), slots, torch.float32), 2).tolist()
+        [[0, 0, 2, 0], [0, 2, 1, 2], [1, 0, 2, 4]]
+    """
+    numels = torch.tensor(table.numels, dtype=torch.int64)
+    offsets = torch.tensor([slot.offset for slot in table.slots], dtype=torch.int64)
+    counts = (numels + chunk - 1) // chunk
+    index = torch.repeat_interleave(counts)
+    start = (torch.arange(index.numel()) - (counts.cumsum(0) - counts)[index]) * chunk
+    length = (numels[index] - start).clamp(max=chunk)
+    return torch.stack((index, start, length, offsets[index] + start), dim=1).contiguous()
+
+
+class Launcher:
+    """What a table needs on the device: its chunks, and the addresses of the last calls' tensors.
+
+    Attributes:
+        ring: the device copies of address lists; `ring.uploads` counts the host-to-device copies.
+        launches: how many kernels were launched.
+
+    Raises:
+        ValueError: made while a CUDA graph is being captured.
+    """
+
+    def __init__(self, table: PointerTable) -> None:
+        self._device = table.flat.device
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "This table launches its first kernel while a CUDA graph is being captured, expected an earlier "
+                "launch: its tables must reach the GPU first. Run a step before the capture."
+            )
+        self._flat_address = table.address
+        self._dtypes = (table.dtype, table.flat.dtype, table.compute_dtype)
+        self._rows = chunk_rows(table, CHUNK).to(self._device)
+        self.ring = AddressRing(len(table.slots), self._device)
+        self.launches = 0
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        addresses: list[int],
+        *,
+        scale: float,
+        programs: range | None = None,
+        **options: bool,
+    ) -> None:
+        """Launch `kernel` once, over all chunks or over `programs` only (tests of far ends use that).
+
+        Args:
+            kernel: a kernel with the arguments of `_flatten_kernel`.
+            addresses: one per slot, bytes; 0 means None.
+            scale: the factor, in double precision.
+            options: further compile-time arguments.
+
+        Raises:
+            ValueError: `flat` is on the CPU and Triton does not interpret; or as `AddressRing.device_copy`.
+        """
+        programs = range(len(self._rows)) if programs is None else programs
+        if not programs:
+            return
+        compiled = jit(kernel)
+        if self._device.type == "cpu" and not interpreting(compiled):
+            raise ValueError(
+                "Triton got a flat buffer on the CPU, expected one on a GPU. Unset DPFUSE_KERNELS, or set "
+                "TRITON_INTERPRET=1 to run Triton's interpreter."
+            )
+        tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
+        with _current_device(self._device):
+            compiled[(len(programs),)](
+                self._flat_address,
+                self.ring.device_copy(addresses),
+                self._rows,
+                double_bits(scale),
+                programs.start,
+                TENSOR=tensor_type,
+                WIRE=wire_type,
+                COMPUTE=compute_type,
+                SCALED=scale != 1.0,
+                CHUNK=CHUNK,
+                num_warps=NUM_WARPS,
+                # A product that is rounded and then added must not become one fused multiply-add.
+                enable_fp_fusion=False,
+                **options,
+            )
+        self.launches += 1
+
+
+def interpreting(compiled: Any) -> bool:
+    """Does `compiled` run in Triton's interpreter?"""
+    return type(compiled).__name__ == "InterpretedFunction"
+
+
+def double_bits(value: float) -> int:
+    """The 64 bits of a double as a signed integer: Triton would narrow a float argument to 32 bits.
+
+    Example:
+        >>> hex(double_bits(1.0))
+        '0x3ff0000000000000'
+    """
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _current_device(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,155 @@
+"""Unpacks a flat buffer into tensors: copy or add, scale and cast in one pass. Knows no bucket, no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels.entries import check_all, check_cheaply, diagnose
+from dpfuse_kernels.pointer_table import PointerTable
+
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+
+__all__ = ["unflatten", "unflatten_reference"]
+
+
+def _unflatten_kernel(
+    flat_address: tl.int64,
+    address_ptr: tl.tensor,  # [slots] int64
+    chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
+    scale_bits: tl.int64,
+    first_program: tl.int64,
+    TENSOR: tl.constexpr,
+    WIRE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program p copies one chunk: flat[offset:] to `length` elements of tensor `tensor`, from `start` on.
+
+    Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
+    flat [1, 2, 3, 9, 4, 5], scale 0.5, ACCUMULATE into tensors full of 10: [10.5, 11, 11.5] and [12, 12.5].
+    """
+    # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
+    row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
+    address = tl.load(address_ptr + tl.load(row_ptr))
+    start = tl.load(row_ptr + 1)
+    length = tl.load(row_ptr + 2).to(tl.int32)
+    source = flat_address + tl.load(row_ptr + 3) * (WIRE.primitive_bitwidth // 8)
+    lane = tl.arange(0, CHUNK)
+    # 16-bit numbers are added in float32 and rounded, as torch's add_ does.
+    SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
+    if address != 0:
+        target = address + start * (TENSOR.primitive_bitwidth // 8)
+        # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
+        scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
+        if (length == CHUNK) & (source % 16 == 0) & (target % 16 == 0):
+            # No mask and a known alignment: 128-bit loads and stores.
+            source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
+            target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
+            value = tl.load(source_ptr + lane)
+            if SCALED:
+                value = value.to(COMPUTE) * scale
+            if value.dtype.is_fp64() and not TENSOR.is_fp64():
+                # To 16 bits by way of float32, as torch converts.
+                value = value.to(tl.float32)
+            value = value.to(TENSOR)
+            if ACCUMULATE:
+                value = (tl.load(target_ptr + lane).to(SUM) + value.to(SUM)).to(TENSOR)
+            tl.store(target_ptr + lane, value)
+        else:
+            target_ptr = target.to(tl.pointer_type(TENSOR))
+            value = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length)
+            if SCALED:
+                value = value.to(COMPUTE) * scale
+            if value.dtype.is_fp64() and not TENSOR.is_fp64():
+                value = value.to(tl.float32)
+            value = value.to(TENSOR)
+            if ACCUMULATE:
+                before = tl.load(target_ptr + lane, mask=lane < length)
+                value = (before.to(SUM) + value.to(SUM)).to(TENSOR)
+            tl.store(target_ptr + lane, value, mask=lane < length)
+
+
+@torch.no_grad()
+def unflatten(
+    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """Copy the slots of `table.flat` to `tensors` with one kernel launch on the current stream.
+
+    Each tensor becomes its slot times `scale`, computed in float32 (float64 where either side is) and rounded
+    once to `table.dtype` (float64 to 16 bits by way of float32, as torch converts).
+
+    Args:
+        table: the layout.
+        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `flat`. None is skipped.
+            A tensor that is its slot is scaled in place. One whose strides differ from the slot's goes
+            through a dense copy. They must not share memory with each other. The caller keeps them
+            referenced until work that may reuse their memory is ordered behind this launch.
+        scale: the factor.
+        accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
+
+    Raises:
+        ValueError: a wrong tensor, by slot name, with nothing written: count, shape, dtype, device, sparse,
+            expanded, memory that overlaps `flat` without being its slot; or a tensor moved while a CUDA graph
+            is captured.
+
+    Example:
+        >>> from dpfuse_kernels import PointerTable, Slot, unflatten
+        >>> table = PointerTable(torch.tensor([1.0, 2.0, 3.0]), [Slot("a", 0, (3,), (1,))], torch.float32)
+        >>> gradient = torch.full((3,), 10.0)
+        >>> unflatten(table, [gradient], scale=0.5, accumulate=True)
+        >>> gradient
+        tensor([10.5000, 11.0000, 11.5000])
+    """
+    tensors = list(tensors)
+    entries = check_all(tensors, table, written=True)
+    if entries.own is None and scale == 1.0 and not accumulate:
+        return
+    addresses = entries.addresses
+    dense = {index: table.slots[index].empty_like(tensor) for index, tensor in entries.irregular.items()}
+    for index, copy in dense.items():
+        if accumulate:
+            copy.copy_(entries.irregular[index])
+        addresses[index] = copy.data_ptr()
+    table.launcher.launch(_unflatten_kernel, addresses, scale=scale, ACCUMULATE=accumulate)
+    for index, copy in dense.items():
+        entries.irregular[index].copy_(copy)
+
+
+@torch.no_grad()
+def unflatten_reference(
+    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """Unpack with torch's own operations: the same result as `unflatten`, on any device; the CPU path.
+
+    Args:
+        table: the layout.
+        tensors: as for `unflatten`; any strides without overlap.
+        scale: the factor.
+        accumulate: add instead of overwriting.
+
+    Raises:
+        ValueError: a wrong tensor, by slot name.
+
+    Example:
+        >>> from dpfuse_kernels import PointerTable, Slot
+        >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
+        >>> table = PointerTable(torch.tensor([1.0, 2, 3, 9, 4, 5]), slots, torch.float32)
+        >>> tensors = [torch.full((3,), 10.0), torch.full((2,), 10.0)]
+        >>> unflatten_reference(table, tensors, scale=0.5, accumulate=True)
+        >>> tensors
+        [tensor([10.5000, 11.0000, 11.5000]), tensor([12.0000, 12.5000])]
+    """
+    tensors = list(tensors)
+    entries = check_cheaply(tensors, table, written=True)
+    try:
+        table.host_plan.unpack(table, tensors, entries, scale, accumulate)
+    except RuntimeError:
+        diagnose(tensors, table, written=True)
+        raise

@@ -1,0 +1,38 @@
+"""Kernel tests run in Triton's interpreter, on CPU tensors full of NaN where nothing was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+
+from dpfuse_kernels import launcher
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Set for the test only, and the compiled kernels forgotten: tests on a GPU may run in the same process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("DPFUSE_KERNELS", raising=False)
+    launcher.jit.cache_clear()
+    # Threads that wait for each other make small operations slow on a machine that runs other tests as well.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # numpy computes the interpreter's masked lanes, too, and would warn of what they hold.
+    with numpy.errstate(all="ignore"):
+        yield
+    torch.set_num_threads(threads)
+    launcher.jit.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_strided = torch.empty_strided
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = empty_strided(*args, **kwargs)  # type: ignore[arg-type]
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty_strided", poisoned)

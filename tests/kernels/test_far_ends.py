@@ -1,0 +1,49 @@
+"""Layouts of more than 2**31 elements, of which only the last programs run.
+
+The memory is reserved but, except for the last pages, never touched.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpfuse_kernels import PointerTable, Slot
+from dpfuse_kernels.flatten import _flatten_kernel
+from dpfuse_kernels.launcher import CHUNK
+from dpfuse_kernels.unflatten import _unflatten_kernel
+
+NUMEL = 2**31 + 5
+EARLIER = 4096  # elements of a first, small slot
+
+
+def reserve(numel: int) -> Tensor:
+    """Address space, not memory: pages come into being when they are touched."""
+    try:
+        return torch.empty(numel, dtype=torch.bfloat16)
+    except RuntimeError as error:
+        pytest.skip(f"this machine does not reserve {2 * numel} bytes: {error}")
+
+
+def test_the_last_programs_of_a_layout_beyond_31_bits() -> None:
+    flat = reserve(EARLIER + NUMEL)
+    tensor = reserve(NUMEL)
+    slots = [Slot("first", 0, (EARLIER,), (1,)), Slot("huge", EARLIER, (NUMEL,), (1,))]
+    table = PointerTable(flat, slots, torch.bfloat16)
+    total = 1 + -(-NUMEL // CHUNK)
+    assert len(table.launcher._rows) == total
+    tail = slice(NUMEL - 3000, NUMEL)
+    values = torch.arange(3000).remainder(251).to(torch.bfloat16)
+    tensor[tail] = values
+    addresses = [0, tensor.data_ptr()]
+    last = range(total - 2, total)
+
+    table.launcher.launch(_flatten_kernel, addresses, scale=1.0, programs=last)
+    assert torch.equal(flat[EARLIER:][tail], values)
+    assert flat[:EARLIER].eq(0).all(), "an offset of 32 bits would have wrapped round to here"
+
+    tensor[tail] = 0
+    table.launcher.launch(_unflatten_kernel, addresses, scale=1.0, programs=last, ACCUMULATE=False)
+    assert torch.equal(tensor[tail], values)
+    assert tensor[:EARLIER].eq(0).all()
