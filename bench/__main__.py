@@ -1,0 +1,112 @@
+"""`python -m bench`: runs the suites, writes one record, prints it and draws it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from bench.goals import Entry
+from bench.machine import ROOT, describe, machine_name
+from bench.plot import plot_record
+from bench.record import entries_of, make_record, write_record
+from bench.table import print_record
+
+__all__ = ["main"]
+
+SUITES = {"step": 900, "flatten": 300, "bucket_size": 300}  # the most seconds that each may take
+GPU_SUITES = {"step": 240, "flatten": 120, "bucket_size": 90}
+PASSED_ON = ("model", "comm_buffer_sizes", "last_comm_buffer_sizes")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 if every suite ran; a goal that was missed is shown, and is no failure."""
+    options = _parser().parse_args(arguments)
+    began = datetime.now(timezone.utc)
+    machine = describe(gpu=options.gpu)
+    limits = GPU_SUITES if options.gpu else SUITES
+    entries: list[Entry] = []
+    suites: dict[str, dict[str, Any]] = {}
+    for suite in [options.only] if options.only else list(limits):
+        found, suites[suite] = _run(suite, options, limits[suite])
+        entries += found
+    name = f"{machine_name(gpu=options.gpu)}-{began:%Y-%m-%d}{'-quick' if options.quick else ''}"
+    command = shlex.join(["python", "-m", "bench", *(sys.argv[1:] if arguments is None else arguments)])
+    record = make_record(
+        entries,
+        name=name,
+        date=began.isoformat(timespec="seconds"),
+        quick=options.quick,
+        machine=machine,
+        command=command,
+        suites=suites,
+    )
+    path, picture = options.results / f"{name}.json", options.out / f"{name}.png"
+    write_record(record, path)
+    plot_record(record, picture)
+    print_record(record)
+    print(f"record: {path}\nplot: {picture}")
+    return 0 if all(facts["passed"] for facts in suites.values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="on CUDA devices instead of the CPU")
+    parser.add_argument("--quick", action="store_true", help="few rounds: shows that everything runs")
+    parser.add_argument("--only", choices=list(SUITES), help="one suite instead of all")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "bench" / "results", help="folder of the record (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "out", help="folder of the plot (default: %(default)s)"
+    )
+    group = parser.add_argument_group("bucket_size")
+    group.add_argument("--model", help="package.module:function that returns (module, loss): size the buckets for it")
+    group.add_argument("--comm-buffer-sizes", help="MB, separated by commas")
+    group.add_argument("--last-comm-buffer-sizes", help="MB, separated by commas")
+    return parser
+
+
+def _run(suite: str, options: argparse.Namespace, limit: float) -> tuple[list[Entry], dict[str, Any]]:
+    """One suite in a process of its own, so that no suite inherits the heap of another."""
+    flags = [f"--{flag}" for flag in ("gpu", "quick") if getattr(options, flag)]
+    for option in PASSED_ON if suite == "bucket_size" else ():
+        if (value := getattr(options, option)) is not None:
+            flags.append(f"--{option.replace('_', '-')}={value}")
+    shown = ["-m", "pytest", f"bench/bench_{suite}.py", "-W", "default", "--benchmark-quiet", *flags]
+    roots = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    start = monotonic()
+    with tempfile.TemporaryDirectory(prefix="dpfuse-bench-") as folder:
+        report = Path(folder, "report.json")
+        try:
+            done = subprocess.run(
+                [sys.executable, *shown, f"--benchmark-json={report}"],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
+                timeout=limit,
+                check=False,
+            )
+            passed = done.returncode == 0
+        except subprocess.TimeoutExpired:
+            passed = False
+        # A report is missing, or empty, where nothing was measured.
+        text = report.read_text() if report.exists() else ""
+        entries = entries_of(json.loads(text)) if text else []
+    facts = {
+        "command": shlex.join(["python", *shown]),
+        "seconds": round(monotonic() - start, 1),
+        "passed": passed and bool(entries),
+    }
+    return entries, facts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Time of a step beside the bare module and DDP's modes: host cost, two processes, GPU.
+
+Cases on the CPU (gloo): "host KIND N" is the CPU time of one thread at one rank, "no_sync KIND N" the same
+inside `no_sync()`, "pair …" the wall time on two ranks. On CUDA (NCCL, one rank) it is the time between events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from bench.baselines import BARE, wrappers
+from bench.models import CUDA_MODELS, HOST_MODELS, PAIR_MODELS, Workload
+from bench.playback import play_back, played_back, remembered
+from bench.rank_group import on_ranks
+from bench.step_time import Effort, time_steps
+
+LOCAL = (BARE, "bare again", "dpfuse views", "DDP default")  # contenders inside no_sync(), where modes do not matter
+
+Build = Callable[[], Workload]
+
+
+def _host(kind: str, count: int, no_sync: bool, quick: bool) -> Any:
+    names = LOCAL if no_sync else tuple(wrappers())
+    effort = Effort(10, 1, 1) if quick else Effort(rounds=max(20, 20_000 // (count + 90)), rebuilds=7, seconds=16)
+    wraps = {name: wrap for name, wrap in wrappers().items() if name in names}
+    build = partial(HOST_MODELS[kind], count)
+    return on_ranks(1, "cpu", partial(time_steps, build, wraps, effort=effort, no_sync=no_sync))
+
+
+def _pair_rank(name: str, effort: Effort) -> Any:
+    return time_steps(PAIR_MODELS[name], wrappers(), effort=effort)
+
+
+def _pair(name: str, quick: bool) -> Any:
+    return on_ranks(2, "cpu", _pair_rank, name, Effort(5, 1, 2) if quick else Effort(25, 3, 45))
+
+
+def _cuda(name: str, quick: bool) -> Any:
+    effort = Effort(5, 1, 2) if quick else Effort(40, 2, 30)
+    return on_ranks(1, "cuda", partial(time_steps, CUDA_MODELS[name], wrappers(), effort=effort, device="cuda"))
+
+
+CPU_CASES: dict[str, Callable[[bool], Any]] = {
+    **{f"host {kind} {count}": partial(_host, kind, count, False) for kind in HOST_MODELS for count in (10, 100, 1000)},
+    "no_sync chain 1000": partial(_host, "chain", 1000, True),
+    "no_sync linear 1000": partial(_host, "linear", 1000, True),
+    **{f"pair {name}": partial(_pair, name) for name in PAIR_MODELS},
+}
+CUDA_CASES: dict[str, Callable[[bool], Any]] = {f"cuda {name}": partial(_cuda, name) for name in CUDA_MODELS}
+
+
+@remembered
+def _measured(case: str, quick: bool) -> Any:
+    return (CPU_CASES | CUDA_CASES)[case](quick)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases: list[str] = list(CUDA_CASES if metafunc.config.getoption("--gpu") else CPU_CASES)
+    if metafunc.config.getoption("--quick"):
+        cases = [case for case in cases if "fan" not in case and "linear" not in case]
+    pairs = [(case, variant) for case in cases for variant in (LOCAL if case.startswith("no_sync") else wrappers())]
+    metafunc.parametrize(("case", "variant"), pairs)
+
+
+@played_back
+def test_step(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+    result = dict(_measured(case, request.config.getoption("--quick"))[variant])
+    facts, seconds = result.pop("facts"), result.pop("seconds")
+    play_back(benchmark, seconds, {"suite": "step", "case": case, "variant": variant, **result, **facts})

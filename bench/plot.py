@@ -1,0 +1,128 @@
+"""A record as one picture: a panel per suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # no display is needed
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+__all__ = ["plot_record"]
+
+Row = Mapping[str, Any]
+Cases = dict[str, dict[str, Row]]  # measurement by case and contender
+
+PEER = "DDP default"
+STEP_COLOURS = {
+    "bare again": "0.75",
+    "dpfuse views": "tab:green",
+    "dpfuse private": "yellowgreen",
+    "DDP default": "tab:red",
+    "DDP view": "tab:orange",
+    "DDP batched": "tab:purple",
+    "DDP view + batched": "tab:blue",
+}
+PACK_COLOURS = {
+    "dpfuse": "tab:green",
+    "_foreach_copy_ + mul_": "tab:blue",
+    "cat(out=) + mul_": "tab:orange",
+    "n x mul(out=)": "tab:red",
+    "copy_ of the same bytes": "0.75",
+}
+
+
+def plot_record(record: Mapping[str, Any], path: Path) -> None:
+    """Draw `record` as a PNG file."""
+    suites: dict[str, Cases] = {}
+    for row in record["measurements"]:
+        suites.setdefault(row["suite"], {}).setdefault(row["case"], {})[row["variant"]] = row
+    panels = [(suite, draw) for suite, draw in PANELS.items() if suite in suites]
+    figure, axes = plt.subplots(
+        max(1, len(panels)), 1, figsize=(12, 5 * max(1, len(panels))), layout="constrained", squeeze=False
+    )
+    for (suite, draw), (axis,) in zip(panels, axes, strict=False):
+        draw(axis, suites[suite])
+    machine = record["machine"]
+    commit = (machine["commit"] or "no commit")[:10]
+    quick = ", quick run" if record["quick"] else ""
+    figure.suptitle(f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {commit}, {record['date']}{quick}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_steps(axis: Axes, cases: Cases) -> None:
+    # Inside no_sync() every wrapper adds next to nothing, so a ratio of it would only draw attention to noise.
+    shown = {
+        case: rows
+        for case, rows in cases.items()
+        if not case.startswith("no_sync") and PEER in rows and rows[PEER]["info"]["extra"] > 0
+    }
+    colours = {name: colour for name, colour in STEP_COLOURS.items() if any(name in rows for rows in shown.values())}
+
+    def relative(rows: dict[str, Row], name: str) -> float:
+        return float(rows[name]["info"]["extra"] / rows[PEER]["info"]["extra"]) if name in rows else 0.0
+
+    _draw_bars(axis, shown, colours, relative)
+    axis.axhline(1, color="tab:red", linewidth=0.8)
+    axis.set_ylabel(f"time over the bare module\n({PEER} = 1; lower is better)")
+    axis.set_title("Steps: what a wrapper adds")
+
+
+def _draw_packs(axis: Axes, cases: Cases) -> None:
+    def speed(rows: dict[str, Row], name: str) -> float:
+        return float(rows[name]["info"]["bytes_per_second"] / 1e9) if name in rows else 0.0
+
+    cold = {case: rows for case, rows in cases.items() if not rows["dpfuse"]["info"]["hot"]}
+    _draw_bars(axis, cold, PACK_COLOURS, speed)
+    axis.set_ylabel("GB/s read and written\n(higher is better)")
+    axis.set_title("Packing with scale, beside a plain copy of the same bytes")
+
+
+def _draw_bars(
+    axis: Axes, cases: Cases, colours: Mapping[str, str], value: Callable[[dict[str, Row], str], float]
+) -> None:
+    width = 0.85 / max(1, len(colours))
+    for place, (name, colour) in enumerate(colours.items()):
+        heights = [value(rows, name) for rows in cases.values()]
+        positions = [index + (place - (len(colours) - 1) / 2) * width for index in range(len(cases))]
+        # A legend leaves out what begins with an underscore.
+        axis.bar(positions, heights, width, label=name.lstrip("_"), color=colour)
+    axis.set_xticks(range(len(cases)), list(cases), rotation=30, ha="right")
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.legend(ncols=4, fontsize="small")
+
+
+def _draw_sizes(axis: Axes, cases: Cases) -> None:
+    case, rows = next(iter(cases.items()))
+    cells = {
+        (row["info"]["comm_buffer_size"], row["info"]["last_comm_buffer_size"]): row["median"] * 1e3
+        for row in rows.values()
+        if "comm_buffer_size" in row["info"]
+    }
+    comms, lasts = sorted({comm for comm, _ in cells}), sorted({last for _, last in cells})
+    grid = [[cells[comm, last] for comm in comms] for last in lasts]
+    image = axis.imshow(grid, cmap="viridis_r", aspect="auto", origin="lower")
+    for y, last in enumerate(lasts):
+        for x, comm in enumerate(comms):
+            axis.text(x, y, f"{cells[comm, last]:.3g}", ha="center", va="center", bbox={"color": "white", "alpha": 0.7})
+    axis.set_xticks(range(len(comms)), [f"{comm:g}" for comm in comms])
+    axis.set_yticks(range(len(lasts)), [f"{last:g}" for last in lasts])
+    axis.set_xlabel("comm_buffer_size, MB")
+    axis.set_ylabel("last_comm_buffer_size, MB")
+    peer = rows["DDP view"]["median"] * 1e3
+    axis.set_title(f"Step of {case} in ms over the bucket sizes (DDP view: {peer:.3g} ms)")
+    axis.figure.colorbar(image, ax=axis, label="ms")
+
+
+PANELS: dict[str, Callable[[Axes, Cases], None]] = {
+    "step": _draw_steps,
+    "flatten": _draw_packs,
+    "bucket_size": _draw_sizes,
+}

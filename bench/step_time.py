@@ -1,0 +1,177 @@
+"""Times whole steps (forward, backward, gradients dropped) of one model under several wrappers, in turns."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.baselines import BARE, Wrap
+from bench.counts import count
+from bench.equality import prove_gradients
+from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_extra, wall_clock
+from bench.models import Workload
+from bench.rank_group import agreed
+
+__all__ = ["Effort", "StepTimes", "time_steps"]
+
+FEWEST_ROUNDS = 5
+STEADY_STEPS = 5  # after these, gradients repeat their addresses, and nothing is uploaded to a GPU any more
+
+
+class Effort(NamedTuple):
+    """How long to measure: what is reached first, rounds or seconds, ends it."""
+
+    rounds: int  # per rebuild
+    rebuilds: int
+    seconds: float  # for all timed rounds together
+
+
+@dataclass
+class StepTimes:
+    """Of one contender; seconds per step."""
+
+    seconds: list[float] = field(default_factory=list)  # CPU, wall or GPU time, as the case says
+    wall: float = 0.0  # median
+    extra: float = 0.0  # over the bare module: median over rebuilds of the median over rounds
+    extra_wall: float = 0.0
+    extra_lowest: float = 0.0  # of the rebuilds
+    extra_highest: float = 0.0
+    facts: dict[str, int] = field(default_factory=dict)  # bytes and counts
+
+
+class _Contender(NamedTuple):
+    module: nn.Module  # what `wrapped` wraps, if it wraps at all
+    wrapped: nn.Module
+    backward: Callable[[], None]
+    step: Callable[[], None]  # `backward`, and the gradients dropped
+
+
+def time_steps(
+    build: Callable[[], Workload],
+    wraps: Mapping[str, Wrap],
+    *,
+    effort: Effort,
+    device: str = "cpu",
+    no_sync: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Prove, count and time; to be called on every rank of the default group.
+
+    Everything is built anew several times in random order, and what was built before stays alive: where an
+    object lies in the heap, and whether it was built first, is worth 10 % of a step.
+
+    Args:
+        build: makes the model; its tensors land on `device`.
+        wraps: by contender; `BARE` among them.
+        effort: how long.
+        device: `"cpu"`: CPU time of the calling thread at one rank, wall time at several. `"cuda"`: GPU time.
+        no_sync: whether steps run inside `no_sync()`.
+
+    Returns:
+        The fields of `StepTimes` by contender.
+    """
+    cuda = device == "cuda"
+    alive: list[dict[str, _Contender]] = []
+    results = {name: StepTimes() for name in wraps}
+    clock: Clock = cuda_clock if cuda else host_clock if dist.get_world_size() == 1 else wall_clock
+    extras: dict[str, list[tuple[float, float]]] = {name: [] for name in wraps}
+    walls: dict[str, list[float]] = {name: [] for name in wraps}
+    # Every rank has data of its own; its weights become rank 0's when the first wrapper is built.
+    torch.manual_seed(dist.get_rank())
+    with torch.device(device):
+        workload = build()
+    for rebuild in range(effort.rebuilds):
+        contenders = _contenders(workload, wraps, no_sync=no_sync, seed=rebuild)
+        alive.append(contenders)
+        if rebuild == 0:
+            for name, contender in contenders.items():
+                synced = contender.wrapped is not contender.module and not no_sync
+                prove_gradients(name, contender.module, contender.backward, averaged=synced)
+                results[name].facts = _facts(contender, cuda=cuda)
+        steps = {name: contender.step for name, contender in contenders.items()}
+        with _frozen_heap():
+            times = interleave(steps, clock, rounds=_affordable(steps, effort, device), seed=rebuild)
+        for name, pairs in times.items():
+            results[name].seconds += [seconds for seconds, _ in pairs]
+            walls[name] += [wall for _, wall in pairs]
+            extras[name].append((paired_extra(pairs, times[BARE]), paired_extra(pairs, times[BARE], 1)))
+    for name, result in results.items():
+        result.wall = median(walls[name])
+        result.extra, result.extra_wall = (median(extra[part] for extra in extras[name]) for part in (0, 1))
+        result.extra_lowest, result.extra_highest = min(extras[name])[0], max(extras[name])[0]
+    return {name: asdict(result) for name, result in results.items()}
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    # A collection that walks all older models would hit whoever happens to trigger it.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _contenders(workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool, seed: int) -> dict[str, _Contender]:
+    names = list(wraps)
+    random.Random(seed).shuffle(names)
+    return {name: _contender(workload, wraps[name], no_sync=no_sync) for name in names}
+
+
+def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> _Contender:
+    module = copy.deepcopy(workload.module)
+    # Nobody writes weights here, so one set serves all: equal data, and memory for large models.
+    for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
+        param.data = shared.data
+    wrapped = wrap(module)
+    params = [param for param in module.parameters() if param.requires_grad]
+    loss = workload.loss
+    context: Any = wrapped.no_sync if no_sync and wrapped is not module else nullcontext
+
+    def backward() -> None:
+        with context():
+            loss(wrapped).backward()
+
+    def step() -> None:
+        backward()
+        for param in params:
+            param.grad = None
+
+    return _Contender(module, wrapped, backward, step)
+
+
+def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
+    for _ in range(STEADY_STEPS):
+        contender.step()
+    params = [param for param in contender.module.parameters() if param.requires_grad]
+    facts = {"bytes": sum(p.numel() * p.element_size() for p in params), "parameters": len(params)}
+    facts |= count(contender.step, cuda=cuda)._asdict()
+    if (plan := getattr(contender.wrapped, "bucket_plan", None)) is not None:
+        facts["buckets"] = len(plan.buckets)
+        # Each pack and each unpack reads and writes every byte of its bucket once.
+        passes = (facts["packs"] + facts["unpacks"]) / facts["buckets"]
+        facts["bytes_moved"] = round(2 * passes * facts["bytes"])
+    return facts
+
+
+def _affordable(steps: Mapping[str, Callable[[], None]], effort: Effort, device: str) -> int:
+    start = perf_counter()
+    for step in steps.values():
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = perf_counter() - start
+    rounds = int(effort.seconds / effort.rebuilds / seconds)
+    # All ranks must do the same number of steps.
+    return agreed(max(FEWEST_ROUNDS, min(effort.rounds, rounds)), device)

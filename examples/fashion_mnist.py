@@ -1,0 +1,256 @@
+"""Train a small convolutional network on Fashion-MNIST with dpfuse.DataParallel, and beside it with torch's DDP.
+
+    python -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
+
+Three places make the training parallel: [1] joins the ranks, [2] wraps the network, [3] gives each rank its own images.
+The rest would be there on one process too, or compares the two wrappers: both train the same network on the same
+batches, and they take turns every few steps, so that whatever else keeps the machine busy slows both alike.
+The exit code is 0 only if every check of the summary passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import checks
+import images
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from display import Check, ProgressDisplay, show_summary
+from rich.console import Console
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfuse
+
+TURN = 20  # steps that one wrapper trains before the other has its turn
+REQUIRED_ACCURACY = 0.88  # of the whole of Fashion-MNIST
+PATIENCE = 420.0  # seconds to wait for the other ranks: one of them may still be fetching the images
+
+
+def network(device: torch.device, seed: int) -> nn.Module:
+    """About 100,000 parameters, the same for the same seed."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(
+        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 3 * 3, 128), nn.ReLU(),
+        nn.Linear(128, images.CLASSES),
+    )  # fmt: skip
+    # On a CPU, convolutions of so few channels are more than twice as fast in this order.
+    return layers.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+class Training:
+    """One network in training, with its clock and its losses."""
+
+    def __init__(self, model: nn.Module, learning_rate: float, steps: int) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, learning_rate, total_steps=steps)
+        self.losses: list[torch.Tensor] = []  # of this rank's part of each batch
+        self.seconds = 0.0
+
+    def train(self, pictures: torch.Tensor, labels: torch.Tensor, batches: Sequence[torch.Tensor]) -> None:
+        """One step for each batch of indices."""
+        dist.barrier()  # whatever the ranks did before is not part of this training's time
+        start = perf_counter()
+        for batch in batches:
+            loss = F.cross_entropy(self.model(pictures[batch]), labels[batch])
+            loss.backward()  # the wrapper averages the gradients meanwhile; when this returns they are final
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach())
+        if pictures.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds += perf_counter() - start
+
+
+def shuffled_batches(count: int, size: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """This rank's batches of one epoch, as indices; whatever does not fill a batch on every rank is left out."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    mine = order[dist.get_rank() :: dist.get_world_size()]  # [3] the same order everywhere, each rank its own part
+    steps = count // (size * dist.get_world_size())
+    return torch.split(mine[: steps * size], size)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, pictures: torch.Tensor, labels: torch.Tensor) -> float:
+    """The part of all pictures that is labelled right; each rank looks at some."""
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    right = torch.zeros((), dtype=torch.int64, device=labels.device)
+    for some, truth in zip(pictures[mine].split(1000), labels[mine].split(1000), strict=True):
+        right += (model(some).argmax(dim=1) == truth).sum()
+    dist.all_reduce(right)
+    return right.item() / len(labels)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, compare, report.
+
+    Returns:
+        0 if every check passed, else 1; the same on every rank.
+    """
+    options = parse(arguments)
+    device = choose_device()
+    if dpfuse.init_parallel_env(timeout=PATIENCE) is None:  # [1] join the ranks
+        sys.exit("start it with: python -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    console = Console(quiet=rank != 0)
+
+    console.print("Looking for Fashion-MNIST …")
+    data = load(options.data, options.limit, device)
+    console.print(f"Training on {data.name}, {data.origin}", highlight=False, markup=False, soft_wrap=True)
+    labels, test_labels = data.train_labels.to(device), data.test_labels.to(device)
+    pictures, test_pictures = normalised(data.train_images, device), normalised(data.test_images, device)
+
+    steps_per_epoch = len(labels) // (options.batch_size * world_size)
+    if steps_per_epoch == 0:
+        sys.exit(f"{len(labels)} images are too few for a batch of {options.batch_size} on each of {world_size} ranks")
+    steps = options.epochs * steps_per_epoch
+
+    # [2] wrap the network. The default sizes, 25 and 1 MB, are meant for networks a hundred times larger: this one's
+    # 0.4 MB of gradients would share one bucket, sent when backward is over and nothing is left to overlap with.
+    # 0.08 MB cuts them into three buckets, here and in DDP.
+    model = dpfuse.DataParallel(
+        network(device, options.seed),
+        comm_buffer_size=options.comm_buffer_size,
+        last_comm_buffer_size=options.last_comm_buffer_size,
+    )
+    # The same with DDP. Unlike ours, its communication is not timed, which would cost it a little.
+    ddp = DistributedDataParallel(
+        network(device, options.seed), bucket_cap_mb=options.comm_buffer_size, gradient_as_bucket_view=True
+    )
+    ours, theirs = Training(model, options.learning_rate, steps), Training(ddp, options.learning_rate, steps)
+
+    turns = 0
+    with dpfuse.time_communication(model) as communication, ProgressDisplay(console, steps) as progress:
+        for epoch in range(options.epochs):
+            batches = shuffled_batches(len(labels), options.batch_size, options.seed + epoch)
+            for start in range(0, steps_per_epoch, TURN):
+                turn = batches[start : start + TURN]
+                for training in (ours, theirs) if turns % 2 == 0 else (theirs, ours):
+                    training.train(pictures, labels, turn)
+                turns += 1
+                loss = ours.losses[-1].item()
+                progress.advance(len(turn), f"epoch {epoch + 1} of {options.epochs}, loss {loss:.3f}")
+
+    our_losses, their_losses = torch.stack(ours.losses).cpu(), torch.stack(theirs.losses).cpu()
+    differs = checks.first_difference(our_losses, their_losses)
+    where = "" if differs is None else f" (on rank {rank} they differ from step {differs} on)"
+    our_weights, their_weights = list(model.parameters()), list(ddp.parameters())
+    same_weights = all(map(checks.same_bits, our_weights, their_weights))
+    reached = accuracy(model, test_pictures, test_labels)
+    results = [
+        Check(f"all {world_size} ranks hold bitwise equal weights", checks.equal_everywhere(our_weights, device)),
+        Check(
+            f"all {steps} losses of every rank equal DDP's bitwise{where}",
+            checks.true_everywhere(differs is None, device),
+        ),
+        Check("the trained weights equal DDP's bitwise", checks.true_everywhere(same_weights, device)),
+    ]
+    required = options.required_accuracy
+    if required is None and data.name == images.FASHION_MNIST and options.limit is None:
+        required = REQUIRED_ACCURACY
+    if required is not None:
+        results.append(Check(f"the accuracy, {reached:.2%}, is at least {required:.0%}", reached >= required))
+
+    sent, exposed = mean_over_ranks([communication.seconds, communication.exposed], device)
+    facts = {
+        "data": f"{data.name}, {data.origin}",
+        "images": f"{len(labels)} to train on, {len(test_labels)} to test",
+        "test accuracy": f"{reached:.2%} after {steps} steps ({options.epochs} × {steps_per_epoch})",
+        "ranks": f"{world_size} on {device.type}, {options.batch_size} images per rank and step",
+        "communication": f"{sent:.2f} s from sent to landed, added up over {communication.collectives} all-reduces",
+        "of it exposed": f"{exposed:.2f} s, {exposed / ours.seconds:.1%} of the training: backward could only wait",
+    }
+    races = {
+        "": ["steps/s", "seconds", "last loss"],
+        "dpfuse": [f"{steps / ours.seconds:.1f}", f"{ours.seconds:.2f}", f"{our_losses[-1]:.6f}"],
+        "torch DDP": [f"{steps / theirs.seconds:.1f}", f"{theirs.seconds:.2f}", f"{their_losses[-1]:.6f}"],
+    }
+    show_summary(console, facts, races, model.bucket_plan.explain(), results)
+    dist.barrier()  # a launcher ends the other ranks when one fails, and rank 0 must not be cut short in its report
+    dist.destroy_process_group()
+    return 0 if all(check.passed for check in results) else 1
+
+
+def load(folder: Path, limit: int | None, device: torch.device) -> images.Images:
+    """The images, fetched if need be by the first rank of each machine while the others wait."""
+    data = images.load(folder) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    dist.barrier()
+    if data is None:
+        data = images.load(folder, fetch=False)
+    if not checks.equal_everywhere(data.tensors, device):
+        sys.exit(f"the ranks have different images; on rank {dist.get_rank()}: {data.name}, {data.origin}")
+    return data.first(limit)
+
+
+def normalised(pictures: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Brightness with mean 0 and deviation 1 over Fashion-MNIST, as the network takes it: [n, 1, 28, 28]."""
+    return pictures.to(device).unsqueeze(1).float().div_(255).sub_(0.286).div_(0.353)
+
+
+def choose_device() -> torch.device:
+    """A GPU for each rank of this machine, or the CPU for all."""
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        os.environ.setdefault("DPFUSE_BACKEND", "gloo")
+        return torch.device("cpu")
+    torch.backends.cudnn.deterministic = True  # or even one network trained twice would give two results
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def mean_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Each value's mean."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [value / dist.get_world_size() for value in total.tolist()]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(
+        description="Train on Fashion-MNIST, with dpfuse beside DDP.", formatter_class=formatter
+    )
+    folder = os.environ.get("DPFUSE_DATA") or Path(__file__).resolve().parent.parent / "data"
+    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--batch-size", type=positive, default=64, help="images per rank and step")
+    parser.add_argument("--learning-rate", type=float, default=0.1, help="at its highest; it rises, then falls to 0")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--data", type=Path, default=folder, help="where the images are, or are put; or set DPFUSE_DATA"
+    )
+    parser.add_argument("--comm-buffer-size", type=megabytes, default=0.08, help="of each bucket, in MB")
+    parser.add_argument("--last-comm-buffer-size", type=megabytes, default=0.02, help="of the one sent last, in MB")
+    parser.add_argument("--limit", type=positive, help="use only so many images to train and to test")
+    parser.add_argument("--required-accuracy", type=float, help=f"{REQUIRED_ACCURACY} on the whole of Fashion-MNIST")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A number of things, at least one."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def megabytes(text: str) -> float:
+    """A size that both wrappers understand."""
+    if not 0 < (size := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
+    return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
