@@ -91,7 +91,7 @@ class GradBucket:
             if self.tail is not None:
                 grads.append(self.tail.source(table.flat, unused, failed))
             try:
-                flatten(grads, table, scale=self._scale)
+                flatten(grads, table, scale=self._scale, matched=True)
                 self.error = None
             except (ValueError, TypeError, RuntimeError) as error:
                 # The peers wait for this bucket whatever happened here; the tail tells them.
@@ -143,7 +143,7 @@ class GradBucket:
         if self.tail is not None:
             targets.append(None)
         with _ranged("dpfuse::unpack", self._label), _no_graph():
-            unflatten(self._table, targets)
+            unflatten(self._table, targets, matched=True)
 
     def discard(self) -> None:
         """Wait if need be, and give the buffer back without touching any gradient."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.pointer_table import PointerTable, Slot
 
 __all__ = ["HostPlan"]
+
+_dtype_of = attrgetter("dtype")
 
 # Elements from which a call of its own per tensor costs less than a second pass over its bytes.
 LARGE = 32768
@@ -98,6 +101,54 @@ class HostPlan:
         # Last, since stretches are multiplied as a whole, and zero times an infinite factor is not zero.
         for index in entries.missing:
             views[index].zero_()
+
+    def pack_matched(self, tensors: list[Tensor | None], table: PointerTable, scale: float) -> bool:
+        """`pack` for the usual gradients, without checks beyond their dtype.
+
+        Args:
+            tensors: gradients of parameters with the slots' shapes, on their device; autograd guarantees that.
+            table: the layout.
+            scale: the factor.
+
+        Returns:
+            False where something is unusual (None, a sparse or a kept gradient, another dtype); `pack` must
+            then do all of the work.
+        """
+        views = table.views
+        if table.dtype != table.flat.dtype or not tensors or tensors[0] is views[0]:
+            return False
+        try:
+            if set(map(_dtype_of, tensors)) != {table.dtype}:
+                return False
+            # A large one in place would be scaled again by `pack`, should anything below be refused.
+            if any(tensors[i].data_ptr() == views[i].data_ptr() for i in self._large):  # type: ignore[union-attr]
+                return False
+            for row in self._rows:
+                torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
+            if self._loose:
+                torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
+            for index in self._large:
+                torch.mul(tensors[index], scale, out=views[index])  # type: ignore[arg-type]
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+        if scale != 1.0:
+            for stretch in self._stretches:
+                if stretch.padding is None:
+                    stretch.flat.mul_(scale)
+                else:
+                    with _padding_kept(stretch):
+                        stretch.flat.mul_(scale)
+        return True
+
+    def unpack_matched(self, tensors: list[Tensor | None], table: PointerTable) -> bool:
+        """`unpack` at scale 1 for the usual gradients; arguments and result are those of `pack_matched`."""
+        try:
+            if set(map(_dtype_of, tensors)) != {table.dtype}:
+                return False
+            torch._foreach_copy_(tensors, table.views)  # type: ignore[arg-type]
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+        return True
 
     def unpack(
         self,
