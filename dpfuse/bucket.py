@@ -63,6 +63,7 @@ class GradBucket:
         self.plan = bucket
         self.params = list(params)
         self.state = BucketState.FREE
+        self.missing: list[int] = []  # registration indices of the gradients that the last pack found missing
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._names = names
         self._group = group
@@ -75,20 +76,23 @@ class GradBucket:
         self._sources: list[Tensor | None] = []
         self._work: dist.Work | None = None
 
-    def launch(self, unused: Collection[int] = (), *, failed: bool = False) -> None:
+    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
         """Pack the gradients and start the all-reduce; a parameter without gradient sends zeros.
 
         Args:
-            unused: parameters (by registration index) to report as unused, if this bucket has the tail.
+            complete: True promises that no gradient is missing; otherwise `missing` is found out.
+            unused: parameters (by registration index) of other buckets to report as unused, and
             failed: whether to report this rank as failed, if this bucket has the tail.
         """
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self.params]
+        self.missing = [] if complete else [i for i, g in zip(self.plan.params, grads, strict=True) if g is None]
         # On CUDA the pack only starts here: what it reads must outlive it.
         self._sources = grads
         with _ranged("dpfuse::pack", self._label), _no_graph():
             if self.tail is not None:
+                unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.flat, unused, failed))
             try:
                 flatten(grads, table, scale=self._scale, matched=True)

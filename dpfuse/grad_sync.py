@@ -71,15 +71,17 @@ class GradSync:
         self._times: CommunicationTimes | None = None
         self._signature = ModelSignature(module)
         self._watch = BackwardWatch()
+        indices = {id(param): index for index, param in enumerate(self._params)}
         self.reducer = Reducer(
             self._make_buckets(),
             [spec.name for spec in plan.specs],
+            index_of=lambda param: indices[id(param)],
             warn_unused=not options.find_unused_parameters,
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
         self._watch.listener = self.reducer
-        self._hooks = ReadyHooks(self._params, map(self.reducer.marker, range(len(self._params))))
+        self._hooks = ReadyHooks(self._params, self.reducer.markers())
 
     def before_forward(self) -> None:
         """To be called before a forward with gradients enabled.
@@ -123,7 +125,7 @@ class GradSync:
         self.plan = rebuild_plan(self.plan, order)
         self.reducer.adopt(self._make_buckets(), marks)
         self.observe(self._times)
-        self._hooks.replace(map(self.reducer.marker, range(len(self._params))))
+        self._hooks.replace(self.reducer.markers())
 
 
 def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup | None) -> BucketPlan:

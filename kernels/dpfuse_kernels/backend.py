@@ -27,6 +27,12 @@ def uses_triton(table: PointerTable) -> bool:
     Raises:
         ValueError: DPFUSE_KERNELS holds something else.
     """
+    if table.triton is None:
+        table.triton = _choose(table)
+    return table.triton
+
+
+def _choose(table: PointerTable) -> bool:
     choice = os.environ.get(VARIABLE, "")
     if not choice:
         return table.flat.is_cuda

@@ -83,6 +83,7 @@ class PointerTable:
         self.dtype = dtype
         _check_layout(flat, self.slots, dtype)
         self.address = flat.data_ptr()
+        self.triton: bool | None = None  # whether kernels run over it, once `backend` has chosen
         self.views: list[Tensor] = self.new_views()
 
     def new_views(self) -> list[Tensor]:

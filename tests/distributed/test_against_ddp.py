@@ -54,12 +54,12 @@ class SeveralDtypes(nn.Module):
     def __init__(self):
         super().__init__()
         self.narrow, self.wide = nn.Linear(6, 5), nn.Linear(5, 5).double()
-        self.half, self.head = nn.Linear(5, 5).bfloat16(), nn.Linear(5, 3)
+        self.brief, self.head = nn.Linear(5, 5).bfloat16(), nn.Linear(5, 3)
 
     def forward(self, x, step):
         h = torch.tanh(self.narrow(x.float())).double()
         h = torch.tanh(self.wide(h)).bfloat16()
-        return self.head(torch.tanh(self.half(h)).float()).to(x.dtype)
+        return self.head(torch.tanh(self.brief(h)).float()).to(x.dtype)
 
 
 class Checkpointed(Mlp):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -33,9 +34,10 @@ class NotedBucket:
     def __init__(self, plan, order, log):
         self.plan, self.order, self.log = plan, order, log
         self.error = None
+        self.missing = []
         self.tail = NotedTail()
 
-    def launch(self, unused=(), *, failed=False):
+    def launch(self, *, complete=False, unused=(), failed=False):
         self.log.append(("launch", self.order, failed))
 
     def wait(self):
@@ -55,17 +57,19 @@ def make_reducer(count=6, rebuild=None):
     reducer = Reducer(
         buckets,
         [f"p{i}" for i in range(count)],
+        index_of=lambda mark: mark,
         warn_unused=False,
         open_backward=lambda: reducer.open(announced=False),
         rebuild=rebuild or (lambda order, marks: None),
     )
-    return reducer, log, [reducer.marker(i) for i in range(count)]
+    markers = reducer.markers()
+    return reducer, log, [partial(marker, index) for index, marker in enumerate(markers)]
 
 
 def backward(reducer, markers, order=None):
     reducer.open(announced=True)
     for index in range(len(markers))[::-1] if order is None else order:
-        markers[index](None)
+        markers[index]()
     reducer.close(lambda: True)
 
 
@@ -79,7 +83,7 @@ def test_the_first_synchronised_backward_is_recorded_and_sent_at_its_end():
     reducer.open(announced=True)
     assert reducer.phase is Phase.RECORDING
     for index in [4, 5, 2, 4, 1, 0]:
-        markers[index](None)
+        markers[index]()
         assert log == []
     reducer.close(lambda: True)
     assert launches(log) == [0, 1, 2, 3]
@@ -106,7 +110,7 @@ def test_a_bucket_leaves_as_soon_as_it_and_all_before_it_are_complete():
     reducer.open(announced=True)
     assert reducer.phase is Phase.REDUCING
     for index, sent in [(1, 0), (2, 0), (4, 0), (5, 1), (3, 3), (0, 3)]:
-        markers[index](None)
+        markers[index]()
         assert len(launches(log)) == sent
     reducer.close(lambda: True)
     assert launches(log) == [0, 1, 2, 3]
@@ -121,7 +125,7 @@ def test_marks_of_a_local_backward_send_nothing():
 
 def test_a_mark_without_announcement_opens_the_backward():
     reducer, log, markers = make_reducer()
-    markers[3](None)
+    markers[3]()
     assert reducer.phase is Phase.RECORDING
     reducer.close(lambda: True)
     assert launches(log) == [0, 1, 2, 3]
@@ -143,12 +147,12 @@ def test_an_abandoned_backward_is_drained_with_a_report_of_failure():
     backward(reducer, markers)
     log.clear()
     reducer.open(announced=True)
-    markers[5](None)
+    markers[5]()
     reducer.buckets[-1].tail.failed = [1]
     reducer.abandon()
     assert reducer.phase is Phase.ABANDONED
     with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-        markers[0](None)
+        markers[0]()
     assert [entry[1:] for entry in log if entry[0] == "launch"] == [(0, False), (1, True), (2, True), (3, True)]
     assert [entry[1] for entry in log if entry[0] == "discard"] == [0, 1, 2, 3]
     reducer.buckets[-1].tail.failed = []
