@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(1) \
 	2>/dev/null && echo yes)
 NEED_DEMO := torch numpy triton rich
-NEED_GPU := torch numpy triton pytest pytest_benchmark
+NEED_GPU := torch numpy triton pytest pytest_benchmark hypothesis
 NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout hypothesis matplotlib sklearn ruff mypy sphinx furo \
 	myst_parser build hatchling
 

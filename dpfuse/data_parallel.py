@@ -149,7 +149,7 @@ class DataParallel(nn.Module):
             tensor([9., 9.])
             >>> dist.destroy_process_group()
 
-        Source: torch's `DistributedDataParallel.no_sync`, with Paddle's and the requested `enabled`.
+        Source: torch's `DistributedDataParallel.no_sync` and Paddle's; `enabled` is new.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = before and not enabled

@@ -85,8 +85,8 @@ def time_communication(model: DataParallel) -> Iterator[CommunicationTimes]:
         model: a wrapped model. One that only passes calls through gives zeros.
 
     Returns:
-        Totals: `steps`, `collectives`, `nbytes`, `seconds` (buckets in flight at the same time count each)
-        and `exposed` (seconds that communication added to backward).
+        The totals of this rank: `steps`, `collectives`, `nbytes`, `seconds` (buckets in flight at the same time
+        count each) and `exposed` (seconds that communication added to backward).
 
     Example:
         >>> import torch, dpfuse

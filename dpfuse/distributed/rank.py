@@ -8,17 +8,20 @@ torch reads.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
-__all__ = ["die_with_parent", "leave_group", "record_exception"]
+__all__ = ["die_with_parent", "end_process", "record_exception"]
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -52,16 +55,24 @@ def record_exception(error: BaseException, path: str | None) -> None:
         print(f"dpfuse: could not write {path}: {problem}", file=sys.stderr)
 
 
-def leave_group() -> None:
-    """Destroy the process group after a program that went well.
+def end_process() -> NoReturn:
+    """End this process, after a program that went well, with exit code 0.
 
-    Left to the interpreter's end, its threads are torn down in no order (NCCL warns; now and then a rank
-    aborts after all its work is done). Never after a failure: NCCL could wait for a collective that no peer
-    joins.
+    Everything is done that Python does at its end, up to the point where it takes itself and the libraries
+    apart: there, now and then, a thread of one of them still runs, and a rank aborts after all its work is done.
+    The process group is destroyed before, but never after a failure: NCCL could wait for a collective that no
+    peer joins.
     """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
+    atexit._run_exitfuncs()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+    for stream in (sys.stdout, sys.stderr):
+        # Closed, or a pipe that nobody reads any more.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
 
 
 def _run_script(path: str) -> None:
@@ -91,25 +102,15 @@ def main() -> None:
     # Python put this file's folder first; the program expects its own there.
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
         sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
-    went_well = False
-
-    def finish() -> None:
-        if went_well:
-            leave_group()
-
-    # Registered before the program's own, so it runs after them.
-    atexit.register(finish)
     try:
         if kind == "module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_script(target)
-        went_well = True
     except SystemExit as error:
-        went_well = error.code is None or error.code == 0
-        if not went_well:
+        if error.code is not None and error.code != 0:
             record_exception(error, record)
-        raise
+            raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -117,6 +118,7 @@ def main() -> None:
         record_exception(error, record)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+    end_process()
 
 
 if __name__ == "__main__":

@@ -105,14 +105,14 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
         draft = _result_path(job.folder, rank).with_suffix(".part")
         draft.write_bytes(data)
         draft.rename(_result_path(job.folder, rank))
-        rank_program.leave_group()
     except SystemExit as error:
         if error.code is not None and error.code != 0:
             rank_program.record_exception(error, error_path)
-        raise
+            raise
     except Exception as error:
         rank_program.record_exception(error, error_path)
         raise
+    rank_program.end_process()
 
 
 class ReturnQueue:

@@ -1,0 +1,42 @@
+"""The pages are whole: they build without a warning, links lead somewhere, and no public name is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import dpfuse
+import dpfuse.distributed
+import dpfuse_kernels
+from tests.docs.pages import ROOT, pages
+
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)", re.MULTILINE)
+
+
+def test_sphinx_builds_every_page_without_a_warning(tmp_path):
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
+    done = subprocess.run(
+        [*command, "docs", str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "html/api/data_parallel.html").read_text(encoding="utf-8")
+    assert "comm_buffer_size" in page
+
+
+@pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_public_name_is_in_the_api_pages():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    documented = {name.rpartition(".")[2] for name in DIRECTIVE.findall(text)}
+    public = {*dpfuse.__all__, *dpfuse.distributed.__all__, *dpfuse_kernels.__all__} - {"__version__"}
+    assert public <= documented
