@@ -32,7 +32,7 @@ class DataParallel(nn.Module):
 
     When `backward()` returns, every `.grad` is the mean over the ranks, final on the current stream:
     clipping, `GradScaler` and `optimizer.step()` follow as usual. Parameters that some ranks do not use get
-    the mean with zeros from those ranks; parameters used on no rank keep their `.grad`.
+    the mean with zeros from those ranks; parameters without gradient on every rank stay without.
 
     Args:
         layers: the module to train; the same on every rank, on one device. Rank 0's parameters and buffers

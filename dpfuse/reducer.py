@@ -71,7 +71,9 @@ class Reducer:
         self._recorded: bool | None = None  # did a forward since the last synchronised backward ask for one?
         self._outputs_watched = True
         self._ready: dict[int, int] = {}  # while recording: ready marks by parameter, last ready last
-        self._late: list[int] = []
+        self._late: list[int] = []  # parameters that became ready after their bucket was sent
+        self._missing: list[int] = []  # parameters without gradient, of the buckets sent so far
+        self._error: Exception | None = None  # the first of their packs that failed
         self.adopt(buckets, [1] * len(names))
 
     def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int]) -> None:
@@ -150,8 +152,14 @@ class Reducer:
         if self.phase is Phase.LOCAL or (not self._any_mark() and not reached_leaves()):
             self._enter(Phase.IDLE)
             return
-        self._launch_rest()
-        self._deliver()
+        try:
+            self._launch_rest()
+            self._deliver()
+        except BaseException:
+            # What _deliver itself reports has been cleared up; a collective that failed has not.
+            if self.phase is not Phase.IDLE:
+                self.abandon()
+            raise
         if self._rebuild is None:
             self._reset()
             return
@@ -219,28 +227,24 @@ class Reducer:
             self._launch(order, complete=complete, failed=failed)
 
     def _launch(self, order: int, *, complete: bool, failed: bool = False) -> None:
-        before, bucket = self.buckets[:order], self.buckets[order]
+        bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
-        bucket.launch(
-            complete=complete,
-            unused=[index for other in before for index in other.missing],
-            failed=failed or bool(self._late) or any(other.error is not None for other in before),
-        )
+        failed = failed or bool(self._late) or self._error is not None
+        bucket.launch(complete=complete, unused=self._missing, failed=failed)
+        self._missing += bucket.missing
+        self._error = self._error or bucket.error
 
     def _deliver(self) -> None:
-        missing: list[int] = []
         held: list[GradBucket] = []
-        error: Exception | None = None
         for bucket in self.buckets:
             bucket.wait()
-            error = error or bucket.error
             # Whether a missing gradient exists elsewhere is known once the last bucket has landed.
             if bucket.missing:
-                missing += bucket.missing
                 held.append(bucket)
             else:
                 bucket.deliver()
+        missing, error = self._missing, self._error
         here = error is not None or bool(self._late)
         failed = self._tail.failed_ranks(wait=here or bool(missing))
         if failed:
@@ -277,7 +281,7 @@ class Reducer:
     def _warn(self, unused: list[int], untouched: Collection[int]) -> None:
         warnings.warn(
             f"rank {self._tail.rank}: {self._named(unused)} got no gradient in this backward; "
-            f"{len(untouched)} of these were used on no rank and keep their .grad, the others got the mean over "
+            f"{len(untouched)} of these were used on no rank and stay without, the others got the mean over "
             "all ranks with zero from here. Pass find_unused_parameters=True if that is meant.",
             stacklevel=2,
         )
@@ -301,6 +305,8 @@ class Reducer:
         self._recorded = None
         self._ready = {}
         self._late = []
+        self._missing = []
+        self._error = None
         self._next = 0
         for countdown in self._countdowns:
             countdown.launched = False
