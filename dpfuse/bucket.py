@@ -69,6 +69,7 @@ class GradBucket:
         self._group = group
         self._scale = averaging_for(bucket.dtype, group.size(), scale).pre_scale
         self._keep_views = views
+        self._handed_out = False  # whether the views were handed out when the bucket was sent
         self.tail = tail
         self.times: CommunicationTimes | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
@@ -88,8 +89,6 @@ class GradBucket:
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self.params]
         self.missing = [] if complete else [i for i, g in zip(self.plan.params, grads, strict=True) if g is None]
-        # On CUDA the pack only starts here: what it reads must outlive it.
-        self._sources = grads
         with _ranged("dpfuse::pack", self._label), _no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
@@ -97,12 +96,20 @@ class GradBucket:
             try:
                 flatten(grads, table, scale=self._scale, matched=True)
                 self.error = None
+                # Now, not when they have landed: private gradients are freed while backward goes on. But another
+                # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
+                self._handed_out = self._keep_views and _hook_count(self.params[0]) == 1
+                if self._handed_out:
+                    self._hand_out_views(set(self.missing))
             except (ValueError, TypeError, RuntimeError) as error:
                 # The peers wait for this bucket whatever happened here; the tail tells them.
                 self.error = error
                 table.flat.zero_()
                 if self.tail is not None:
                     table.views[-1].copy_(self.tail.source(table.flat, unused, True))
+        # On CUDA the pack may only just have started, and gradients may come from other streams than this one:
+        # their memory must not be used again before everything is ordered, at the end of backward.
+        self._sources = grads if table.flat.is_cuda else []
         with _ranged("dpfuse::all_reduce", self._label):
             self._work = collective.all_reduce(table.flat, self._group)
         if self.times is not None:
@@ -124,23 +131,23 @@ class GradBucket:
             self.tail.landed(self._table.views[-1])
 
     def deliver(self, untouched: Collection[int] = ()) -> None:
-        """Hand the reduced gradients to the parameters, but for those (registration indices) to leave alone."""
+        """Hand the reduced gradients to the parameters, but for those (registration indices) to leave alone.
+
+        Where views were handed out when the bucket was sent, only parameters that had no gradient still wait.
+        """
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
-        params, views = self.params, self._table.views
-        if self._keep_views and not untouched:
-            for param, view in zip(params, views, strict=False):  # the tail's view belongs to nobody
-                param.grad = view
-            return
-        skipped = {place for place, index in enumerate(self.plan.params) if index in untouched}
         if self._keep_views:
-            for place, param in enumerate(params):
-                if place not in skipped:
-                    param.grad = views[place]
+            if not self._handed_out:
+                self._hand_out_views(untouched)
+            elif self.missing:
+                self._hand_out_views(set(self.plan.params).difference(self.missing).union(untouched))
             return
+        views = self._table.views
+        skipped = {place for place, index in enumerate(self.plan.params) if index in untouched} if untouched else ()
         targets: list[Tensor | None] = []
-        for place, param in enumerate(params):
+        for place, param in enumerate(self.params):
             if param.grad is None and place not in skipped:
                 param.grad = torch.empty_like(views[place])
             targets.append(None if place in skipped else param.grad)
@@ -155,6 +162,17 @@ class GradBucket:
             self.wait()
         self._move(BucketState.LANDED, BucketState.FREE)
         self._sources = []
+
+    def _hand_out_views(self, but: Collection[int]) -> None:
+        """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
+        assert self._table is not None
+        if not but:
+            for param, view in zip(self.params, self._table.views, strict=False):  # the tail's belongs to nobody
+                param.grad = view
+            return
+        for param, index, view in zip(self.params, self.plan.params, self._table.views, strict=False):
+            if index not in but:
+                param.grad = view
 
     def _allocate(self) -> PointerTable:
         # Not before the first launch: after a rebuild the gradients of the step before may still live in
@@ -214,6 +232,11 @@ def make_buckets(
         )
         for order, bucket in enumerate(plan.buckets)
     ]
+
+
+def _hook_count(param: Tensor) -> int:
+    """How many post-accumulate hooks, ours among them, a parameter has."""
+    return len(param._post_accumulate_grad_hooks or ())
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:

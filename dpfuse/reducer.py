@@ -175,7 +175,7 @@ class Reducer:
     def drain(self) -> None:
         """Complete the collectives of an abandoned backward, whose peers may wait in them.
 
-        If every rank abandoned it, training goes on (the local gradients are kept, unaveraged).
+        If every rank abandoned it, training goes on; what is in `.grad` is no whole backward's then.
 
         Raises:
             DPFuseError: some ranks completed that backward.
