@@ -118,11 +118,13 @@ class DataParallel(nn.Module):
             DPFuseError: the module's parameters have changed since it was wrapped, or the last backward was
                 interrupted on some ranks only.
         """
-        sync = self._sync
+        # Straight from the dict: an attribute that is a module is looked up in Python.
+        sync, module = self._sync, self._modules["module"]
+        assert module is not None
         if sync is None or not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
+            return module(*inputs, **kwargs)
         sync.before_forward()
-        outputs = self.module(*inputs, **kwargs)
+        outputs = module(*inputs, **kwargs)
         sync.after_forward(outputs)
         return outputs
 
