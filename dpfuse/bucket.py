@@ -177,17 +177,17 @@ class GradBucket:
     def _allocate(self) -> PointerTable:
         # Not before the first launch: after a rebuild the gradients of the step before may still live in
         # the buffers of the plan before.
-        param = self.params[0]
+        # Of the planned type, whatever became of the parameters: the peers keep to the plan.
+        dtype, device = getattr(torch, self.plan.dtype), self.plan.device
         slots = [
-            KernelSlot(name, slot.offset, tuple(p.shape), dense_stride(p))
-            for name, slot, p in zip(self._names, self.plan.slots, self.params, strict=True)
+            KernelSlot(name, slot.offset, tuple(param.shape), dense_stride(param))
+            for name, slot, param in zip(self._names, self.plan.slots, self.params, strict=True)
         ]
         numel = self.plan.numel
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        flat = torch.zeros(numel, dtype=param.dtype, device=param.device)
-        self._table = PointerTable(flat, slots, param.dtype)
+        self._table = PointerTable(torch.zeros(numel, dtype=dtype, device=device), slots, dtype)
         return self._table
 
     def _move(self, expected: BucketState, to: BucketState) -> None:

@@ -236,16 +236,16 @@ class Reducer:
         self._error = self._error or bucket.error
 
     def _deliver(self) -> None:
+        missing, error = self._missing, self._error
+        here = error is not None or bool(self._late)
         held: list[GradBucket] = []
         for bucket in self.buckets:
             bucket.wait()
             # Whether a missing gradient exists elsewhere is known once the last bucket has landed.
-            if bucket.missing:
+            if here or bucket.missing:
                 held.append(bucket)
             else:
                 bucket.deliver()
-        missing, error = self._missing, self._error
-        here = error is not None or bool(self._late)
         failed = self._tail.failed_ranks(wait=here or bool(missing))
         if failed:
             for bucket in held:
