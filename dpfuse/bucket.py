@@ -166,11 +166,15 @@ class GradBucket:
     def _hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
         assert self._table is not None
+        views = self._table.views
+        if list(map(Tensor.data_ptr, views)) != self._table.addresses:
+            # Somebody assigned to `.grad.data`, which took a view that was handed out elsewhere.
+            views[:] = self._table.new_views()
         if not but:
-            for param, view in zip(self.params, self._table.views, strict=False):  # the tail's belongs to nobody
+            for param, view in zip(self.params, views, strict=False):  # the tail's belongs to nobody
                 param.grad = view
             return
-        for param, index, view in zip(self.params, self.plan.params, self._table.views, strict=False):
+        for param, index, view in zip(self.params, self.plan.params, views, strict=False):
             if index not in but:
                 param.grad = view
 

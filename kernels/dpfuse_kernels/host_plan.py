@@ -114,8 +114,8 @@ class HostPlan:
             False where something is unusual (None, a sparse or a kept gradient, another dtype); `pack` must
             then do all of the work.
         """
-        views = table.views
-        if table.dtype != table.flat.dtype or not tensors or tensors[0] is views[0]:
+        views = self._views
+        if table.dtype != table.flat.dtype or not tensors or tensors[0] is table.views[0]:
             return False
         try:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
@@ -145,7 +145,7 @@ class HostPlan:
         try:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
-            torch._foreach_copy_(tensors, table.views)  # type: ignore[arg-type]
+            torch._foreach_copy_(tensors, self._views)  # type: ignore[arg-type]
         except (AttributeError, TypeError, RuntimeError):
             return False
         return True

@@ -279,6 +279,19 @@ def gradients_are_views_or_private(rank, size):
         assert reused == ([True, False, True] if views else [True, True, True])
 
 
+def assigning_to_grad_data(rank, size):
+    model = wrap()
+    for step in range(4):
+        loss(model, inputs(rank, step)).backward()
+        assert_averaged(model, inputs(rank, step))
+        for param in model.module.parameters():  # takes a view that dpfuse handed out to other memory
+            param.grad.data = param.grad.data * 2
+        halved = [gradient / 2 for gradient in gradients(model)]
+        expected = mean(local_gradients(model, inputs(rank, step)))
+        torch.testing.assert_close(halved, expected, rtol=1e-6, atol=1e-7)
+        model.zero_grad()
+
+
 @pytest.mark.parametrize(
     "rule",
     [
@@ -286,7 +299,7 @@ def gradients_are_views_or_private(rank, size):
         forward_without_grad_is_invisible, second_backward_through_the_same_graph,
         two_forwards_then_two_backwards, two_forwards_then_one_backward, module_called_directly,
         module_called_directly_after_a_local_forward, switches, outputs_of_every_kind,
-        two_wrappers_in_one_graph, gradients_are_views_or_private,
+        two_wrappers_in_one_graph, gradients_are_views_or_private, assigning_to_grad_data,
     ],
 )  # fmt: skip
 def test_rule(ranks, rule):
