@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["RankFailure", "first_failure", "read_record"]
 
@@ -65,6 +65,13 @@ class Record:
     seen: float
     error: str
     traceback: str
+    exit_code: int = 1  # of the process, had nobody ended it meanwhile
+
+    def explains(self, failure: RankFailure) -> RankFailure:
+        """`failure` of the same rank, with what this record adds."""
+        ended_on_its_way = failure.exit_code == -signal.SIGTERM
+        code = self.exit_code if ended_on_its_way else failure.exit_code
+        return replace(failure, exit_code=code, seen=self.seen, error=self.error, traceback=self.traceback)
 
 
 def read_record(path: str) -> Record | None:
@@ -74,6 +81,6 @@ def read_record(path: str) -> Record | None:
             message = json.load(file)["message"]
         extra = message["extraInfo"]
         seen = float(extra.get("seen", extra["timestamp"]))
-        return Record(seen, str(message["message"]), str(extra["py_callstack"]))
+        return Record(seen, str(message["message"]), str(extra["py_callstack"]), int(extra.get("exit_code", 1)))
     except (OSError, ValueError, KeyError, TypeError):
         return None

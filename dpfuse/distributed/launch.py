@@ -221,12 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(failures: Mapping[int, Any], redirected: bool) -> int:
     told = []
     for number, failure in failures.items():
-        pid, exit_code = int(failure.pid), int(failure.exitcode)
+        ended = RankFailure(number, int(failure.pid), int(failure.exitcode), float(failure.timestamp))
         record = read_record(failure.error_file)
-        if record is None:
-            told.append(RankFailure(number, pid, exit_code, float(failure.timestamp)))
-        else:
-            told.append(RankFailure(number, pid, exit_code, record.seen, record.error, record.traceback))
+        told.append(record.explains(ended) if record else ended)
     first = first_failure(told)
     # On the console the rank has printed its traceback itself.
     trace = f"\n{first.traceback}" if redirected else ""

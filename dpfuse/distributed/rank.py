@@ -42,10 +42,12 @@ def record_exception(error: BaseException, path: str | None) -> None:
         return
     name = type(error).__name__
     now = time.time()
+    # What the process will end with, unless a launcher that saw a peer fail ends it on its way out.
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     note = {
         "message": f"{name}: {error}" if str(error) else name,
-        "extraInfo": {"py_callstack": stack, "timestamp": str(int(now)), "seen": now},
+        "extraInfo": {"py_callstack": stack, "timestamp": str(int(now)), "seen": now, "exit_code": code},
     }
     try:
         with open(path, "w", encoding="utf-8") as file:

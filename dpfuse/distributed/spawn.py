@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ class SpawnContext:
             record = read_record(_error_path(self._folder.name, rank))
             failure = RankFailure(rank, process.pid, process.exitcode, before_signals)
             if record is not None:
-                failure = replace(failure, seen=record.seen, error=record.error, traceback=record.traceback)
+                failure = record.explains(failure)
             elif rank == error.error_index:
                 # Processes are watched all the time here, so a sudden end that was noticed first came first.
                 return failure
