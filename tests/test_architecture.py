@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import dpfuse
+
 ROOT = Path(__file__).parent.parent
 ANYWHERE = {"errors", "version"}  # of dpfuse, open to all of it
 
@@ -39,6 +41,8 @@ ALLOWED = {
         "data_parallel", "fused_allreduce", "param_spec", "plan", "timing", "distributed",
     },
     "distributed": {"torch", "distributed"},
+    # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.
+    "paddle": {"torch", "numpy", "rich", "__init__", "public", "distributed", "launch", "paddle"},
     "kernels": {"torch", "triton", "kernels"},
 }  # fmt: skip
 
@@ -73,6 +77,7 @@ def arrows(path: Path) -> set[str]:
             head, *rest = module.split(".")
             if head == "dpfuse":
                 name = rest[0] if rest else "__init__"
+                name = "public" if name in dpfuse.__all__ else name
             elif head == "dpfuse_kernels":
                 name = "kernels" if rule_of(path) == "kernels" else "dpfuse_kernels"
             elif head in ("torch", "triton", "numpy", "rich", "sklearn", "matplotlib"):
@@ -98,6 +103,12 @@ def test_files_stay_readable(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 400
     assert path.name == "__init__.py" or lines[0].startswith('"""')
+
+
+def test_the_paddle_wing_uses_only_public_names():
+    """Of dpfuse.distributed, too, it takes what the package exports."""
+    inner = re.compile(r"^\s*(from|import) dpfuse\.distributed\.", re.MULTILINE)
+    assert [path for path in SOURCES if rule_of(path) == "paddle" and inner.search(path.read_text())] == []
 
 
 def test_there_is_no_package_called_kernels():

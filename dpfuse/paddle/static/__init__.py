@@ -1,0 +1,1 @@
+"""`paddle.static`: programs, executors, scopes."""
