@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-__all__ = ["Averaging", "averaging_for"]
+__all__ = ["WIRES", "Averaging", "averaging_for"]
 
 SUPPORTED = ("float16", "bfloat16", "float32", "float64")
+WIRES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -18,19 +19,23 @@ class Averaging:
 
     `pre_scale` multiplies before the sum, while packing, in float64 for float64 and in float32 for the
     rest, so that a sum of large half-precision gradients cannot overflow where their mean would not.
+    `post_scale` multiplies what is unpacked; it is 1 but for plain sums that travel narrowed to float16.
     """
 
     dtype: str  # of the flat buffer
     pre_scale: float
+    post_scale: float = 1.0
 
 
-def averaging_for(dtype: str, world_size: int, scale: Any = None) -> Averaging:
+def averaging_for(dtype: str, world_size: int, scale: Any = None, wire: str | None = None) -> Averaging:
     """The averaging of gradients of `dtype` over `world_size` ranks.
 
     Args:
         dtype: name of the gradients' dtype.
         world_size: number of ranks, at least 1.
         scale: factor on each rank's gradient; None is `1 / world_size`, the mean; 1.0 is the plain sum.
+        wire: name of the dtype that travels, one of `WIRES`; None sends gradients as they are. Those of
+            float64 always travel as they are.
 
     Returns:
         The averaging. Multiplying by the reciprocal before the sum gives the bits of torch's
@@ -50,8 +55,10 @@ def averaging_for(dtype: str, world_size: int, scale: Any = None) -> Averaging:
             f"gradients of dtype {dtype} cannot be averaged; expected one of {', '.join(SUPPORTED)}. "
             "Freeze such a parameter, or convert it."
         )
+    if wire is None or dtype == "float64":
+        wire = dtype
     if scale is None:
-        return Averaging(dtype, 1.0 / world_size)
+        return Averaging(wire, 1.0 / world_size)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(
             f"scale must be a number, got {scale!r} of type {type(scale).__name__}; "
@@ -59,4 +66,7 @@ def averaging_for(dtype: str, world_size: int, scale: Any = None) -> Averaging:
         )
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}; leave it out for the mean")
-    return Averaging(dtype, float(scale))
+    if wire == "float16" != dtype:
+        # A number that float16 can just hold must not be added to its like; the mean of both it can hold.
+        return Averaging(wire, 1.0 / world_size, float(scale) * world_size)
+    return Averaging(wire, float(scale))

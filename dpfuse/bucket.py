@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective
-from dpfuse.averaging import averaging_for
+from dpfuse.averaging import Averaging, averaging_for
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import MB, Bucket, BucketPlan
+from dpfuse.plan import MB, Bucket, BucketPlan, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import CommunicationTimes
 from dpfuse_kernels import PointerTable, flatten, unflatten
@@ -42,8 +42,9 @@ class GradBucket:
         params: the parameters, in the order of `bucket.params`; on one device.
         names: their names, for errors.
         group: process group of the all-reduce.
-        scale: factor on each rank's gradients; None is the mean.
-        views: whether `.grad` becomes a view of the buffer (else the result is copied to `.grad`).
+        averaging: factors on the gradients, and the dtype that travels.
+        views: whether `.grad` becomes a view of the buffer (else, or where another dtype travels, the result
+            is copied to `.grad`).
         tail: what travels behind the last slot, if anything.
         label: text for profiler ranges.
     """
@@ -55,7 +56,7 @@ class GradBucket:
         names: Sequence[str],
         group: dist.ProcessGroup,
         *,
-        scale: float | None = None,
+        averaging: Averaging,
         views: bool = True,
         tail: Tail | None = None,
         label: str = "",
@@ -67,8 +68,8 @@ class GradBucket:
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._names = names
         self._group = group
-        self._scale = averaging_for(bucket.dtype, group.size(), scale).pre_scale
-        self._keep_views = views
+        self._averaging = averaging
+        self._keep_views = views and averaging.dtype == bucket.dtype
         self._handed_out = False  # whether the views were handed out when the bucket was sent
         self.tail = tail
         self.times: CommunicationTimes | None = None
@@ -92,9 +93,9 @@ class GradBucket:
         with _ranged("dpfuse::pack", self._label), _no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
-                grads.append(self.tail.source(table.flat, unused, failed))
+                grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
             try:
-                flatten(grads, table, scale=self._scale, matched=True)
+                flatten(grads, table, scale=self._averaging.pre_scale, matched=True)
                 self.error = None
                 # Now, not when they have landed: private gradients are freed while backward goes on. But another
                 # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
@@ -106,7 +107,7 @@ class GradBucket:
                 self.error = error
                 table.flat.zero_()
                 if self.tail is not None:
-                    table.views[-1].copy_(self.tail.source(table.flat, unused, True))
+                    table.views[-1].copy_(self.tail.source(table.dtype, table.flat.device, unused, True))
         # On CUDA the pack may only just have started, and gradients may come from other streams than this one:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
@@ -149,12 +150,12 @@ class GradBucket:
         targets: list[Tensor | None] = []
         for place, param in enumerate(self.params):
             if param.grad is None and place not in skipped:
-                param.grad = torch.empty_like(views[place])
+                param.grad = torch.empty_like(views[place], dtype=self._table.dtype)
             targets.append(None if place in skipped else param.grad)
         if self.tail is not None:
             targets.append(None)
         with _ranged("dpfuse::unpack", self._label), _no_graph():
-            unflatten(self._table, targets, matched=True)
+            unflatten(self._table, targets, scale=self._averaging.post_scale, matched=True)
 
     def discard(self) -> None:
         """Wait if need be, and give the buffer back without touching any gradient."""
@@ -182,16 +183,17 @@ class GradBucket:
         # Not before the first launch: after a rebuild the gradients of the step before may still live in
         # the buffers of the plan before.
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
-        dtype, device = getattr(torch, self.plan.dtype), self.plan.device
+        dtype, wire = getattr(torch, self.plan.dtype), getattr(torch, self._averaging.dtype)
+        # Elements of another size start elsewhere.
+        places, numel = lay_out_slots([(slot.param, slot.numel) for slot in self.plan.slots], self._averaging.dtype)
         slots = [
-            KernelSlot(name, slot.offset, tuple(param.shape), dense_stride(param))
-            for name, slot, param in zip(self._names, self.plan.slots, self.params, strict=True)
+            KernelSlot(name, place.offset, tuple(param.shape), dense_stride(param))
+            for name, place, param in zip(self._names, places, self.params, strict=True)
         ]
-        numel = self.plan.numel
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = PointerTable(torch.zeros(numel, dtype=dtype, device=device), slots, dtype)
+        self._table = PointerTable(torch.zeros(numel, dtype=wire, device=self.plan.device), slots, dtype)
         return self._table
 
     def _move(self, expected: BucketState, to: BucketState) -> None:
@@ -209,6 +211,7 @@ def make_buckets(
     group: dist.ProcessGroup,
     *,
     scale: float | None = None,
+    wire: str | None = None,
     views: bool = False,
     tail: bool = False,
 ) -> list[GradBucket]:
@@ -219,22 +222,24 @@ def make_buckets(
         params: by registration index.
         group: process group of the all-reduces.
         scale: factor on each rank's gradients; None is the mean.
+        wire: name of the dtype that travels; None sends gradients as they are.
         views: whether `.grad` becomes a view of the buffers.
         tail: whether the last bucket carries a `Tail`.
     """
-    last = len(plan.buckets) - 1
+    rank, size, last = group.rank(), group.size(), len(plan.buckets) - 1
+    averagings = [averaging_for(bucket.dtype, size, scale, wire) for bucket in plan.buckets]
     return [
         GradBucket(
             bucket,
             [params[index] for index in bucket.params],
             [plan.specs[index].name for index in bucket.params],
             group,
-            scale=scale,
+            averaging=averaging,
             views=views,
-            tail=Tail(group.rank(), group.size(), len(plan.specs)) if tail and order == last else None,
+            tail=Tail(rank, size, len(plan.specs), averaging.pre_scale) if tail and order == last else None,
             label=f"bucket {order}",
         )
-        for order, bucket in enumerate(plan.buckets)
+        for order, (bucket, averaging) in enumerate(zip(plan.buckets, averagings, strict=True))
     ]
 
 

@@ -49,6 +49,11 @@ class DataParallel(nn.Module):
             the next synchronised backward overwrites a view that was kept. False keeps gradients private.
         broadcast_buffers: True sends rank 0's buffers (running statistics) to all ranks before every
             forward with gradients enabled; otherwise they are sent at construction only.
+        gradient_scale: factor on each rank's gradients before the sum; None is 1 / number of ranks, the
+            mean; 1.0 gives the plain sum.
+        wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
+            is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
+            where another one travels. Values are scaled in float32 and rounded once before the sum.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -80,13 +85,21 @@ class DataParallel(nn.Module):
         *,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = False,
+        gradient_scale: float | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if strategy is not None:
             warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)
         self.module = layers
         self._options = SyncOptions(
-            comm_buffer_size, last_comm_buffer_size, find_unused_parameters, gradient_as_bucket_view, broadcast_buffers
+            comm_buffer_size,
+            last_comm_buffer_size,
+            find_unused_parameters,
+            gradient_as_bucket_view,
+            broadcast_buffers,
+            gradient_scale,
+            wire_dtype,
         )
         nn.Module.register_load_state_dict_pre_hook(self, _accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from dpfuse import agreement, collective
 from dpfuse.autograd import BackwardWatch, ReadyHooks
-from dpfuse.averaging import averaging_for
+from dpfuse.averaging import WIRES, averaging_for
 from dpfuse.bucket import GradBucket, make_buckets
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
@@ -33,12 +33,34 @@ class SyncOptions:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     broadcast_buffers: bool
+    gradient_scale: float | None
+    wire_dtype: torch.dtype | None
 
     def check(self) -> None:
-        """Raises TypeError for a switch that is neither True nor False; the planner checks the sizes."""
+        """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        try:
+            averaging_for("float32", 1, self.gradient_scale)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"gradient_{error}") from None  # there the argument is called scale
+        if self.gradient_scale == 0:
+            raise ValueError("gradient_scale must not be 0: every gradient would be lost; leave it out for the mean")
+        if self.wire_dtype is not None and self.wire_dtype not in map(self._dtype, WIRES):
+            raise ValueError(
+                f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
+                f"{self.wire_dtype!r}; None sends gradients in their own dtype"
+            )
+
+    @staticmethod
+    def _dtype(name: str) -> torch.dtype:
+        return cast(torch.dtype, getattr(torch, name))
+
+    @property
+    def wire(self) -> str | None:
+        """The name of `wire_dtype`, as plans have it."""
+        return None if self.wire_dtype is None else str(self.wire_dtype).removeprefix("torch.")
 
 
 class GradSync:
@@ -61,7 +83,7 @@ class GradSync:
         self.plan = plan
         self.group = group
         self._params = [param for param in module.parameters() if param.requires_grad]
-        self._views = options.gradient_as_bucket_view
+        self._options = options
         self._buffer_places = [
             (child._buffers, key)
             for child in module.modules()
@@ -116,7 +138,15 @@ class GradSync:
         self._hooks.remove()
 
     def _make_buckets(self) -> list[GradBucket]:
-        return make_buckets(self.plan, self._params, self.group, views=self._views, tail=True)
+        return make_buckets(
+            self.plan,
+            self._params,
+            self.group,
+            scale=self._options.gradient_scale,
+            wire=self._options.wire,
+            views=self._options.gradient_as_bucket_view,
+            tail=True,
+        )
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
@@ -203,9 +233,9 @@ def agree_on_model(module: nn.Module, options: SyncOptions, group: dist.ProcessG
         DPFuseError: on every rank alike, naming rank and first difference.
     """
     lines = [f"dpfuse {__version__}"]
-    # 25 and 25.0 are one size.
-    values = {name: value if isinstance(value, bool) else float(value) for name, value in asdict(options).items()}
-    lines += [f"option {name} = {value}" for name, value in values.items()]
+    for name, value in asdict(options).items():
+        # 25 and 25.0 are one size.
+        lines.append(f"option {name} = {float(value) if type(value) is int else value}")
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in first:

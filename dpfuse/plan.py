@@ -22,6 +22,7 @@ __all__ = [
     "BucketPlan",
     "Slot",
     "assign_buckets",
+    "lay_out_slots",
     "plan_buckets",
     "plan_groups",
     "rebuild_plan",
@@ -330,11 +331,27 @@ def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
 def _lay_out(specs: Sequence[ParamSpec], groups: Iterable[_Group]) -> Iterator[Bucket]:
     for members, cap in groups:
         head = specs[members[0]]
-        step = max(1, ALIGNMENT // ITEM_SIZE[head.dtype])  # elements between possible starts
-        slots, offset, nbytes = [], 0, 0
-        for index in members:
-            numel = specs[index].numel
-            slots.append(Slot(index, offset, numel))
-            offset += -(-numel // step) * step
-            nbytes += numel * ITEM_SIZE[head.dtype]
-        yield Bucket(tuple(members), nbytes, head.dtype, head.device, tuple(slots), offset, cap, head.sparse)
+        slots, length = lay_out_slots([(index, specs[index].numel) for index in members], head.dtype)
+        nbytes = sum(slot.numel for slot in slots) * ITEM_SIZE[head.dtype]
+        yield Bucket(tuple(members), nbytes, head.dtype, head.device, tuple(slots), length, cap, head.sparse)
+
+
+def lay_out_slots(numels: Iterable[tuple[int, int]], dtype: str) -> tuple[list[Slot], int]:
+    """The slots of one flat buffer of `dtype`, each on an aligned start, and the buffer's length in elements.
+
+    Args:
+        numels: per parameter its index and its number of elements.
+        dtype: by name.
+
+    Example:
+        >>> from dpfuse.plan import lay_out_slots
+        >>> slots, length = lay_out_slots([(0, 3), (1, 4)], "float32")
+        >>> [slot.offset for slot in slots], length
+        ([0, 4], 8)
+    """
+    step = max(1, ALIGNMENT // ITEM_SIZE[dtype])  # elements between possible starts
+    slots, offset = [], 0
+    for index, numel in numels:
+        slots.append(Slot(index, offset, numel))
+        offset += -(-numel // step) * step
+    return slots, offset

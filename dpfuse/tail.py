@@ -17,38 +17,43 @@ class Tail:
     """One element per rank, above zero where that rank failed, then one per parameter, above zero where used.
 
     The elements are scaled like gradients, and summed in the buffer's dtype. Only zero or not zero is ever
-    read from them, and that survives both.
+    read from them, and that survives both, since they start as the reciprocal of that factor.
 
     Args:
         rank: of this process in the group.
         world_size: of the group.
         param_count: number of parameters of the plan.
+        scale: what packing multiplies with; not 0.
     """
 
-    def __init__(self, rank: int, world_size: int, param_count: int) -> None:
+    def __init__(self, rank: int, world_size: int, param_count: int, scale: float) -> None:
         self.rank = rank
         self.world_size = world_size
         self.numel = world_size + param_count
+        self._one = 1.0 / scale
         self._all_well: Tensor | None = None
         self._landed: Tensor | None = None
         self._copy: Tensor | None = None  # of an earlier step's failures, in pinned memory
         self._copied: torch.cuda.Event | None = None
 
-    def source(self, like: Tensor, unused: Collection[int], failed: bool) -> Tensor:
-        """What this rank sends, [numel], of the dtype and on the device of `like`.
+    def source(self, dtype: torch.dtype, device: torch.device, unused: Collection[int], failed: bool) -> Tensor:
+        """What this rank packs, [numel].
 
         Args:
-            like: any tensor of the bucket.
+            dtype: that of the gradients.
+            device: theirs.
             unused: registration indices of parameters without a contribution from this rank.
             failed: whether this rank's backward was interrupted or met an error.
         """
         if self._all_well is None:
-            self._all_well = torch.ones(self.numel, dtype=like.dtype, device=like.device)
+            largest = torch.finfo(dtype).max
+            self._one = min(max(self._one, -largest), largest)
+            self._all_well = torch.full((self.numel,), self._one, dtype=dtype, device=device)
             self._all_well[: self.world_size] = 0
         if not unused and not failed:
             return self._all_well
         source = self._all_well.clone()
-        source[self.rank] = float(failed)
+        source[self.rank] = self._one if failed else 0.0
         if unused:
             source[[self.world_size + index for index in unused]] = 0
         return source
