@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective
-from dpfuse.averaging import Averaging, averaging_for
+from dpfuse.averaging import Averaging
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import MB, Bucket, BucketPlan, lay_out_slots
+from dpfuse.plan import MB, Bucket, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import CommunicationTimes
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
-__all__ = ["BucketState", "GradBucket", "dense_stride", "make_buckets"]
+__all__ = ["BucketState", "GradBucket", "dense_stride"]
 
 
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
@@ -203,44 +203,6 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def make_buckets(
-    plan: BucketPlan,
-    params: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    *,
-    scale: float | None = None,
-    wire: str | None = None,
-    views: bool = False,
-    tail: bool = False,
-) -> list[GradBucket]:
-    """One `GradBucket` per bucket of `plan`, in communication order.
-
-    Args:
-        plan: the plan of `params`.
-        params: by registration index.
-        group: process group of the all-reduces.
-        scale: factor on each rank's gradients; None is the mean.
-        wire: name of the dtype that travels; None sends gradients as they are.
-        views: whether `.grad` becomes a view of the buffers.
-        tail: whether the last bucket carries a `Tail`.
-    """
-    rank, size, last = group.rank(), group.size(), len(plan.buckets) - 1
-    averagings = [averaging_for(bucket.dtype, size, scale, wire) for bucket in plan.buckets]
-    return [
-        GradBucket(
-            bucket,
-            [params[index] for index in bucket.params],
-            [plan.specs[index].name for index in bucket.params],
-            group,
-            averaging=averaging,
-            views=views,
-            tail=Tail(rank, size, len(plan.specs), averaging.pre_scale) if tail and order == last else None,
-            label=f"bucket {order}",
-        )
-        for order, (bucket, averaging) in enumerate(zip(plan.buckets, averagings, strict=True))
-    ]
 
 
 def _hook_count(param: Tensor) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "broadcast_flat",
     "group_device",
     "resolve_group",
+    "start_all_gather",
 ]
 
 _SUM = dist.AllreduceOptions()
@@ -75,6 +76,14 @@ def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
     return rows
+
+
+def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
+    """Start `all_gather`: the tensors that it will fill, and the work to wait for."""
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    work = dist.all_gather(rows, row, group=group, async_op=True)
+    assert work is not None
+    return rows, work
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:

@@ -119,7 +119,7 @@ class DataParallel(nn.Module):
             _check_single_process()
             return
         if fresh:
-            agree_on_model(self.module, self._options, group)
+            agree_on_model(self.module, plan, self._options, group)
         self._sync = GradSync(self.module, plan, group, self._options)
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         finalize(self, self._sync.remove_hooks).atexit = False

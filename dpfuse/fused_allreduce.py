@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dpfuse import agreement
 from dpfuse.averaging import averaging_for
-from dpfuse.bucket import dense_stride, make_buckets
+from dpfuse.bucket import dense_stride
+from dpfuse.buckets import make_buckets
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec

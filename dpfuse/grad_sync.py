@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from dpfuse import agreement, collective
 from dpfuse.autograd import BackwardWatch, ReadyHooks
 from dpfuse.averaging import WIRES, averaging_for
-from dpfuse.bucket import GradBucket, make_buckets
+from dpfuse.bucket import GradBucket
+from dpfuse.buckets import make_buckets
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
 from dpfuse.reducer import Phase, Reducer
@@ -193,11 +194,6 @@ def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGro
             "backend (gloo for the CPU, nccl for GPUs)"
         )
     for spec in plan.specs:
-        if spec.sparse:
-            raise ValueError(
-                f"parameter {spec.name!r} has sparse gradients, which cannot be fused yet; expected dense ones. "
-                "Build its embedding with sparse=False, or freeze it."
-            )
         try:
             averaging_for(spec.dtype, 1)
         except TypeError as error:
@@ -226,7 +222,7 @@ def _check_data(what: str, tensor: Tensor) -> None:
         )
 
 
-def agree_on_model(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> None:
+def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
     """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
 
     Raises:
@@ -236,6 +232,7 @@ def agree_on_model(module: nn.Module, options: SyncOptions, group: dist.ProcessG
     for name, value in asdict(options).items():
         # 25 and 25.0 are one size.
         lines.append(f"option {name} = {float(value) if type(value) is int else value}")
+    lines += [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in first:

@@ -43,6 +43,11 @@ class GoldenNet(nn.Module):
         super().__init__()
         for param in case["params"]:
             value = torch.tensor(init[param["name"]], dtype=getattr(torch, param["dtype"]))
+            if case["net"] == "sparse" and param["name"] == "e":
+                # In a module that announces sparse gradients; reachable by its recorded name too.
+                self.embedding = nn.Embedding(*value.shape, sparse=True, _weight=value)
+                object.__setattr__(self, "e", self.embedding.weight)
+                continue
             self.register_parameter(param["name"], nn.Parameter(value, requires_grad=param["trainable"]))
         self.compute = getattr(self, f"_{case['net']}")
         if case["net"] == "bn":
@@ -68,6 +73,9 @@ class GoldenNet(nn.Module):
         h = torch.tanh(x @ self.w0 + self.b0)
         branches = [h @ self.wa + self.ba] * use[0] + [h @ self.wb + self.bb] * use[1]
         return sum(branches[1:], start=branches[0])
+
+    def _sparse(self, x: Tensor, _use: list[int]) -> Tensor:
+        return self.embedding(x).mean(1) @ self.w + self.b
 
     def _tied(self, x: Tensor, _use: list[int]) -> Tensor:
         return torch.tanh(self.e[x].mean(1) @ self.w + self.b) @ self.e.T

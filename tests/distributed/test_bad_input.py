@@ -83,10 +83,6 @@ def unreachable_device() -> nn.Module:
     return nn.ParameterList([OnXpu(torch.ones(2))])
 
 
-def sparse_embedding() -> nn.Module:
-    return nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
-
-
 def complex_weight() -> nn.Module:
     return nn.Linear(2, 2, dtype=torch.complex64)
 
@@ -132,7 +128,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "meta buffer": (meta_buffer, {}, ValueError, ["'scale'", "meta", "to_empty"]),
     "two devices": (two_devices, {}, ValueError, ["'weight' on cpu", "'bias' on cuda:1", "one device"]),
     "device without backend": (unreachable_device, {}, ValueError, ["xpu", "gloo", "cpu"]),
-    "sparse embedding": (sparse_embedding, {}, ValueError, ["'0.weight'", "sparse", "sparse=False"]),
     "complex parameter": (complex_weight, {}, TypeError, ["'weight'", "complex64", "float32", "Freeze"]),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.bucket import make_buckets
+from dpfuse.buckets import make_buckets
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import plan_buckets

@@ -1,0 +1,58 @@
+"""All buckets of a plan: one object for each, dense or sparse. Knows no hook and no order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.averaging import averaging_for
+from dpfuse.bucket import GradBucket
+from dpfuse.plan import BucketPlan
+from dpfuse.sparse_bucket import SparseBucket
+from dpfuse.tail import Tail
+
+__all__ = ["make_buckets"]
+
+
+def make_buckets(
+    plan: BucketPlan,
+    params: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    scale: float | None = None,
+    wire: str | None = None,
+    views: bool = False,
+    tail: bool = False,
+) -> list[GradBucket]:
+    """One bucket object per bucket of `plan`, in communication order.
+
+    Args:
+        plan: the plan of `params`.
+        params: by registration index.
+        group: process group of the collectives.
+        scale: factor on each rank's gradients; None is the mean.
+        wire: name of the dtype that travels; None sends gradients as they are.
+        views: whether `.grad` becomes a view of the buffers.
+        tail: whether the last bucket carries a `Tail`.
+    """
+    buckets = []
+    for order, bucket in enumerate(plan.buckets):
+        averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
+        is_last = order == len(plan.buckets) - 1
+        factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
+        kind = SparseBucket if bucket.sparse else GradBucket
+        buckets.append(
+            kind(
+                bucket,
+                [params[index] for index in bucket.params],
+                [plan.specs[index].name for index in bucket.params],
+                group,
+                averaging=averaging,
+                views=views,
+                tail=Tail(group.rank(), group.size(), len(plan.specs), factor) if tail and is_last else None,
+                label=f"bucket {order}",
+            )
+        )
+    return buckets

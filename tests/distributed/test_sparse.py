@@ -1,0 +1,216 @@
+"""Embeddings with sparse gradients: rows are gathered, and the mean is that of dense ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfuse
+
+ROWS, WIDTH = 11, 4
+
+
+class Lookup(nn.Module):
+    def __init__(self, sparse=True, dtype=torch.float32):
+        super().__init__()
+        self.first = nn.Embedding(ROWS, WIDTH, sparse=sparse, dtype=dtype)
+        self.second = nn.EmbeddingBag(ROWS, WIDTH, sparse=sparse, mode="sum", dtype=dtype)
+        self.head = nn.Linear(WIDTH, 2, dtype=dtype)
+
+    def forward(self, words, use_second=True):
+        hidden = self.first(words).mean(1)
+        return self.head(hidden + self.second(words) if use_second else hidden)
+
+
+def words_of(rank, step):
+    return torch.randint(ROWS, (3, 2 + rank), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def dense(grad):
+    return grad.to_dense() if grad.layout is torch.sparse_coo else grad
+
+
+def trains_like_ddp(rank, size):
+    torch.manual_seed(1)
+    net = Lookup()
+    twin = DistributedDataParallel(copy.deepcopy(net))
+    model = dpfuse.DataParallel(net)
+    assert [bucket.sparse for bucket in model.bucket_plan.buckets] == [False, True, True]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, foreach=False) for m in (model, twin)]
+    for step in range(8):
+        for wrapper, optimizer in zip((model, twin), optimizers, strict=True):
+            wrapper(words_of(rank, step)).square().sum().backward()
+            optimizer.step()
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert ours.grad.layout == theirs.grad.layout
+            assert torch.equal(dense(ours.grad), dense(theirs.grad)), (step, name)
+            assert torch.equal(ours, theirs), (step, name)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def test_sparse_training_gives_the_bits_of_ddp(ranks):
+    ranks(trains_like_ddp)
+
+
+def follows_the_dense_model(rank, size, options):
+    dtype = options.pop("dtype", torch.float32)
+    torch.manual_seed(1)
+    sparse = dpfuse.DataParallel(Lookup(dtype=dtype), find_unused_parameters=True, **options)
+    twin = Lookup(sparse=False, dtype=dtype)
+    twin.load_state_dict(sparse.state_dict())
+    plain = dpfuse.DataParallel(twin, find_unused_parameters=True, **options)
+    for step in range(4):
+        # Accumulated locally first; then one rank, or every rank, leaves the second table out.
+        for model in (sparse, plain):
+            with model.no_sync():
+                model(words_of(rank, step), use_second=False).square().sum().backward()
+            model(words_of(rank, step + 50), use_second=step % 2 == 0 and rank == 0).square().sum().backward()
+        for ours, theirs in zip(sparse.parameters(), plain.parameters(), strict=True):
+            if theirs.grad is None:
+                assert ours.grad is None
+            else:
+                # Rows that occur twice are added in another order than in a dense gradient.
+                torch.testing.assert_close(dense(ours.grad), theirs.grad)
+                together = [torch.empty_like(theirs.grad) for _ in range(size)]
+                dist.all_gather(together, dense(ours.grad).contiguous())
+                assert all(torch.equal(part, together[0]) for part in together)
+        sparse.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": torch.float64},
+        {"gradient_scale": 1.0, "gradient_as_bucket_view": False},
+        {"comm_buffer_size": 0, "last_comm_buffer_size": 0},
+    ],
+    ids=["default", "float64", "sum", "every parameter alone"],
+)
+def test_sparse_gradients_are_those_of_the_dense_model(ranks, size, options):
+    ranks(follows_the_dense_model, options, size=size)
+
+
+def rows_travel_narrowed(rank, size):
+    for wire, dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        table = nn.Embedding(3, 2, sparse=True, dtype=dtype)
+        model = dpfuse.DataParallel(table, wire_dtype=wire)
+        factor = torch.tensor([1.001, 3.0], dtype=dtype)
+        (model(torch.tensor([0, 1 + rank])) * factor).sum().backward()
+        half = (factor.float() / 2).to(wire)
+        expected = torch.stack([half + half, half, half]).to(dtype)
+        assert table.weight.grad.is_coalesced()
+        assert torch.equal(table.weight.grad.to_dense(), expected)
+
+
+def test_rows_travel_in_the_wires_type(ranks):
+    ranks(rows_travel_narrowed)
+
+
+class Tied(nn.Module):
+    """The table is the output layer too: its gradient is sparse and dense, added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def forward(self, words):
+        return self.table(words).mean(1) @ self.table.weight.T
+
+
+def a_tied_table(rank, size):
+    torch.manual_seed(0)
+    model = dpfuse.DataParallel(Tied())
+    bare = [copy.deepcopy(model.module) for _ in range(size)]
+    model(words_of(rank, 0)).square().sum().backward()
+    for r, twin in enumerate(bare):
+        twin(words_of(r, 0)).square().sum().backward()
+    assert model.table.weight.grad.layout is torch.strided
+    torch.testing.assert_close(model.table.weight.grad, (bare[0].table.weight.grad + bare[1].table.weight.grad) / 2)
+
+
+def test_a_gradient_that_is_dense_stays_dense(ranks):
+    ranks(a_tied_table)
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("planted")
+
+
+class OnlyATable(nn.Module):
+    """Its one bucket is sparse, so that carries the tail."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+
+    def forward(self, words, blow=False):
+        hidden = self.table(words)
+        return Fuse.apply(hidden) if blow else hidden
+
+
+def failures_are_told_by_a_sparse_bucket(rank, size):
+    model = dpfuse.DataParallel(OnlyATable())
+    words = torch.tensor([rank, 3])
+    if rank == 1:
+        with pytest.raises(KeyError, match="planted"):
+            model(words, blow=True).sum().backward()
+        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
+            model(words)
+    else:
+        with pytest.raises(dpfuse.DPFuseError, match="failed on rank 1 of 2"):
+            model(words).sum().backward()
+    model.zero_grad()
+    for _ in range(2):
+        model(words).sum().backward()
+        assert model.table.weight.grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0, 1]
+        model.zero_grad()
+    # A gradient that is no set of rows is refused on the rank that has it, and its peer hears of it.
+    if rank == 1:
+        elements = torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 2), check_invariants=True)
+        model.table.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", elements))
+        expected = r"rank 1 could not pack its gradients: parameter 'table.weight' has a gradient of layout"
+    else:
+        expected = r"failed on rank 1 of 2"
+    with pytest.raises(dpfuse.DPFuseError, match=expected):
+        model(words).sum().backward()
+
+
+def ranks_of_two_minds(rank, size):
+    with pytest.raises(dpfuse.DPFuseError, match=r"weight.* has sparse gradients"):
+        dpfuse.DataParallel(nn.Embedding(4, 2, sparse=rank == 0))
+
+
+def test_ranks_must_agree_on_what_is_sparse(ranks):
+    ranks(ranks_of_two_minds)
+
+
+def test_a_failure_is_told_where_only_sparse_buckets_are(ranks):
+    ranks(failures_are_told_by_a_sparse_bucket)
+
+
+def bytes_go_with_the_rows(rank, size):
+    model = dpfuse.DataParallel(nn.Embedding(10_000, 16, sparse=True))
+    with dpfuse.time_communication(model) as times:
+        model(torch.tensor([5, 7, 7, rank])).sum().backward()
+    assert times.steps == 1
+    # At most four rows of an index and 16 floats, and the counts with the tail.
+    assert 0 < times.nbytes <= 4 * (8 + 64) + 8 * (1 + 2 + 1)
+
+
+def test_what_travels_is_the_rows_not_the_table(ranks):
+    ranks(bytes_go_with_the_rows)
