@@ -1,0 +1,81 @@
+"""`paddle.DataParallel`: dpfuse's wrapper with the names that only Paddle has. Knows nothing of communication."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+
+import dpfuse
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(dpfuse.DataParallel):
+    """`dpfuse.DataParallel` under Paddle's names; arguments and behaviour are the same.
+
+    Example:
+        >>> import torch, dpfuse.paddle as paddle
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dp_layer = paddle.DataParallel(torch.nn.Linear(4, 2))
+        >>> dp_layer(torch.ones(3, 4)).mean().backward()
+        >>> dp_layer.clear_gradients()
+        >>> type(dp_layer._layers).__name__, list(dp_layer.state_dict(structured_name_prefix="net."))
+        ('Linear', ['net.weight', 'net.bias'])
+        >>> dist.destroy_process_group()
+
+    Source: `paddle.DataParallel`.
+    """
+
+    set_dict = load_dict = dpfuse.DataParallel.set_state_dict
+
+    @property
+    def _layers(self) -> nn.Module:
+        """The wrapped module."""
+        return self.module
+
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: dict[str, Any] | None = None,
+        include_sublayers: bool = True,
+        structured_name_prefix: str = "",
+        *,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The wrapped module's state dict, without any prefix of the wrapper.
+
+        Args:
+            destination: a dict to fill; a new one by default.
+            include_sublayers: False leaves out what belongs to the module's children.
+            structured_name_prefix: put before each name.
+            prefix: torch's word for the same; a parent module passes it.
+            keep_vars: True gives the parameters themselves instead of detached tensors.
+
+        Returns:
+            `destination`.
+
+        Source: `paddle.DataParallel.state_dict`.
+        """
+        name_prefix = prefix + structured_name_prefix
+        return super().state_dict(destination, include_sublayers, prefix=name_prefix, keep_vars=keep_vars)
+
+    def clear_gradients(self, set_to_zero: bool = False) -> None:
+        """Drop all gradients of the module.
+
+        Args:
+            set_to_zero: True keeps gradients of zeros, which is what Paddle does. None, torch's default, is ours:
+                momentum then leaves parameters alone that took no part in a step.
+        """
+        self.zero_grad(set_to_none=not set_to_zero)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Deprecated in Paddle: returns `loss`. Gradients are averaged without it."""
+        warnings.warn("scale_loss does nothing; leave it out", DeprecationWarning, stacklevel=2)
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """Deprecated in Paddle: does nothing. `backward()` has averaged the gradients already."""
+        warnings.warn("apply_collective_grads does nothing; leave it out", DeprecationWarning, stacklevel=2)

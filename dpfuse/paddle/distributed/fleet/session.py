@@ -1,0 +1,230 @@
+"""What `fleet.init` decided, and the models and optimizers made since. One per process, replaced by the next init."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dpfuse import DPFuseError, get_world_size, init_parallel_env
+from dpfuse.paddle.data_parallel import DataParallel
+from dpfuse.paddle.distributed.fleet.gradient_merge import GradientMerge
+from dpfuse.paddle.distributed.fleet.optimizer import DistributedOptimizer
+from dpfuse.paddle.distributed.fleet.strategy import DistributedStrategy
+from dpfuse.paddle.distributed.fleet.sync_batch_norm import SyncBatchNorm
+from dpfuse.paddle.gathered import agree
+
+__all__ = ["distributed_model", "distributed_optimizer", "init"]
+
+
+class Session:
+    """The strategy in force, and who was made under it.
+
+    Args:
+        strategy: a copy that nobody else changes.
+    """
+
+    def __init__(self, strategy: DistributedStrategy) -> None:
+        self.strategy = strategy
+        self.models: WeakSet[DataParallel] = WeakSet()
+        self.optimizers: WeakSet[DistributedOptimizer] = WeakSet()
+        # Models whose iterations no optimizer counts yet, each with the hook that refuses to train it.
+        self.uncounted: WeakKeyDictionary[DataParallel, RemovableHandle] = WeakKeyDictionary()
+
+    @property
+    def merges(self) -> bool:
+        """Whether more than one iteration makes a step."""
+        return self.strategy.gradient_merge and self.strategy.gradient_merge_configs["k_steps"] > 1
+
+    def add_model(self, model: DataParallel) -> None:
+        """Let the optimizers that hold its parameters switch its synchronisation."""
+        self.models.add(model)
+        if self.merges:
+            self.uncounted[model] = model.register_forward_pre_hook(_require_optimizer)
+            for optimizer in self.optimizers:
+                self._connect(model, optimizer)
+
+    def add_optimizer(self, optimizer: DistributedOptimizer) -> None:
+        """Let it switch the synchronisation of the models whose parameters it holds."""
+        self.optimizers.add(optimizer)
+        if self.merges:
+            for model in self.models:
+                self._connect(model, optimizer)
+
+    def _connect(self, model: DataParallel, optimizer: DistributedOptimizer) -> None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if optimizer.merge is not None and any(id(param) in held for param in model.parameters()):
+            optimizer.merge.join(model)
+            if model in self.uncounted:
+                self.uncounted.pop(model).remove()
+
+
+_session: Session | None = None
+
+
+def init(
+    role_maker: Any = None,
+    is_collective: bool = False,
+    strategy: DistributedStrategy | None = None,
+    log_level: int | str = "INFO",
+) -> None:
+    """Join the job and set the strategy; to be called before models and optimizers are made.
+
+    Where the environment speaks of no job, the program runs on one process, and one warning says so. A
+    second call replaces the strategy for whatever is made after it.
+
+    Args:
+        role_maker: None, or `PaddleCloudRoleMaker(is_collective=True)`.
+        is_collective: must be True where there is no role maker.
+        strategy: settings; None is `DistributedStrategy()`. A copy is taken.
+        log_level: of the logger "dpfuse"; a number of the module `logging`, or its name.
+
+    Raises:
+        ValueError: parameter-server mode; an unknown log level; a `dp_degree` that is not the number of
+            ranks; an environment without sense.
+        TypeError: an argument of the wrong type.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from dpfuse.paddle.distributed import fleet
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> fleet.init(is_collective=True)
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(layer.parameters(), lr=0.5))
+        >>> model = fleet.distributed_model(layer)
+        >>> model(torch.ones(3, 4)).mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.clear_grad()
+        >>> dist.destroy_process_group()
+
+    Source: `paddle.distributed.fleet.init`.
+    """
+    global _session
+    if role_maker is not None:
+        is_collective = getattr(role_maker, "_is_collective", None)  # type: ignore[assignment]
+        if is_collective is None:
+            raise TypeError(f"role_maker must be a PaddleCloudRoleMaker or None, got {type(role_maker).__name__}")
+    if not isinstance(is_collective, bool):
+        raise TypeError(f"is_collective must be True or False, got {is_collective!r}")
+    if not is_collective:
+        raise ValueError(
+            "fleet.init without is_collective=True asks for Paddle's parameter-server mode, which does not exist here; "
+            "write fleet.init(is_collective=True), or pass PaddleCloudRoleMaker(is_collective=True)"
+        )
+    if strategy is None:
+        strategy = DistributedStrategy()
+    _check_strategy(strategy)
+    logging.getLogger("dpfuse").setLevel(log_level)
+    init_parallel_env()
+    degree, size = strategy.hybrid_configs["dp_degree"], get_world_size()
+    if degree not in (-1, size):
+        raise ValueError(
+            f"strategy.hybrid_configs['dp_degree'] is {degree}, but the job has {size} ranks; leave it at -1"
+        )
+    _session = Session(copy.deepcopy(strategy))
+
+
+def distributed_model(model: nn.Module) -> DataParallel:
+    """Wrap a model so that its gradients are averaged over the ranks, as the strategy says.
+
+    Args:
+        model: the same on every rank; as for `dpfuse.paddle.DataParallel`. With `sync_batch_norm` its
+            BatchNorm layers are replaced, in place.
+
+    Returns:
+        The wrapper; on a single process it passes calls through.
+
+    Raises:
+        DPFuseError: `fleet.init` has not been called; the ranks' strategies differ; and what
+            `DataParallel` raises.
+
+    Source: `paddle.distributed.fleet.distributed_model`.
+    """
+    session = _current()
+    strategy = session.strategy
+    agree(repr(strategy), "the strategies of fleet", "Set the same DistributedStrategy on every rank.")
+    if strategy.sync_batch_norm and isinstance(model, nn.Module):
+        on_cpu = all(param.device.type == "cpu" for param in model.parameters())
+        # A group of its own: a rank that leaves parameters unused sends their buckets later than the others, so
+        # one order of both kinds of all-reduces does not exist. NCCL's groups are better not mixed, so torch's
+        # layer keeps the default one.
+        own_group = dist.new_group() if dist.is_initialized() and on_cpu else None
+        model = SyncBatchNorm.convert_sync_batchnorm(model, own_group)
+    fuses = strategy.fuse_all_reduce_ops
+    with warnings.catch_warnings():
+        # fleet.init has said so.
+        warnings.filterwarnings("ignore", "there is no process group", UserWarning)
+        wrapper = DataParallel(
+            model,
+            comm_buffer_size=strategy.fuse_grad_size_in_MB if fuses else 0,
+            last_comm_buffer_size=strategy.last_comm_group_size_MB if fuses else 0,
+            find_unused_parameters=strategy.find_unused_parameters,
+            gradient_scale=None if strategy.gradient_scale_configs["scale_strategy"] == "avg" else 1.0,
+            wire_dtype=torch.float16 if strategy.fp16_allreduce else None,
+        )
+    session.add_model(wrapper)
+    return wrapper
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
+) -> DistributedOptimizer:
+    """Give a torch optimizer Paddle's methods, and gradient merging where the strategy asks for it.
+
+    Args:
+        optimizer: over the model's parameters; before or after `distributed_model`.
+        strategy: replaces the one of `fleet.init`. A copy is taken.
+
+    Returns:
+        An optimizer that passes everything on to `optimizer`.
+
+    Raises:
+        TypeError: `optimizer` is not one of torch, or has been here before; `strategy` is no strategy.
+        DPFuseError: `fleet.init` has not been called; a model was made under another strategy before.
+
+    Source: `paddle.distributed.fleet.distributed_optimizer`.
+    """
+    session = _current()
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
+        )
+    if strategy is not None:
+        _check_strategy(strategy)
+        if session.models and strategy != session.strategy:
+            raise DPFuseError(
+                f"distributed_optimizer got {strategy!r}, but distributed_model has wrapped a model with "
+                f"{session.strategy!r}. Pass the strategy to fleet.init, or call distributed_optimizer first."
+            )
+        session.strategy = copy.deepcopy(strategy)
+    configs = session.strategy.gradient_merge_configs
+    merge = GradientMerge(configs["k_steps"], configs["avg"]) if session.merges else None
+    wrapper = DistributedOptimizer(optimizer, merge)
+    session.add_optimizer(wrapper)
+    return wrapper
+
+
+def _current() -> Session:
+    if _session is None:
+        raise DPFuseError("fleet has not been initialised; call fleet.init(is_collective=True) first")
+    return _session
+
+
+def _check_strategy(strategy: Any) -> None:
+    if not isinstance(strategy, DistributedStrategy):
+        raise TypeError(f"strategy must be a fleet.DistributedStrategy, got {type(strategy).__name__}")
+
+
+def _require_optimizer(model: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled():
+        raise DPFuseError(
+            "gradient_merge is on, but no optimizer of fleet.distributed_optimizer holds this model's parameters, so "
+            "nobody would count its iterations. Wrap the optimizer, or leave gradient_merge off."
+        )

@@ -1,0 +1,185 @@
+"""DistributedStrategy: what a user wants of fleet. Knows no model, no optimizer and no process group."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dpfuse.paddle.distributed.fleet.strategy_fields import INSTEAD, SUPPORTED, UNSUPPORTED
+
+__all__ = ["DistributedStrategy"]
+
+
+class DistributedStrategy:
+    """Paddle's settings for distributed training; those of data parallelism work, in eager mode.
+
+    All of Paddle's fields can be read. Those that are not listed here can be set to their default only.
+    A `_configs` field takes a dict with some of its keys and keeps the others; what is read cannot be changed
+    in place.
+
+    Args (fields, with their defaults):
+        fuse_grad_size_in_MB (32): a bucket is sent once its gradients reach this many MB (1048576 bytes); a
+            number, 0 and fractions are fine.
+        last_comm_group_size_MB (1.0): the same for the bucket that is sent last; above 0.
+        fuse_all_reduce_ops (True): False sends every gradient alone.
+        find_unused_parameters (False): True if parameters without gradient are expected.
+        fp16_allreduce (False): True sends float32 gradients as float16.
+        sync_batch_norm (False): True lets BatchNorm layers use mean and variance over all ranks' batches.
+        gradient_merge (False), gradient_merge_configs ({"k_steps": 1, "avg": True}): True accumulates the
+            gradients of `k_steps` iterations. Only the last of them communicates, and only then does the
+            optimizer of `fleet.distributed_optimizer` step and clear, by their mean, or their sum if `avg` is
+            False. Clear gradients through that optimizer only.
+        gradient_scale_configs ({"scale_strategy": "avg", "scale_gradient": False}): "avg" takes the mean over
+            the ranks, "sum" the sum. "customized" is the sum too: scale the loss yourself. `scale_gradient`
+            says where Paddle divides, before or after merging; the mean is the same.
+        hybrid_configs: `dp_degree` may be -1 or the number of ranks; the other degrees are 1.
+
+    Raises (on assignment):
+        ValueError: a value out of range, or of a field that is not supported.
+        TypeError: a value of the wrong type.
+        AttributeError: no such field, or no such key in a `_configs` dict; the nearest name is suggested.
+
+    Example:
+        >>> from dpfuse.paddle.distributed import fleet
+        >>> strategy = fleet.DistributedStrategy()
+        >>> strategy.gradient_merge = True
+        >>> strategy.gradient_merge_configs = {"k_steps": 4}
+        >>> dict(strategy.gradient_merge_configs)
+        {'k_steps': 4, 'avg': True}
+
+    Source: `paddle.distributed.fleet.DistributedStrategy`, and the defaults of its protobuf message.
+    """
+
+    fuse_grad_size_in_MB: float  # noqa: N815
+    last_comm_group_size_MB: float  # noqa: N815
+    fuse_all_reduce_ops: bool
+    find_unused_parameters: bool
+    fp16_allreduce: bool
+    sync_batch_norm: bool
+    gradient_merge: bool
+    gradient_merge_configs: Mapping[str, Any]
+    gradient_scale_configs: Mapping[str, Any]
+    hybrid_configs: Mapping[str, Any]
+
+    _values: dict[str, Any]
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_values", copy.deepcopy(SUPPORTED))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy in the making has no values yet
+            raise AttributeError(name)
+        value = self._values[name] if name in self._values else _unsupported(name)
+        return MappingProxyType(value) if isinstance(value, dict) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = CHECKS.get(name)
+        if isinstance(check, dict):
+            given = _known_keys(name, value, check)
+            checked = {key: check[key](f"{name}[{key!r}]", item) for key, item in given.items()}
+            self._values[name] = {**self._values[name], **checked}
+            return
+        if check is not None:
+            self._values[name] = check(name, value)
+            return
+        default = _unsupported(name)
+        if isinstance(default, dict):
+            value = {**default, **_known_keys(name, value, default)}
+        if value != default:
+            remedy = INSTEAD.get(name.removesuffix("_configs"), "it has no effect on data parallelism here")
+            raise ValueError(f"strategy.{name} is not supported: got {value!r}, expected {default!r}; {remedy}")
+
+    def __eq__(self, other: object) -> bool:
+        return self._values == other._values if isinstance(other, DistributedStrategy) else NotImplemented
+
+    def __repr__(self) -> str:
+        fields = "".join(f"    {name}={value!r},\n" for name, value in self._values.items())
+        return f"DistributedStrategy(\n{fields})"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *SUPPORTED, *UNSUPPORTED})
+
+
+def _unsupported(name: str) -> Any:
+    if name not in UNSUPPORTED:
+        near = difflib.get_close_matches(name, [*SUPPORTED, *UNSUPPORTED], 1)
+        raise AttributeError(
+            f"DistributedStrategy has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    return UNSUPPORTED[name]
+
+
+def _known_keys(name: str, value: Any, known: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"strategy.{name} must be a dict, got {value!r} of type {type(value).__name__}")
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(known) or 'none'}"
+            raise AttributeError(f"strategy.{name} has no key {key!r}; {hint}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"strategy.{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def _number(name: str, value: Any, kinds: tuple[type[int | float], ...], least: float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        what = "an integer" if kinds == (int,) else "a number"
+        raise TypeError(f"strategy.{name} must be {what}, got {value!r} of type {type(value).__name__}")
+    if math.isnan(value) or value < least:
+        raise ValueError(f"strategy.{name} must be at least {least}, got {value!r}")
+    return value
+
+
+def _size(name: str, value: Any) -> Any:
+    return _number(name, value, (int, float), 0)
+
+
+def _positive_size(name: str, value: Any) -> Any:
+    if _size(name, value) == 0:
+        raise ValueError(f"strategy.{name} must be above 0 MB, got {value!r}; fuse_all_reduce_ops=False fuses nothing")
+    return value
+
+
+def _positive_count(name: str, value: Any) -> Any:
+    return _number(name, value, (int,), 1)
+
+
+def _scale_strategy(name: str, value: Any) -> Any:
+    if value not in ("avg", "sum", "customized"):
+        raise ValueError(f"strategy.{name} must be 'avg', 'sum' or 'customized', got {value!r}")
+    return value
+
+
+def _degree(name: str, value: Any) -> Any:
+    return value if value == -1 else _positive_count(name, value)
+
+
+def _one(name: str, value: Any) -> Any:
+    if _positive_count(name, value) != 1:
+        raise ValueError(f"strategy.{name} must be 1, got {value!r}; there is data parallelism only")
+    return value
+
+
+Check = Callable[[str, Any], Any]
+
+CHECKS: dict[str, Check | dict[str, Check]] = {
+    "fuse_grad_size_in_MB": _size,
+    "last_comm_group_size_MB": _positive_size,
+    "find_unused_parameters": _flag,
+    "fuse_all_reduce_ops": _flag,
+    "fp16_allreduce": _flag,
+    "sync_batch_norm": _flag,
+    "gradient_merge": _flag,
+    "gradient_merge_configs": {"k_steps": _positive_count, "avg": _flag},
+    "gradient_scale_configs": {"scale_strategy": _scale_strategy, "scale_gradient": _flag},
+    "hybrid_configs": {name: _degree if name == "dp_degree" else _one for name in SUPPORTED["hybrid_configs"]},
+}

@@ -1,0 +1,65 @@
+"""Who is who: the ranks of a job, as fleet calls them. Every rank is a worker; there are no servers."""
+
+from __future__ import annotations
+
+from dpfuse import ParallelEnv, get_rank, get_world_size
+from dpfuse.paddle.gathered import any_rank
+
+__all__ = [
+    "barrier_worker",
+    "is_first_worker",
+    "is_server",
+    "is_worker",
+    "server_num",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+]
+
+
+def worker_index() -> int:
+    """This process's rank."""
+    return get_rank()
+
+
+def worker_num() -> int:
+    """The number of ranks."""
+    return get_world_size()
+
+
+def is_first_worker() -> bool:
+    """Whether this is rank 0."""
+    return worker_index() == 0
+
+
+def is_worker() -> bool:
+    """True: every process trains."""
+    return True
+
+
+def is_server() -> bool:
+    """False: there is no parameter-server mode."""
+    return False
+
+
+def server_num() -> int:
+    """0: there is no parameter-server mode."""
+    return 0
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """The ranks' addresses, as far as the environment names them.
+
+    Args:
+        to_string: True joins them by commas.
+
+    Returns:
+        `host:port` by rank; empty where the environment has none.
+    """
+    endpoints = ParallelEnv().trainer_endpoints
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def barrier_worker() -> None:
+    """Wait for all ranks; nothing on a single process."""
+    any_rank(False)

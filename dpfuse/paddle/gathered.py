@@ -1,0 +1,145 @@
+"""What the ranks of the high-level API exchange: checked facts, flags, rows of tensors. Tensors only, never pickles.
+
+The only file of the wing's high-level API that calls collectives. Without a process group, or on one rank, nothing is
+sent. Every exchange that can fail is preceded by one of fixed size, so that all ranks see the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpfuse import DPFuseError
+
+__all__ = ["agree", "any_rank", "broadcast_buffers", "gather_rows", "world_size"]
+
+TEXT_BYTES = 1024  # of a rank's text in an error; the rest is cut off
+PROBLEM = "cannot be gathered: "  # first words of the text of a rank whose own checks failed
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def agree(text: str, what: str, remedy: str) -> None:
+    """Compare `text` over the ranks.
+
+    Args:
+        text: one fact per line.
+        what: what it describes, for the error.
+        remedy: what to do about a difference.
+
+    Raises:
+        DPFuseError: the texts differ; on every rank, with the first line that does.
+    """
+    _compare(text, what, remedy)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on some rank. All ranks have arrived when it returns."""
+    if world_size() == 1:
+        return flag
+    wire = torch.tensor([flag], dtype=torch.int32, device=_device())
+    dist.all_reduce(wire, dist.ReduceOp.MAX)
+    return bool(wire.item())
+
+
+def broadcast_buffers(network: nn.Module) -> None:
+    """Overwrite the buffers (running statistics) of all ranks by those of rank 0."""
+    if world_size() == 1:
+        return
+    for buffer in network.buffers():
+        wire = buffer.detach().to(_device()).contiguous()
+        dist.broadcast(wire, 0)
+        buffer.data.copy_(wire)
+
+
+def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The rows of every rank, rank after rank, on every rank.
+
+    Args:
+        tensors: each [rows, …], any dtype; equal over the ranks but for `rows`.
+        rows: samples in this rank's batch.
+
+    Returns:
+        As many tensors, [sum of rows, …], on the device of the first; bit for bit what the ranks had.
+
+    Raises:
+        DPFuseError: a tensor has another number of rows, or the ranks' tensors differ in number, shape or dtype; on
+            every rank.
+    """
+    counts = _compare(
+        _layout(tensors, rows),
+        "what the ranks gather (indices, outputs, labels)",
+        "Make the network give every rank the same shapes, with one row per sample.",
+        rows,
+    )
+    if world_size() == 1:
+        return list(tensors)
+    # One row holds a sample's part of every tensor, as bytes: one collective, whatever the dtypes.
+    parts = [_as_bytes(tensor.detach().to(_device()).contiguous()) for tensor in tensors]
+    packed = torch.cat(parts, dim=1)
+    wire = packed.new_zeros(max(counts), packed.shape[1])
+    wire[:rows] = packed
+    joined = torch.cat([part[:count] for part, count in zip(_all_gather(wire), counts, strict=True)])
+    found = [tensor.new_empty(len(joined), *tensor.shape[1:], device=_device()) for tensor in tensors]
+    for part, out in zip(joined.split([part.shape[1] for part in parts], dim=1), found, strict=True):
+        _as_bytes(out).copy_(part)
+    return [out.to(tensors[0].device) for out in found]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, a row of bytes for each of its rows."""
+    return tensor.view(len(tensor), tensor.numel() // len(tensor)).view(torch.uint8)
+
+
+def _layout(tensors: Sequence[Tensor], rows: int) -> str:
+    lines = []
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided or tensor.shape[:1] != (rows,):
+            return (
+                f"{PROBLEM}tensor {index} has shape {tuple(tensor.shape)} and layout {tensor.layout} for a batch of "
+                f"{rows} samples; expected a dense tensor whose dimension 0 is {rows}"
+            )
+        lines.append(f"tensor {index}: {tensor.dtype}[*, {', '.join(map(str, tensor.shape[1:]))}]")
+    return "\n".join(lines)
+
+
+def _compare(text: str, what: str, remedy: str, number: int = 0) -> list[int]:
+    """Every rank's `number`, if the texts are equal and none speaks of a problem; else the same error everywhere."""
+    if world_size() == 1:
+        if text.startswith(PROBLEM):
+            raise DPFuseError(f"{what}: {text}. {remedy}")
+        return [number]
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    header = torch.tensor([digest, number, text.startswith(PROBLEM)], dtype=torch.int64, device=_device())
+    headers = [row.tolist() for row in _all_gather(header)]
+    if all(row[0] == headers[0][0] and not row[2] for row in headers):
+        return [row[1] for row in headers]
+    wire = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in _all_gather(wire.to(_device()))]
+    for rank, (other, row) in enumerate(zip(texts, headers, strict=True)):
+        if row[2]:
+            raise DPFuseError(f"{what}: on rank {rank} it {other}. {remedy}")
+    lines = list(zip(*(other.splitlines() for other in texts), strict=False))
+    line = next((line for line in lines if len(set(line)) > 1), texts)
+    got = "; ".join(f"rank {rank} has {' '.join(part.split())!r}" for rank, part in enumerate(line))
+    raise DPFuseError(f"{what} differ between ranks: {got}; expected the same on every rank. {remedy}")
+
+
+def _all_gather(wire: Tensor) -> list[Tensor]:
+    received = [torch.empty_like(wire) for _ in range(world_size())]
+    dist.all_gather(received, wire)
+    return received
+
+
+def _device() -> torch.device:
+    """Where tensors that are sent must be: on the GPU only if the group takes nothing else."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,111 @@
+"""`paddle.io`: dealing batches of a dataset out to the ranks. Loading them is torch's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from dpfuse import get_rank, get_world_size
+
+__all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]
+
+
+class DistributedBatchSampler(Sampler[list[int]]):
+    """Lists of sample indices for one rank; for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`.
+
+    The samples, padded from the start of the list until every rank gets equally many, are dealt out in blocks
+    of `batch_size`, round robin; what does not fill a last round is split evenly. So one step of all ranks
+    takes the samples of one batch of `num_replicas * batch_size` on a single process.
+
+    With `shuffle`, each iteration begins a new epoch by itself, with an order of its own that is equal on
+    all ranks; `set_epoch` is needed only to resume.
+
+    Args:
+        dataset: anything with a length; not an IterableDataset.
+        batch_size: samples per batch of this rank, at least 1.
+        num_replicas: number of ranks; None asks the environment.
+        rank: this rank; None asks the environment.
+        shuffle: whether to shuffle before dealing out.
+        drop_last: whether to leave out this rank's last batch where it is short.
+
+    Raises:
+        TypeError: an argument of the wrong type; a dataset without length.
+        ValueError: a number out of range; an empty dataset.
+
+    Example:
+        >>> from dpfuse.paddle.io import DistributedBatchSampler
+        >>> list(DistributedBatchSampler(range(10), batch_size=2, num_replicas=2, rank=1))
+        [[2, 3], [6, 7], [9]]
+
+    Source: `paddle.io.DistributedBatchSampler`; the order is the same, index by index.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sized,
+        batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+            raise TypeError(
+                f"dataset must have a length, got {type(dataset).__name__}, whose samples cannot be dealt out by "
+                "index; pass a map-style dataset, or split the stream by rank inside of it"
+            )
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
+        self.dataset = dataset
+        self.batch_size = _integer("batch_size", batch_size, 1)
+        self.nranks = _integer("num_replicas", get_world_size() if num_replicas is None else num_replicas, 1)
+        self.local_rank = _integer("rank", get_rank() if rank is None else rank, 0)
+        if self.local_rank >= self.nranks:
+            raise ValueError(f"rank must be below num_replicas={self.nranks}, got {self.local_rank}")
+        if len(dataset) == 0:
+            raise ValueError("dataset is empty; expected at least one sample, to pad with")
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.num_samples = -(-len(dataset) // self.nranks)
+        self.total_size = self.num_samples * self.nranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = np.resize(np.arange(len(self.dataset)), self.total_size)
+        if self.shuffle:
+            np.random.RandomState(self.epoch).shuffle(indices)
+            self.epoch += 1
+        dealt = self.total_size // (self.nranks * self.batch_size) * self.nranks * self.batch_size
+        rounds = indices[:dealt].reshape(-1, self.nranks, self.batch_size)
+        rest = indices[dealt:].reshape(self.nranks, -1)
+        own = np.concatenate([rounds[:, self.local_rank].ravel(), rest[self.local_rank]]).tolist()
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            yield own[start : start + self.batch_size]
+
+    def __len__(self) -> int:
+        """The number of batches of this rank; the same on all ranks."""
+        short = 0 if self.drop_last else self.batch_size - 1
+        return (self.num_samples + short) // self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of `epoch` at the next iteration.
+
+        Args:
+            epoch: 0 up to 2**32 - 1; the seed of the order.
+
+        Raises:
+            TypeError, ValueError: not such a number.
+        """
+        self.epoch = _integer("epoch", epoch, 0)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)

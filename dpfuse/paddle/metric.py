@@ -1,0 +1,179 @@
+"""`paddle.metric`: figures over many batches. Local to a process: whoever evaluates gathers first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+__all__ = ["Accuracy", "Metric", "accuracy"]
+
+
+class Metric(ABC):
+    """A figure that is built up batch by batch: `update(*compute(outputs, labels))` for each, then `accumulate()`."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all batches."""
+
+    @abstractmethod
+    def update(self, *args: Any) -> Any:
+        """Take in what `compute` returned for a batch; may return the figure of this batch alone."""
+
+    @abstractmethod
+    def accumulate(self) -> Any:
+        """The figure over all batches since `reset`."""
+
+    @abstractmethod
+    def name(self) -> str | list[str]:
+        """What the figure is called, or the figures, where there are several."""
+
+    def compute(self, *args: Any) -> Any:
+        """Boil outputs and labels of a batch down, on their device; by default they are passed on as they are."""
+        return args
+
+
+class Accuracy(Metric):
+    """The share of samples whose label is among the k classes with the highest scores.
+
+    Args:
+        topk: k, or several of them.
+        name: prefix of the names; None is "acc".
+
+    Raises:
+        TypeError, ValueError: `topk` is not made of integers above 0.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.paddle.metric import Accuracy
+        >>> metric = Accuracy(topk=(1, 2))
+        >>> scores = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.4, 0.1]])
+        >>> metric.update(metric.compute(scores, torch.tensor([1, 1])))
+        [0.5, 1.0]
+        >>> metric.name(), metric.accumulate()
+        (['acc_top1', 'acc_top2'], [0.5, 1.0])
+
+    Source: `paddle.metric.Accuracy`.
+    """
+
+    def __init__(self, topk: int | Sequence[int] = (1,), name: str | None = None) -> None:
+        self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
+        if not self.topk:
+            raise ValueError("topk is empty; pass k, or a tuple such as (1, 5)")
+        for k in self.topk:
+            _check_k("topk", k)
+        self.maxk = max(self.topk)
+        base = name or "acc"
+        self.total: list[float] = []
+        self.count: list[int] = []
+        self._name = [base] if self.maxk == 1 else [f"{base}_top{k}" for k in self.topk]
+        self.reset()
+
+    def compute(self, pred: Tensor, label: Tensor, *args: Any) -> Tensor:
+        """Which of the best classes are the label.
+
+        Args:
+            pred: scores [N, ..., classes].
+            label: class ids [N] or [N, ..., 1], or one-hot [N, ..., classes]; on the device of `pred`.
+
+        Returns:
+            float32 [N, ..., maxk]: 1 where the label is the class with the i-th highest score. Fewer than maxk
+            where there are fewer classes.
+        """
+        return _hits(pred, label, self.maxk).to(torch.float32)
+
+    def update(self, correct: Tensor | ArrayLike, *args: Any) -> float | list[float]:
+        """Count a batch.
+
+        Args:
+            correct: what `compute` returned; tensor or array.
+
+        Returns:
+            The accuracy of this batch; a list with one per k, where `topk` has several.
+        """
+        hits = correct.detach().cpu().numpy() if isinstance(correct, Tensor) else np.asarray(correct)
+        samples = int(np.prod(hits.shape[:-1]))
+        found = [float(hits[..., :k].sum()) for k in self.topk]
+        self.total = [total + hit for total, hit in zip(self.total, found, strict=True)]
+        self.count = [count + samples for count in self.count]
+        return self._each([hit / samples if samples else 0.0 for hit in found])
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.total = [0.0] * len(self.topk)
+        self.count = [0] * len(self.topk)
+
+    def accumulate(self) -> float | list[float]:
+        """The accuracy since `reset`, 0.0 without samples; a list with one per k, where `topk` has several."""
+        return self._each(
+            [total / count if count else 0.0 for total, count in zip(self.total, self.count, strict=True)]
+        )
+
+    def name(self) -> list[str]:
+        """`["acc"]`, or `["acc_top1", "acc_top5"]` for `topk=(1, 5)`; in a list, as in Paddle."""
+        return self._name
+
+    def _each(self, values: list[float]) -> float | list[float]:
+        return values[0] if len(values) == 1 else values
+
+
+def accuracy(
+    input: Tensor, label: Tensor, k: int = 1, correct: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """The share of samples of one batch whose label is among the k classes with the highest scores.
+
+    Args:
+        input: scores [N, classes].
+        label: class ids [N] or [N, 1], on the device of `input`.
+        k: number of best classes that count.
+        correct: an integer tensor of one element that gets the number of hits.
+        total: an integer tensor of one element that gets the number of samples.
+
+    Returns:
+        A float32 tensor without dimensions, on the device of `input`.
+
+    Raises:
+        TypeError, ValueError: `k` is not an integer above 0.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.paddle.metric import accuracy
+        >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([[1], [1]]))
+        tensor(0.5000)
+
+    Source: `paddle.metric.accuracy`.
+    """
+    _check_k("k", k)
+    hits = _hits(input, label, k).any(-1)
+    if correct is not None:
+        correct.copy_(hits.sum())
+    if total is not None:
+        total.fill_(hits.numel())
+    return hits.to(torch.float32).mean()
+
+
+def _check_k(name: str, k: Any) -> None:
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"{name} must be made of integers, got {k!r} of type {type(k).__name__}")
+    if k < 1:
+        raise ValueError(f"{name} must be at least 1, got {k}")
+
+
+def _hits(pred: Tensor, label: Tensor, k: int) -> Tensor:
+    """bool [N, ..., min(k, classes)]"""
+    best = pred.topk(min(k, pred.shape[-1]), dim=-1).indices
+    if label.ndim == pred.ndim - 1:
+        label = label.unsqueeze(-1)
+    elif label.ndim == pred.ndim and label.shape[-1] != 1:
+        label = label.argmax(-1, keepdim=True)
+    if label.shape[:-1] != pred.shape[:-1]:
+        raise ValueError(
+            f"label has shape {tuple(label.shape)} for scores of shape {tuple(pred.shape)}; expected one label, or one "
+            "one-hot row, for each row of scores"
+        )
+    return best == label
