@@ -97,6 +97,7 @@ def test_what_is_read_cannot_be_changed_behind_the_strategys_back(strategy):
         ("nccl_comm_num", 2, ValueError, "expected 1; it has no effect on data parallelism here"),
         ("build_strategy", object(), ValueError, "ParallelExecutor"),
         ("fuse_grad_size", 3, AttributeError, "no field 'fuse_grad_size'; did you mean 'fuse_grad_size_in_MB'"),
+        ("fuse_grad_size_in_mb", 3, AttributeError, "did you mean 'fuse_grad_size_in_MB'"),
         ("zzzz", 3, AttributeError, "no field 'zzzz'$"),
     ],
 )

@@ -106,10 +106,10 @@ class DistributedStrategy:
 
 def _unsupported(name: str) -> Any:
     if name not in UNSUPPORTED:
-        near = difflib.get_close_matches(name, [*SUPPORTED, *UNSUPPORTED], 1)
-        raise AttributeError(
-            f"DistributedStrategy has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        fields = {field.lower(): field for field in (*SUPPORTED, *UNSUPPORTED)}
+        near = difflib.get_close_matches(name.lower(), fields, 1)
+        hint = f"; did you mean {fields[near[0]]!r}?" if near else ""
+        raise AttributeError(f"DistributedStrategy has no field {name!r}{hint}")
     return UNSUPPORTED[name]
 
 

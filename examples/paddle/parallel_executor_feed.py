@@ -1,0 +1,57 @@
+"""What may be fed to a `paddle.static.ParallelExecutor`, and what comes back: the examples of its method `run`.
+
+    python examples/paddle/parallel_executor_feed.py
+
+A dictionary is cut into one part for each device; a list has one dictionary for each device. Results of all devices are
+put together, or come as a list. Sets CPU_NUM itself, so that there are two devices on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from dpfuse.paddle import static
+
+
+class Mean(torch.nn.Module):
+    """What a program can be captured from, in place of building it under program_guard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 1)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.fc(image)
+        return {"y": y, "loss": y.mean()}
+
+
+def main() -> None:
+    os.environ["CPU_NUM"] = "2"
+    # Without an optimizer nothing changes between the runs; a loss is enough for gradients.
+    exe = static.ParallelExecutor(use_cuda=False, main_program=static.Program(Mean()), loss_name="loss")
+    image = np.arange(6, dtype="float32").reshape(3, 2)
+    fetch_list = ["y", "loss", "fc.weight@GRAD"]
+
+    def shapes(values: list[np.ndarray]) -> list[tuple[int, ...]]:
+        return [value.shape for value in values]
+
+    split = exe.run(fetch_list, feed={"image": image})
+    print("a dict, merged:", shapes(split))
+
+    dealt = exe.run(fetch_list, feed=[{"image": image[:2]}, {"image": image[2:]}])
+    assert all(map(np.array_equal, split, dealt)), "3 samples are not cut into 2 and 1"
+    print("a list of 2 and 1 samples: the same")
+
+    apart = exe.run(fetch_list, feed={"image": image}, return_merged=False)
+    print("on each device:", [shapes(values) for values in apart])
+    gradients = apart[2]
+    # Of each device the mean of its samples, and of these the mean: what Paddle takes, whatever the parts' sizes.
+    assert np.allclose(gradients[0], (image[:2].mean(axis=0) + image[2]) / 2), "not the mean over the devices"
+    assert np.array_equal(*gradients), "the devices hold different gradients"
+
+
+if __name__ == "__main__":
+    main()
