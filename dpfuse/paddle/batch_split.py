@@ -1,0 +1,103 @@
+"""Which items of a batch are inputs of the network, and which are labels of the loss. Touches no data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dpfuse.paddle.static.input_spec import InputSpec
+
+__all__ = ["BatchSplit"]
+
+Spec = InputSpec | str
+
+
+class BatchSplit:
+    """Decides which items of a batch are inputs of the network and which are labels.
+
+    Args:
+        inputs: specs or names, in the order of the network's arguments; a dict of specs by name; None.
+        labels: the same, in the order of the loss's arguments.
+        forward: the network's.
+    """
+
+    def __init__(self, inputs: Any, labels: Any, forward: Callable[..., Any]) -> None:
+        self.inputs = _specs(inputs, "inputs")
+        self.labels = _specs(labels, "labels")
+        try:
+            arguments = inspect.signature(forward).parameters.values()
+        except (TypeError, ValueError):  # what is compiled may have none
+            self._least, self._most = 0, float("inf")
+            return
+        positional = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+        self._least = sum(a.default is a.empty for a in positional)
+        self._most = float("inf") if any(a.kind is a.VAR_POSITIONAL for a in arguments) else len(positional)
+
+    def __call__(self, batch: Any, labelled: bool) -> tuple[list[Any], list[Any]]:
+        """(inputs, labels) of one batch.
+
+        Args:
+            batch: a tensor, a list or tuple of them (nested ones are flattened), or a dict, from which names take.
+            labelled: False for prediction, where labels may be missing and are dropped.
+
+        Raises:
+            ValueError: it cannot be known what is what, or items are missing.
+        """
+        if isinstance(batch, Mapping):
+            wanted = [*self.inputs, *(self.labels if labelled else [])]
+            names = [spec if isinstance(spec, str) else spec.name for spec in wanted]
+            if not self.inputs or not all(name in batch for name in names):
+                raise ValueError(
+                    f"the batch is a dict with the keys {list(batch)}, but Model's inputs and labels name {names}; "
+                    "expected names that are keys. Pass Model(network, inputs=['…'], labels=['…'])."
+                )
+            items, count = [batch[name] for name in names], len(self.inputs)
+        else:
+            items = list(_flat(batch))
+            count = self._count(len(items), labelled)
+        return items[:count], items[count:] if labelled else []
+
+    def _count(self, items: int, labelled: bool) -> int:
+        wanted = len(self.inputs) + (len(self.labels) if labelled else 0)
+        if items < max(wanted, 1) or (labelled and self.inputs and self.labels and items != wanted):
+            raise ValueError(
+                f"a batch has {items} item(s), but Model was given {len(self.inputs)} inputs and {len(self.labels)} "
+                "labels; expected one item for each"
+            )
+        if self.inputs:
+            return len(self.inputs)
+        if labelled and self.labels:
+            return items - len(self.labels)
+        last_is_label = max(items - 1, 1)
+        if labelled and self._least <= last_is_label <= self._most:
+            return last_is_label
+        if items <= self._least or (items == 1 and not labelled):
+            return items
+        if self._least == self._most:
+            return self._least
+        raise ValueError(
+            f"a batch has {items} items, and the network takes {self._least} to {self._most} inputs, so that it cannot "
+            "be known which items are inputs. Say it: Model(network, inputs=['x', …], labels=['y', …])."
+        )
+
+
+def _specs(given: Any, name: str) -> list[Spec]:
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        named = given.items()
+        given = [InputSpec(spec.shape, spec.dtype, key) if isinstance(spec, InputSpec) else spec for key, spec in named]
+    specs = list(given) if isinstance(given, (list, tuple)) else [given]
+    for spec in specs:
+        if not isinstance(spec, (InputSpec, str)):
+            raise TypeError(f"{name} must be InputSpecs or names, or a list of them, got {spec!r}")
+    return specs
+
+
+def _flat(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, (list, tuple)):
+        for item in batch:
+            yield from _flat(item)
+    else:
+        yield batch

@@ -1,0 +1,175 @@
+"""The data of one fit, evaluate or predict: its loader, its steps, whose samples they are. Runs no network."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from dpfuse import get_rank
+from dpfuse.paddle.gathered import gather_rows, world_size
+from dpfuse.paddle.io import DistributedBatchSampler
+
+__all__ = ["Batches", "Dealing", "Shares"]
+
+
+class Dealing(Enum):
+    """How the samples of a loader are spread over the ranks."""
+
+    SHARED = auto()  # each rank has a share whose sample numbers are known
+    WHOLE = auto()  # every rank walks over all samples
+    UNKNOWN = auto()  # a loader of the user's, whose order cannot be known
+
+
+class Batches:
+    """What `fit`, `evaluate` and `predict` were given, as something to iterate over.
+
+    Args:
+        data: a dataset, which gets a DistributedBatchSampler; a DataLoader or another iterable of batches, used as
+            it is.
+        name: the argument, for errors.
+        batch_size: samples of each rank's batch, for a dataset.
+        shuffle, drop_last, num_workers: the same, for a dataset.
+        pin_memory: whether batches go on to a GPU.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        name: str,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.name = name
+        self.batch_size = batch_size
+        if isinstance(data, Dataset):
+            if isinstance(data, IterableDataset) and world_size() > 1:
+                raise TypeError(
+                    f"{name} is an IterableDataset, which cannot be dealt out to {world_size()} ranks; expected a "
+                    "dataset with a length. Pass a DataLoader over one that gives each rank its own samples."
+                )
+            options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+            options["persistent_workers"] = num_workers > 0  # over the epochs of fit
+            if isinstance(data, IterableDataset):
+                options.update(batch_size=batch_size, drop_last=drop_last)
+            else:
+                options["batch_sampler"] = DistributedBatchSampler(
+                    data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+                )
+            self.loader: Iterable[Any] = DataLoader(data, **options)
+        elif isinstance(data, Iterable):
+            self.loader = data
+        else:
+            raise TypeError(f"{name} must be a torch Dataset, a DataLoader or an iterable of batches, got {data!r}")
+        try:
+            self.steps: int | None = len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            self.steps = None
+        self.dealing = self._dealing()
+
+    def _dealing(self) -> Dealing:
+        batches = getattr(self.loader, "batch_sampler", None)
+        samples = getattr(batches, "sampler", None)
+        # Exactly these: a subclass may deal in another order.
+        if type(batches) is DistributedBatchSampler:
+            replicas, rank = batches.nranks, batches.local_rank
+        elif type(batches) is BatchSampler and type(samples) is DistributedSampler:
+            replicas, rank = samples.num_replicas, samples.rank
+        elif type(batches) is BatchSampler and type(samples) in (RandomSampler, SequentialSampler):
+            return Dealing.WHOLE
+        else:
+            return Dealing.UNKNOWN
+        if replicas == 1:
+            return Dealing.WHOLE
+        if not getattr(self.loader, "in_order", True):
+            return Dealing.UNKNOWN
+        return Dealing.SHARED if (replicas, rank) == (world_size(), get_rank()) else Dealing.UNKNOWN
+
+    @property
+    def facts(self) -> str:
+        """What all ranks must have alike to exchange results."""
+        steps = self.steps if self.dealing is Dealing.SHARED else "any"
+        return f"{self.name}: {steps} batches, {self.dealing.name.lower()}"
+
+    def epoch(self, number: int) -> Iterator[Any]:
+        """The batches of a training epoch; torch's DistributedSampler learns its number, as in a loop by hand."""
+        sampler = getattr(self.loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(number)
+        return iter(self.loader)
+
+    def numbers(self) -> Iterator[list[int]]:
+        """The sample numbers of this rank's batches, where the dealing is SHARED."""
+        sampler = self.loader.batch_sampler  # type: ignore[attr-defined]
+        # A copy, since each pass over the original makes it shuffle anew.
+        return iter(copy.copy(sampler))
+
+    def warn_of_dealing(self, training: bool = False) -> None:
+        """Say so, on rank 0, if on several ranks the loader does not do what a user may expect."""
+        if world_size() == 1 or get_rank() != 0:
+            return
+        if training and self.dealing is Dealing.WHOLE:
+            problem = "gives every rank all samples, so that an epoch takes as long as on one rank"
+        elif not training and self.dealing is Dealing.UNKNOWN:
+            problem = "has an order that cannot be known, so that each rank's results are those of its own batches"
+        else:
+            return
+        warnings.warn(
+            f"{self.name} {problem}. Pass the dataset itself, or a DataLoader with "
+            "batch_sampler=DistributedBatchSampler(…).",
+            UserWarning,
+            stacklevel=3 if training else 4,
+        )
+
+
+class Shares:
+    """Puts together what the ranks computed on their shares: every sample once, in the order of the dataset.
+
+    Args:
+        batches: dealt out as SHARED.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        loader: Any = batches.loader
+        self._numbers = batches.numbers()
+        self._done = np.zeros(len(loader.dataset), dtype=bool)
+        self.batch_size = int(loader.batch_sampler.batch_size)
+
+    def gather(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray[Any, Any], list[Tensor]]:
+        """Exchange one step's rows.
+
+        Args:
+            tensors: [samples of this rank's batch, …].
+
+        Returns:
+            The numbers of the samples that came for the first time, ascending, and their rows.
+
+        Raises:
+            DPFuseError: as `gather_rows`, on every rank.
+        """
+        own = torch.tensor(next(self._numbers))
+        numbers, *rows = gather_rows([own.to(tensors[0].device), *tensors], len(own))
+        unique, first = np.unique(numbers.cpu().numpy(), return_index=True)
+        new = ~self._done[unique]
+        self._done[unique] = True
+        where = torch.from_numpy(first[new]).to(tensors[0].device)
+        return unique[new], [row[where] for row in rows]

@@ -1,0 +1,221 @@
+"""`paddle.callbacks`: what `Model` does besides training, and when. Communicates nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+import torch
+
+from dpfuse import get_rank
+from dpfuse.paddle.callback import Callback, Logs
+from dpfuse.paddle.progress import EpochDisplay
+
+__all__ = ["Callback", "EarlyStopping", "LRScheduler", "ModelCheckpoint", "ProgBarLogger"]
+
+
+class ProgBarLogger(Callback):
+    """Shows on rank 0 how far an epoch is, and the figures of rank 0's batches.
+
+    Args:
+        log_freq: steps from one line to the next.
+        verbose: 0 shows nothing, 1 a bar if rich is installed and the output is a terminal, 2 lines.
+
+    Source: `paddle.callbacks.ProgBarLogger`. `fit`, `evaluate` and `predict` add one by themselves.
+    """
+
+    def __init__(self, log_freq: int = 1, verbose: int = 2) -> None:
+        if isinstance(log_freq, bool) or not isinstance(log_freq, int) or log_freq < 1:
+            raise ValueError(f"log_freq must be a number of steps, at least 1, got {log_freq!r}")
+        if verbose not in (0, 1, 2):
+            raise ValueError(f"verbose: got {verbose!r}, expected 0 (silent), 1 (bar) or 2 (lines)")
+        self.log_freq = log_freq
+        self.verbose = verbose
+        self._display: EpochDisplay | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params["steps"])
+
+    def on_train_batch_end(self, step: int, logs: Logs = None) -> None:
+        self._show(step, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._finish()
+
+    def on_eval_begin(self, logs: Logs = None) -> None:
+        self._begin("Eval begin...", (logs or {}).get("steps"))
+
+    def on_eval_batch_end(self, step: int, logs: Logs = None) -> None:
+        self._show(step, logs)
+
+    def on_eval_end(self, logs: Logs = None) -> None:
+        self._finish()
+
+    def on_predict_begin(self, logs: Logs = None) -> None:
+        self._begin("Predict begin...", (logs or {}).get("steps"))
+
+    def on_predict_batch_end(self, step: int, logs: Logs = None) -> None:
+        self._show(step, logs)
+
+    def on_predict_end(self, logs: Logs = None) -> None:
+        self._finish()
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    def _begin(self, title: str, steps: int | None) -> None:
+        self.close()
+        if self.verbose and get_rank() == 0:
+            print(title, flush=True)
+            self._display = EpochDisplay(steps, self.log_freq, bar=self.verbose == 1)
+
+    def _show(self, step: int, logs: Logs) -> None:
+        if self._display is not None:
+            values = {name: value for name, value in (logs or {}).items() if name not in ("step", "batch_size")}
+            self._display.show(step + 1, values)
+
+    def _finish(self) -> None:
+        if self._display is not None:
+            self._display.finish()
+        self.close()
+
+
+class ModelCheckpoint(Callback):
+    """Saves the model during training, by rank 0: SAVE_DIR/0, … after epochs, SAVE_DIR/final at the end.
+
+    Args:
+        save_freq: epochs from one saving to the next; the first epoch is always saved.
+        save_dir: the folder; None saves nothing.
+
+    Source: `paddle.callbacks.ModelCheckpoint`. `fit` adds one with its own `save_freq` and `save_dir`.
+    """
+
+    def __init__(self, save_freq: int = 1, save_dir: str | os.PathLike[str] | None = None) -> None:
+        if isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1:
+            raise ValueError(f"save_freq must be a number of epochs, at least 1, got {save_freq!r}")
+        self.save_freq = save_freq
+        self.save_dir = save_dir
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if epoch % self.save_freq == 0:
+            self._save(str(epoch))
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._save("final")
+
+    def _save(self, name: str) -> None:
+        if self.save_dir is not None:
+            path = os.path.join(self.save_dir, name)
+            if self.params["verbose"] and get_rank() == 0:
+                print(f"saving {os.path.abspath(path)}", flush=True)
+            self.model.save(path)
+
+
+class LRScheduler(Callback):
+    """Steps a torch learning rate scheduler.
+
+    Args:
+        scheduler: of `torch.optim.lr_scheduler`. It must be given: a torch optimizer does not know its scheduler.
+        by_step: step it after each step of the optimizer.
+        by_epoch: step it after each epoch instead.
+
+    Raises:
+        TypeError: not such a scheduler, or one that waits for a figure (ReduceLROnPlateau).
+        ValueError: `by_step` and `by_epoch` are both set, or neither.
+
+    Source: `paddle.callbacks.LRScheduler`, which takes the scheduler out of Paddle's optimizer, and steps it for
+    every batch, also where `accumulate_grad_batches` leaves the optimizer waiting.
+    """
+
+    def __init__(
+        self, scheduler: torch.optim.lr_scheduler.LRScheduler, by_step: bool = True, by_epoch: bool = False
+    ) -> None:
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if plateau or not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            raise TypeError(
+                f"scheduler must be one of torch.optim.lr_scheduler that steps without a figure, got "
+                f"{type(scheduler).__name__}; write a Callback that steps it in on_eval_end"
+            )
+        if by_step == by_epoch:
+            raise ValueError(
+                f"got by_step={by_step} and by_epoch={by_epoch}, expected exactly one of them; pass by_step=False, "
+                "by_epoch=True to step after epochs"
+            )
+        self.scheduler = scheduler
+        self.by_step = by_step
+
+    def on_train_batch_end(self, step: int, logs: Logs = None) -> None:
+        if self.by_step and self.model.stepped:
+            self.scheduler.step()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if not self.by_step:
+            self.scheduler.step()
+
+
+class EarlyStopping(Callback):
+    """Ends training when a figure of the evaluation has stopped getting better.
+
+    Args:
+        monitor: the figure: "loss" or a metric's name.
+        mode: "min" if less is better, "max" if more is; "auto" takes "max" for names with "acc" in them.
+        patience: evaluations without improvement that end training; 0 is like 1.
+        verbose: 1 says so, 0 does not.
+        min_delta: what counts as improvement must be larger than this.
+        baseline: what the first evaluation must improve on; None is nothing.
+        save_best_model: whether each improvement is saved as SAVE_DIR/best_model, if `fit` has a `save_dir`.
+
+    Raises:
+        ValueError: an unknown mode; during training, a figure that the evaluation does not have.
+
+    Source: `paddle.callbacks.EarlyStopping`, which with patience 0 ends after the first evaluation, however good.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "loss",
+        mode: str = "auto",
+        patience: int = 0,
+        verbose: int = 1,
+        min_delta: float = 0,
+        baseline: float | None = None,
+        save_best_model: bool = True,
+    ) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f"mode: got {mode!r}, expected 'auto', 'min' or 'max'")
+        self.monitor = monitor
+        self.patience = patience
+        self.verbose = verbose
+        self.min_delta = abs(min_delta)
+        self.baseline = baseline
+        self.save_best_model = save_best_model
+        self.save_dir: str | os.PathLike[str] | None = None  # set by fit
+        self._sign = -1 if mode == "max" or (mode == "auto" and "acc" in monitor) else 1
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self.wait_epoch = 0
+        self.best_value = self._sign * float("inf") if self.baseline is None else self.baseline
+
+    def on_eval_end(self, logs: Logs = None) -> None:
+        logs = logs or {}
+        if self.monitor not in logs:
+            known = [name for name in logs if name not in ("step", "batch_size")]
+            close = difflib.get_close_matches(self.monitor, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"monitor: got {self.monitor!r}, expected one of {known}{hint}")
+        value = logs[self.monitor]
+        current = float(value[0] if isinstance(value, (list, tuple)) else value)
+        if self._sign * (self.best_value - current) > self.min_delta:
+            self.best_value = current
+            self.wait_epoch = 0
+            if self.save_best_model and self.save_dir is not None:
+                self.model.save(os.path.join(self.save_dir, "best_model"))
+            return
+        self.wait_epoch += 1
+        if self.wait_epoch >= self.patience:
+            self.model.stop_training = True
+            if self.verbose and get_rank() == 0:
+                best = f"{self.best_value:.4g}"
+                print(f"early stopping: {self.monitor} is {current:.4g}, the best was {best}", flush=True)

@@ -1,0 +1,163 @@
+"""The loops of Model over batches: a training epoch, an evaluation, a prediction. Knows no argument of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfuse.paddle.batch_split import BatchSplit
+from dpfuse.paddle.batches import Batches, Dealing, Shares
+from dpfuse.paddle.callback import CallbackList
+from dpfuse.paddle.engine import Engine
+from dpfuse.paddle.gathered import broadcast_buffers, world_size
+from dpfuse.paddle.meters import Meters, to_numpy
+from dpfuse.paddle.mode import network_mode
+
+__all__ = ["Loops"]
+
+
+class Loops:
+    """Goes over batches with one engine, and tells the callbacks.
+
+    Args:
+        engine: does the steps.
+        split: tells inputs from labels.
+        meters: the metrics.
+        callbacks: are called before and after every batch.
+    """
+
+    def __init__(self, engine: Engine, split: BatchSplit, meters: Meters, callbacks: CallbackList) -> None:
+        self._engine = engine
+        self._split = split
+        self._meters = meters
+        self._callbacks = callbacks
+
+    def train(self, batches: Batches, epoch: int, every: int, limit: int | None) -> dict[str, Any]:
+        """One epoch of `batches`, or its first `limit`; the optimizer steps after `every` of them and at the end.
+
+        Returns:
+            The logs of the last batch; "step" is its number.
+        """
+        self._meters.reset()
+        logs: dict[str, Any] = {}
+        last = batches.steps if limit is None else min(limit, batches.steps or limit)
+        for step, batch in enumerate(batches.epoch(epoch)):
+            self._callbacks.call("on_train_batch_begin", step, logs)
+            inputs, labels = self._items(batch, labelled=True)
+            update = (step + 1) % every == 0 or step + 1 == last
+            outputs, losses = self._engine.train(inputs, labels, update)
+            self._meters.update(outputs, labels)
+            logs = {"loss": [float(loss) for loss in losses], **self._meters.values()}
+            logs.update(step=step, batch_size=len(inputs[0]) * world_size())
+            self._callbacks.call("on_train_batch_end", step, logs)
+            if step + 1 == limit:
+                break
+        if not logs:
+            raise ValueError(_no_batch(batches))
+        # What a loader without a length, or with a wrong one, has left over.
+        self._engine.flush()
+        return logs
+
+    def evaluate(self, batches: Batches, limit: int | None) -> dict[str, Any]:
+        """Loss and metrics over `batches`, or over its first `limit`.
+
+        Returns:
+            The logs of the last batch, which hold the figures over all.
+        """
+        engine = self._engine
+        names = ["loss"] * (engine.loss is not None) + self._meters.names
+        steps = batches.steps if limit is None else min(limit, batches.steps or limit)
+        self._callbacks.call("on_eval_begin", {"steps": steps, "metrics": names})
+        self._meters.reset()
+        sums: list[float] = []
+        samples = 0
+        logs: dict[str, Any] = {}
+        with network_mode(engine.network, training=False):
+            for step, pieces in self._pieces(batches, "eval"):
+                for piece in pieces:
+                    with torch.no_grad():
+                        losses = [float(loss) * piece.rows for loss in engine.losses(piece.outputs, piece.labels)]
+                        self._meters.update(piece.outputs, piece.labels)
+                    sums = [a + b for a, b in zip(sums or [0.0] * len(losses), losses, strict=True)]
+                    samples += piece.rows
+                logs = {"loss": [total / samples for total in sums]} if sums else {}
+                logs.update(self._meters.values(), step=step, batch_size=sum(piece.rows for piece in pieces))
+                self._callbacks.call("on_eval_batch_end", step, logs)
+                if step + 1 == limit:
+                    break
+        if not logs:
+            raise ValueError(_no_batch(batches))
+        self._callbacks.call("on_eval_end", logs)
+        return logs
+
+    def predict(self, batches: Batches) -> list[list[Any]]:
+        """The outputs for all `batches`: for every output of the network the arrays of the batches, in order."""
+        self._callbacks.call("on_predict_begin", {"steps": batches.steps})
+        found: list[list[Any]] = []
+        numbers: list[Any] = []
+        with network_mode(self._engine.network, training=False):
+            for step, pieces in self._pieces(batches, "predict"):
+                found += [[to_numpy(output) for output in piece.outputs] for piece in pieces]
+                numbers += [piece.numbers for piece in pieces]
+                logs = {"step": step, "batch_size": sum(piece.rows for piece in pieces)}
+                self._callbacks.call("on_predict_batch_end", step, logs)
+        if not found:
+            raise ValueError(_no_batch(batches))
+        outputs = [list(arrays) for arrays in zip(*found, strict=True)]
+        if numbers[0] is not None:
+            outputs = [_sorted_by(np.concatenate(numbers), arrays) for arrays in outputs]
+        self._callbacks.call("on_predict_end", {"steps": batches.steps})
+        return outputs
+
+    def _pieces(self, batches: Batches, mode: str) -> Iterator[tuple[int, list[_Piece]]]:
+        """The network's outputs step by step; where the batches are shared, those of all ranks, cut into batches."""
+        engine = self._engine
+        shares = Shares(batches) if batches.dealing is Dealing.SHARED else None
+        if shares is not None and engine.parallel is not None:
+            broadcast_buffers(engine.network)
+        for step, batch in enumerate(batches.loader):
+            self._callbacks.call(f"on_{mode}_batch_begin", step, {})
+            inputs, labels = self._items(batch, labelled=mode == "eval")
+            outputs = engine.forward(inputs)
+            if shares is None:
+                yield step, [_Piece(None, len(inputs[0]), outputs, labels)]
+                continue
+            numbers, rows = shares.gather([*outputs, *labels])
+            cuts = [slice(i, i + shares.batch_size) for i in range(0, len(numbers), shares.batch_size)]
+            parts = [[row[cut] for row in rows] for cut in cuts]
+            count = len(outputs)
+            pieces = zip(cuts, parts, strict=True)
+            yield step, [_Piece(numbers[cut], len(numbers[cut]), part[:count], part[count:]) for cut, part in pieces]
+
+    def _items(self, batch: Any, labelled: bool) -> tuple[list[Tensor], list[Tensor]]:
+        inputs, labels = self._split(batch, labelled)
+        return self._engine.to_device(inputs), self._engine.to_device(labels)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One batch of samples with what the network made of them."""
+
+    numbers: np.ndarray[Any, Any] | None  # in the dataset, ascending; None where they are not known
+    rows: int
+    outputs: list[Tensor]
+    labels: list[Tensor]
+
+
+def _sorted_by(numbers: np.ndarray[Any, Any], arrays: list[Any]) -> list[Any]:
+    if (numbers[1:] > numbers[:-1]).all():
+        return arrays
+    cuts = np.cumsum([len(array) for array in arrays])[:-1]
+    return np.split(np.concatenate(arrays)[np.argsort(numbers)], cuts)
+
+
+def _no_batch(batches: Batches) -> str:
+    return (
+        f"{batches.name} gave no batch; expected at least one. Is it empty, all dropped (drop_last), or an iterator "
+        "that was used up by an earlier epoch?"
+    )

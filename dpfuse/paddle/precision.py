@@ -1,0 +1,78 @@
+"""Mixed precision as `Model.prepare` takes it: settings checked, turned into torch's autocast and GradScaler."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["MixedPrecision"]
+
+SCALER_OPTIONS = {
+    "init_loss_scaling": "init_scale",
+    "incr_ratio": "growth_factor",
+    "decr_ratio": "backoff_factor",
+    "incr_every_n_steps": "growth_interval",
+}
+OPTIONS = ("level", "use_dynamic_loss_scaling", *SCALER_OPTIONS)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """float16 with loss scaling on a GPU, bfloat16 without on the CPU; or full precision."""
+
+    enabled: bool
+    scaler: torch.amp.GradScaler | None = None
+    dynamic: bool = True  # whether the loss scale changes
+
+    @classmethod
+    def from_configs(cls, configs: Any, device: torch.device) -> MixedPrecision:
+        """What `amp_configs` means on `device`.
+
+        Raises:
+            TypeError, ValueError: a level or a key that does not work here.
+        """
+        if configs is None or isinstance(configs, str):
+            configs = {"level": configs or "O0"}
+        if not isinstance(configs, Mapping):
+            raise TypeError(f"amp_configs must be None, a level ('O0', 'O1') or a dict, got {configs!r}")
+        for key in configs:
+            if key not in OPTIONS:
+                close = difflib.get_close_matches(str(key), OPTIONS, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"amp_configs: unknown key {key!r}, expected some of {', '.join(OPTIONS)}{hint}")
+        level = configs.get("level", "O1")
+        if level == "O2":
+            raise ValueError(
+                "amp_configs: level 'O2' (pure float16) is not supported; use 'O1', or convert the network yourself "
+                "with network.bfloat16() and train at 'O0'"
+            )
+        if level not in ("O0", "O1"):
+            raise ValueError(f"amp_configs: got level {level!r}, expected 'O0' or 'O1'")
+        dynamic = configs.get("use_dynamic_loss_scaling", True)
+        if not isinstance(dynamic, bool):
+            raise TypeError(f"amp_configs: use_dynamic_loss_scaling must be True or False, got {dynamic!r}")
+        scaler = None
+        if level == "O1" and device.type == "cuda":
+            options = {name: configs[key] for key, name in SCALER_OPTIONS.items() if key in configs}
+            scaler = torch.amp.GradScaler("cuda", **options)
+        return cls(level == "O1", scaler, dynamic)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context for forward and loss."""
+        if not self.enabled:
+            return nullcontext()
+        return torch.autocast(device.type, torch.float16 if device.type == "cuda" else torch.bfloat16)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of the optimizer, with the scale taken out of the gradients."""
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        if self.dynamic:
+            self.scaler.update()

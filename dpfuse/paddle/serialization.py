@@ -1,0 +1,119 @@
+"""`paddle.save` and `paddle.load`: nested tensors in a file that is whole or not there. Executes nothing it reads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["load", "save", "written_whole"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file beside `path` to write to; it takes the name of `path` when all went well.
+
+    Missing folders are made. A reader sees the old file or the new one, never a part.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(obj: Any, path: str | os.PathLike[str]) -> None:
+    """Write tensors, numbers, strings and None, nested in dicts, lists and tuples; state dicts, for example.
+
+    Every rank that calls it writes; usually only rank 0 should.
+
+    Args:
+        obj: what to write. numpy arrays and numbers become tensors and numbers.
+        path: of the file; missing folders are made, an older file is replaced at once and whole.
+
+    Raises:
+        TypeError: something else is in `obj`, which `load` would refuse; the text says where.
+
+    Example:
+        >>> import tempfile, torch, dpfuse.paddle as paddle
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paddle.save({"weight": torch.ones(2), "epoch": 3}, f"{folder}/state.pdparams")
+        ...     paddle.load(f"{folder}/state.pdparams")
+        {'weight': tensor([1., 1.]), 'epoch': 3}
+
+    Source: `paddle.save`; the file is torch's.
+    """
+    plain = _plain(obj, "obj")
+    with written_whole(path) as temporary:
+        torch.save(plain, temporary)
+
+
+def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
+    """Read what `save`, or torch.save for a state dict, has written. No code in the file is run.
+
+    Args:
+        path: of the file.
+        return_numpy: True gives numpy arrays instead of tensors.
+
+    Returns:
+        The object; tensors on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no such file, or holds more than tensors and plain values.
+
+    Source: `paddle.load`.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {os.fspath(path)!r}; expected one that save() has written")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{os.fspath(path)!r} cannot be read ({reason}); expected a file of tensors and plain values that "
+            "dpfuse.paddle.save or torch.save has written"
+        ) from error
+    return _arrays(found) if return_numpy else found
+
+
+def _plain(obj: Any, where: str) -> Any:
+    if isinstance(obj, PLAIN):
+        return obj
+    if isinstance(obj, np.ndarray):
+        return torch.from_numpy(obj)
+    if isinstance(obj, np.generic):
+        return obj.item()
+    if isinstance(obj, Mapping):
+        plain = {key: _plain(value, f"{where}[{key!r}]") for key, value in obj.items()}
+        # A module's state dict carries versions of its parts, which a new dict would lose.
+        unchanged = type(obj) in (dict, OrderedDict) and all(plain[key] is obj[key] for key in plain)
+        return obj if unchanged else plain
+    if type(obj) in (list, tuple):
+        return type(obj)(_plain(value, f"{where}[{index}]") for index, value in enumerate(obj))
+    hint = "Pass its state_dict()." if isinstance(obj, (nn.Module, torch.optim.Optimizer)) else "Leave it out."
+    raise TypeError(f"{where} is a {type(obj).__name__}; expected tensors, numbers, strings or None. {hint}")
+
+
+def _arrays(obj: Any) -> Any:
+    if isinstance(obj, Tensor):
+        obj = obj.detach()
+        return (obj.float() if obj.dtype == torch.bfloat16 else obj).numpy()
+    if isinstance(obj, dict):
+        return {key: _arrays(value) for key, value in obj.items()}
+    if type(obj) in (list, tuple):
+        return type(obj)(map(_arrays, obj))
+    return obj

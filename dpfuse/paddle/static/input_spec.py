@@ -1,0 +1,102 @@
+"""InputSpec, the description of a tensor that a network takes: shape, dtype, name. Holds no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["InputSpec", "dtype_of"]
+
+
+def dtype_of(dtype: Any, name: str = "dtype") -> torch.dtype:
+    """The torch dtype that is meant by `dtype`: one itself, its name, or numpy's.
+
+    Raises:
+        TypeError, ValueError: nothing that torch knows; `name` is how the text calls the argument.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if not isinstance(dtype, str):
+        try:
+            dtype = np.dtype(dtype).name
+        except TypeError:
+            raise TypeError(f"{name} must be a dtype or its name, got {dtype!r}; pass for example 'float32'") from None
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name}: got {dtype!r}, expected the name of a torch dtype, such as 'float32' or 'int64'")
+    return found
+
+
+class InputSpec:
+    """What one input or label of a network looks like.
+
+    Args:
+        shape: sizes, the batch first; None or -1 where any size is possible.
+        dtype: of torch or numpy, or a name.
+        name: what the input is called; the key in batches that are dicts.
+
+    Raises:
+        TypeError, ValueError: a size that is no integer or below -1, an unknown dtype.
+
+    Example:
+        >>> from dpfuse.paddle.static import InputSpec
+        >>> InputSpec([None, 784], "float32", "x")
+        InputSpec(shape=(-1, 784), dtype=torch.float32, name='x')
+
+    Source: `paddle.static.InputSpec`.
+    """
+
+    def __init__(self, shape: Sequence[int | None], dtype: Any = "float32", name: str | None = None) -> None:
+        self.shape = _checked(shape)
+        self.dtype = dtype_of(dtype)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string or None, got {name!r}")
+        self.name = name
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, name: str | None = None) -> InputSpec:
+        """The description of `tensor`."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}; use from_numpy for arrays")
+        return cls(tuple(tensor.shape), tensor.dtype, name)
+
+    @classmethod
+    def from_numpy(cls, ndarray: np.ndarray[Any, Any], name: str | None = None) -> InputSpec:
+        """The description of `ndarray`."""
+        return cls(ndarray.shape, ndarray.dtype, name)
+
+    def batch(self, batch_size: int | None) -> InputSpec:
+        """Put a batch dimension in front, in place; returns the spec itself."""
+        self.shape = _checked([batch_size, *self.shape])
+        return self
+
+    def unbatch(self) -> InputSpec:
+        """Take the first dimension away, in place; returns the spec itself."""
+        if not self.shape:
+            raise ValueError("unbatch: the shape is (), which has no dimension to take away")
+        self.shape = self.shape[1:]
+        return self
+
+    def __repr__(self) -> str:
+        return f"InputSpec(shape={self.shape}, dtype={self.dtype}, name={self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InputSpec) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # batch() changes it in place
+
+
+def _checked(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"shape must be a list or tuple of sizes, got {shape!r}; pass for example [None, 784]")
+    sizes = [-1 if size is None else size for size in shape]
+    for index, size in enumerate(sizes):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < -1:
+            raise ValueError(
+                f"shape[{index}]: got {shape[index]!r}, expected an integer >= 0, or None or -1 for any size"
+            )
+    return tuple(int(size) for size in sizes)

@@ -1,0 +1,517 @@
+"""Model on one process: what it does must be what a plain torch loop does."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpfuse
+from dpfuse import DPFuseError
+from dpfuse.paddle import Model
+from dpfuse.paddle.callbacks import Callback
+from dpfuse.paddle.io import DistributedBatchSampler
+from dpfuse.paddle.metric import Accuracy, Metric
+
+
+def make_data(samples=22):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, 5, generator=generator)
+    return TensorDataset(x, torch.randint(3, (samples,), generator=generator))
+
+
+def make_net(dropout=0.0):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make_model(net=None, metrics=None, momentum=0.9, **options):
+    model = Model(make_net() if net is None else net, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    model.prepare(optimizer, nn.CrossEntropyLoss(), metrics)
+    return model
+
+
+def assert_same_parameters(one, other):
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class Recorder(Callback):
+    """Writes down every call: (hook, step or epoch, logs)."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda *args: self.calls.append((name, *args))
+        return super().__getattribute__(name)
+
+    def logs(self, hook):
+        return [call[-1] for call in self.calls if call[0] == hook]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 100])
+def test_fit_equals_a_plain_loop(accumulate):
+    data = make_data()
+    model = make_model(make_net(dropout=0.25))
+    recorder = Recorder()
+    torch.manual_seed(3)
+    model.fit(data, batch_size=4, epochs=3, verbose=0, accumulate_grad_batches=accumulate, callbacks=recorder)
+
+    plain = make_net(dropout=0.25)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(data, batch_sampler=DistributedBatchSampler(data, 4, shuffle=True))
+    losses = []
+    torch.manual_seed(3)
+    for _ in range(3):
+        for step, (x, y) in enumerate(loader):
+            loss = nn.functional.cross_entropy(plain(x), y)
+            loss.backward()
+            losses.append(loss.item())
+            if (step + 1) % accumulate == 0 or step + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_parameters(model.network, plain)
+    assert [logs["loss"] for logs in recorder.logs("on_train_batch_end")] == [[loss] for loss in losses]
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("length", [None, 99])
+def test_gradients_that_a_loader_without_true_length_leaves_over_make_a_step(length):
+    data = make_data(20)
+    batches = [data[i : i + 4] for i in range(0, 20, 4)]
+
+    class Stream:
+        def __iter__(self):
+            return iter(batches)
+
+    class Liar(Stream):
+        def __len__(self):
+            return length
+
+    net = make_net()
+    nets = [net, copy.deepcopy(net)]
+    for model_net, source in zip(nets, (batches, Stream() if length is None else Liar()), strict=True):
+        make_model(model_net).fit(source, epochs=2, verbose=0, accumulate_grad_batches=3)
+    assert_same_parameters(*nets)
+
+
+def test_fit_begins_without_gradients_and_leaves_none_behind():
+    data = make_data()
+    model, clean = make_model(), make_model()
+    model.train_batch(*data[:4], update=False)
+    for each in (model, clean):
+        each.fit(data, batch_size=8, verbose=0)
+    assert_same_parameters(model.network, clean.network)
+
+
+def test_train_batch_without_update_adds_up():
+    data = make_data()
+    model, plain = make_model(), make_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    first = model.train_batch([data[:4][0].numpy()], data[:4][1].numpy(), update=False)
+    assert not model.stepped
+    model.train_batch(*data[4:8])
+    assert model.stepped
+    losses = [nn.functional.cross_entropy(plain(x), y) for x, y in (data[:4], data[4:8])]
+    sum(losses).backward()
+    optimizer.step()
+    assert isinstance(first[0], np.ndarray)
+    assert first[0] == losses[0].item()
+    for a, b in zip(model.network.parameters(), plain.parameters(), strict=True):
+        # One backward adds the two losses' gradients in another order than two.
+        torch.testing.assert_close(a, b)
+
+
+def test_single_batches_give_losses_metrics_and_outputs():
+    data = make_data()
+    x, y = data[:6]
+    model = make_model(metrics=Accuracy())
+    model.network.eval()
+    expected = model.network(x)
+    losses, metrics = model.eval_batch(x, y)
+    assert losses == [nn.functional.cross_entropy(expected, y).item()]
+    assert metrics == [(expected.argmax(1) == y).sum().item() / 6]
+    assert np.array_equal(model.predict_batch([x])[0], expected.detach().numpy())
+    assert model.mode == "test"
+    losses, metrics = model.train_batch(x, y)
+    assert len(losses) == len(metrics) == 1
+    assert model.mode == "train"
+
+
+def test_evaluate_is_the_mean_over_samples():
+    data = make_data(22)
+    model = make_model(metrics=Accuracy(topk=(1, 2)))
+    found = model.evaluate(data, batch_size=4, verbose=0)
+    model.network.eval()
+    with torch.no_grad():
+        scores = model.network(data.tensors[0])
+    total = nn.functional.cross_entropy(scores, data.tensors[1])
+    assert list(found) == ["loss", "acc_top1", "acc_top2"]
+    # The mean over six batches is summed in another order.
+    assert found["loss"] == [pytest.approx(total.item(), rel=1e-6)]
+    hits = [(scores.topk(k).indices == data.tensors[1][:, None]).any(1).sum().item() for k in (1, 2)]
+    assert [found["acc_top1"], found["acc_top2"]] == [hit / 22 for hit in hits]
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_predict_gives_every_batch_and_drops_labels(as_loader):
+    data = make_data(22)
+    model = make_model()
+    model.network.eval()
+    with torch.no_grad():
+        expected = [model.network(data.tensors[0][i : i + 4]).numpy() for i in range(0, 22, 4)]
+    source = DataLoader(data, batch_size=4) if as_loader else data
+    found = model.predict(source, batch_size=4, verbose=0)
+    assert [array.shape for array in found[0]] == [(4, 3)] * 5 + [(2, 3)]
+    assert all(np.array_equal(a, b) for a, b in zip(found[0], expected, strict=True))
+    (stacked,) = model.predict(source, batch_size=4, stack_outputs=True, verbose=0)
+    assert np.array_equal(stacked, np.concatenate(expected))
+
+
+def test_several_inputs_outputs_labels_and_losses():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 2), nn.Linear(4, 2)
+
+        def forward(self, a, b):
+            return self.one(a), self.two(b)
+
+    def loss(p, q, s, t):
+        return nn.functional.mse_loss(p, s), nn.functional.mse_loss(q, t)
+
+    torch.manual_seed(0)
+    data = TensorDataset(*(torch.randn(6, n) for n in (3, 4, 2, 2)))
+    net = Two()
+    expected = [part.item() for part in loss(*net(*data.tensors[:2]), *data.tensors[2:])]
+    model = Model(net, inputs=["a", "b"])
+    model.prepare(torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    assert model.evaluate(data, batch_size=6, verbose=0) == {"loss": pytest.approx(expected)}
+    first, second = model.predict(data, batch_size=4, verbose=0)
+    assert [a.shape for a in first] == [a.shape for a in second] == [(4, 2), (2, 2)]
+
+    plain = copy.deepcopy(net)
+    model.fit(data, batch_size=6, verbose=0, shuffle=False)
+    sum(loss(*plain(*data.tensors[:2]), *data.tensors[2:])).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same_parameters(net, plain)
+
+
+class TorchMean:
+    """A metric of torchmetrics' protocol: update(preds, target), compute(), reset()."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.total, self.count = torch.zeros(()), 0
+
+    def update(self, preds, target):
+        assert isinstance(preds, torch.Tensor)
+        assert isinstance(target, torch.Tensor)
+        self.total += (preds.argmax(-1) == target).sum()
+        self.count += len(target)
+
+    def compute(self):
+        return self.total / self.count
+
+
+class TorchModule(nn.Module):
+    """The same protocol by a module, as torchmetrics' metrics are, with several values."""
+
+    def __init__(self):
+        super().__init__()
+        self.sync_on_compute = True
+        self.register_buffer("seen", torch.zeros(3))
+
+    def reset(self):
+        self.seen.zero_()
+
+    def update(self, preds, target):
+        self.seen += preds.new_tensor([1, len(preds), target.sum()])
+
+    def compute(self):
+        return {"batches": self.seen[0], "rows": self.seen[1:]}
+
+
+def test_metrics_of_both_kinds_side_by_side():
+    class Zeros(Metric):
+        def compute(self, scores, labels):
+            return scores, labels == 0
+
+        def update(self, scores, zeros):
+            assert isinstance(scores, np.ndarray)
+            self.count += int(zeros.sum())
+
+        def accumulate(self):
+            return self.count
+
+        def reset(self):
+            self.count = 0
+
+        def name(self):
+            return "zeros"
+
+    data = make_data(22)
+    module = TorchModule()
+    metrics = [Accuracy(), TorchMean(), Zeros(), module, Accuracy()]
+    metrics[2].reset()
+    model = make_model(metrics=metrics)
+    assert module.sync_on_compute is False
+    found = model.evaluate(data, batch_size=4, verbose=0)
+    assert list(found) == ["loss", "acc", "torchmean", "zeros", "batches", "rows", "acc_2"]
+    assert found["acc"] == found["acc_2"] == pytest.approx(found["torchmean"])
+    assert found["zeros"] == (data.tensors[1] == 0).sum()
+    assert found["batches"] == 6
+    assert found["rows"].tolist() == [22, data.tensors[1].sum()]
+    assert model.evaluate(data, batch_size=4, verbose=0)["zeros"] == found["zeros"]
+
+
+def test_only_metrics_or_only_a_loss_or_neither():
+    data = make_data()
+    model = Model(make_net())
+    assert model.evaluate(data, verbose=0) == {}
+    model.prepare(metrics=Accuracy())
+    assert list(model.evaluate(data, verbose=0)) == ["acc"]
+    model.prepare(loss=nn.CrossEntropyLoss())
+    assert list(model.evaluate(data, verbose=0)) == ["loss"]
+
+
+@pytest.mark.parametrize(("num_iters", "epochs_run", "steps_run"), [(1, 1, 1), (6, 1, 6), (7, 2, 7), (12, 2, 12)])
+def test_num_iters_counts_over_epochs(num_iters, epochs_run, steps_run):
+    recorder = Recorder()
+    make_model().fit(make_data(), batch_size=4, epochs=99, verbose=0, num_iters=num_iters, callbacks=recorder)
+    assert len(recorder.logs("on_epoch_begin")) == epochs_run
+    assert len(recorder.logs("on_train_batch_end")) == steps_run
+    assert recorder.params["epochs"] == epochs_run
+
+
+def test_num_iters_that_end_in_a_window_still_step():
+    data = make_data()
+    model, other = make_model(), make_model()
+    model.fit(data, batch_size=4, verbose=0, num_iters=2, accumulate_grad_batches=3, shuffle=False)
+    for i in range(2):
+        other.train_batch(*data[4 * i : 4 * i + 4], update=i == 1)
+    assert_same_parameters(model.network, other.network)
+
+
+def test_evaluate_stops_after_num_iters():
+    data = make_data()
+    model = make_model()
+    assert model.evaluate(data, 4, verbose=0, num_iters=2) == model.evaluate(TensorDataset(*data[:8]), 4, verbose=0)
+
+
+def test_eval_freq_and_batch_size_pair():
+    recorder = Recorder()
+    make_model().fit(make_data(), make_data(), (4, 11), epochs=5, eval_freq=2, verbose=0, callbacks=recorder)
+    order = [call[0] for call in recorder.calls if call[0] in ("on_epoch_end", "on_eval_begin")]
+    assert order == ["on_epoch_end", "on_eval_begin", "on_epoch_end"] * 2 + ["on_epoch_end", "on_eval_begin"]
+    assert [logs["steps"] for logs in recorder.logs("on_eval_begin")] == [2, 2, 2]
+
+
+def test_modes_are_set_back_part_by_part():
+    data = make_data()
+    model = make_model()
+    net = model.network
+    net[1].eval()
+    before = [module.training for module in net.modules()]
+    model.fit(data, data, batch_size=4, verbose=0)
+    model.predict(data, verbose=0)
+    assert [module.training for module in net.modules()] == before
+
+
+class Interrupt(Callback):
+    def __init__(self, hook, error):
+        self.hook, self.error, self.closed = hook, error, 0
+        setattr(self, hook, self.strike)
+
+    def strike(self, *args):
+        raise self.error
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_eval_batch_end", "on_epoch_end"])
+def test_an_error_in_a_callback_leaves_a_clean_model(hook, error):
+    data = make_data()
+    model = make_model()
+    model.network[0].eval()
+    before = [module.training for module in model.network.modules()]
+    callback = Interrupt(hook, error)
+    with pytest.raises(type(error)):
+        model.fit(data, data, batch_size=4, verbose=0, accumulate_grad_batches=4, callbacks=callback)
+    assert [module.training for module in model.network.modules()] == before
+    assert all(param.grad is None for param in model.parameters())
+    assert callback.closed == 1
+    model.fit(data, batch_size=4, verbose=0)
+
+
+def test_stopping_lasts_for_one_fit():
+    class Stop(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    recorder = Recorder()
+    model = make_model()
+    model.fit(make_data(), batch_size=4, epochs=3, verbose=0, callbacks=[Stop(), recorder])
+    assert len(recorder.logs("on_epoch_end")) == 1
+    model.fit(make_data(), batch_size=4, epochs=3, verbose=0, callbacks=recorder)
+    assert len(recorder.logs("on_epoch_end")) == 4
+
+
+@pytest.mark.parametrize("amp", ["O1", {"level": "O1"}, {"init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False}])
+def test_mixed_precision_on_the_cpu_is_bfloat16_autocast(amp):
+    data = make_data()
+    seen = []
+    net = make_net()
+    net[0].register_forward_hook(lambda module, taken, given: seen.append(given.dtype))
+    model = Model(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs=amp)
+    model.fit(data, batch_size=4, verbose=0, shuffle=False)
+    model.evaluate(data, batch_size=22, verbose=0)
+    assert seen == [torch.bfloat16] * 6 + [torch.float32]
+
+    plain = make_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for i in range(0, 22, 4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(plain(data.tensors[0][i : i + 4]), data.tensors[1][i : i + 4])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(net, plain)
+
+
+@pytest.mark.parametrize("amp", [None, "O0", {"level": "O0"}])
+def test_without_mixed_precision_everything_is_float32(amp):
+    seen = []
+    model = Model(make_net())
+    model.network.register_forward_hook(lambda module, taken, given: seen.append(given.dtype))
+    model.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), amp_configs=amp)
+    model.train_batch(*make_data()[:4])
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("amp", "error", "text"),
+    [
+        ("O2", ValueError, "O2"),
+        ("O3", ValueError, "expected 'O0' or 'O1'"),
+        ({"level": "O2"}, ValueError, "not supported"),
+        ({"levle": "O1"}, ValueError, "did you mean 'level'"),
+        ({"custom_white_list": {"conv2d"}}, ValueError, "unknown key"),
+        ({"use_dynamic_loss_scaling": 1}, TypeError, "True or False"),
+        (1, TypeError, "amp_configs"),
+    ],
+)
+def test_amp_settings_that_do_not_work_are_refused(amp, error, text):
+    with pytest.raises(error, match=text):
+        Model(make_net()).prepare(amp_configs=amp)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"optimizer": "sgd"}, "torch.optim.Optimizer"),
+        ({"loss": nn.CrossEntropyLoss}, "pass an instance"),
+        ({"loss": 3}, "loss must be"),
+        ({"metrics": Accuracy}, "is no metric"),
+        ({"metrics": [Accuracy(), object()]}, "torchmetrics"),
+    ],
+)
+def test_prepare_refuses_what_it_cannot_use(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        Model(make_net()).prepare(**arguments)
+
+
+@pytest.mark.parametrize("network", [nn.Linear, "net", None])
+def test_the_network_must_be_a_module(network):
+    with pytest.raises(TypeError, match="network must be"):
+        Model(network)
+
+
+def test_a_wrapped_network_is_refused():
+    with pytest.warns(UserWarning, match="no process group"), pytest.raises(TypeError, match=r"network\.module"):
+        Model(dpfuse.DataParallel(make_net()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"train_data": None}, ValueError, "train_data must be given"),
+        ({"train_data": 3}, TypeError, "train_data must be a torch Dataset"),
+        ({"eval_data": 3}, TypeError, "eval_data must be"),
+        ({"epochs": 0}, ValueError, "epochs must be"),
+        ({"epochs": 1.5}, ValueError, "epochs must be"),
+        ({"eval_freq": 0}, ValueError, "eval_freq"),
+        ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches"),
+        ({"num_iters": 0}, ValueError, "num_iters"),
+        ({"log_freq": 0}, ValueError, "log_freq"),
+        ({"save_freq": 0}, ValueError, "save_freq"),
+        ({"verbose": 3}, ValueError, "verbose"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": (1, 2, 3)}, ValueError, "batch_size"),
+        ({"callbacks": [print]}, TypeError, "callbacks"),
+        ({"train_data": []}, ValueError, "train_data gave no batch"),
+        ({"batch_size": 50, "drop_last": True}, ValueError, "train_data gave no batch"),
+        ({"eval_data": []}, ValueError, "eval_data gave no batch"),
+    ],
+)
+def test_fit_refuses_bad_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_model().fit(**{"train_data": make_data(), "batch_size": 4, "verbose": 0, **arguments})
+
+
+def test_an_iterator_that_is_used_up_is_named():
+    data = make_data()
+    with pytest.raises(ValueError, match="used up"):
+        make_model().fit(iter([data[:4], data[4:8]]), epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "loss"])
+def test_training_needs_an_optimizer_and_a_loss(missing):
+    model = Model(make_net())
+    ready = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": nn.CrossEntropyLoss()}
+    model.prepare(**{**ready, missing: None})
+    for train in (lambda: model.fit(make_data(), verbose=0), lambda: model.train_batch(*make_data()[:2])):
+        with pytest.raises(DPFuseError, match="prepare"):
+            train()
+
+
+def test_a_loss_for_every_sample_is_refused():
+    model = Model(make_net())
+    model.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(reduction="none"))
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        model.train_batch(*make_data()[:4])
+
+
+def test_a_network_that_returns_a_dict_is_refused():
+    class Named(nn.Module):
+        def forward(self, x):
+            return {"scores": x}
+
+    with pytest.raises(TypeError, match="the network returned dict"):
+        Model(Named()).predict_batch(torch.ones(2, 2))
+
+
+def test_bfloat16_outputs_become_float32_arrays():
+    model = Model(nn.Linear(2, 2).bfloat16())
+    assert model.predict_batch(torch.ones(1, 2, dtype=torch.bfloat16))[0].dtype == np.float32
+
+
+def test_an_nan_loss_is_reported_as_it_is():
+    model = Model(make_net())
+    model.prepare(loss=lambda scores, labels: scores.sum() * math.nan)
+    assert math.isnan(model.evaluate(make_data(), verbose=0)["loss"][0])

@@ -1,0 +1,515 @@
+"""Model on real ranks: training as torch's DDP does it; evaluation and prediction as one process does them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import dpfuse
+from dpfuse import DPFuseError
+from dpfuse.paddle import Model
+from dpfuse.paddle.callbacks import Callback, EarlyStopping
+from dpfuse.paddle.io import DistributedBatchSampler
+from dpfuse.paddle.metric import Accuracy
+from tests.distributed.processes import launch
+from tests.paddle.test_model import Recorder, TorchMean, make_data, make_net
+
+
+def make_model(rank=0, metrics=None):
+    net = make_net()
+    with torch.no_grad():
+        net[0].weight.add_(rank)  # overwritten by rank 0's
+    model = Model(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.prepare(optimizer, nn.CrossEntropyLoss(), metrics)
+    return model
+
+
+def fit_beside_ddp(rank, size, accumulate):
+    data = make_data(23)
+    model = make_model(rank)
+    model.fit(data, batch_size=3, epochs=3, verbose=0, accumulate_grad_batches=accumulate)
+
+    ddp = DistributedDataParallel(make_net())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(data, batch_sampler=DistributedBatchSampler(data, 3, shuffle=True))
+    for _ in range(3):
+        for step, (x, y) in enumerate(loader):
+            if (step + 1) % accumulate == 0 or step + 1 == len(loader):
+                nn.functional.cross_entropy(ddp(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with ddp.no_sync():
+                    nn.functional.cross_entropy(ddp(x), y).backward()
+    for (name, a), b in zip(model.network.named_parameters(), ddp.module.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fit_equals_a_ddp_loop_bitwise(ranks, accumulate):
+    ranks(fit_beside_ddp, accumulate)
+
+
+def collectives_of_an_epoch(rank, size, accumulate):
+    model = make_model()
+    with dpfuse.time_communication(model._engine.parallel) as times:
+        model.fit(make_data(28), batch_size=2, verbose=0, accumulate_grad_batches=accumulate)
+    return times.steps
+
+
+def test_accumulation_communicates_only_for_the_last_batch_of_a_window(ranks):
+    assert ranks(collectives_of_an_epoch, 1) == [7, 7]
+    assert ranks(collectives_of_an_epoch, 3) == [3, 3]
+
+
+def fit_without_length(rank, size):
+    data = make_data(20)
+    mine = [data[i : i + 2] for i in range(2 * rank, 20, 4)]
+    models = [make_model(), make_model()]
+    models[0].fit(mine, verbose=0, epochs=2, accumulate_grad_batches=2)
+
+    class Stream:
+        def __iter__(self):
+            return iter(mine)
+
+    models[1].fit(Stream(), verbose=0, epochs=2, accumulate_grad_batches=2)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_a_loader_without_length_leaves_over_is_averaged_too(ranks):
+    ranks(fit_without_length)
+
+
+def evaluated(model, source, batch_size):
+    return model.evaluate(source, batch_size, verbose=0), model.predict(source, batch_size, verbose=0)
+
+
+def compute_evaluation(rank, size, samples, batch_size, kind):
+    data = make_data(samples)
+    model = make_model(metrics=[Accuracy(topk=(1, 2)), TorchMean()])
+    if kind == "dataset":
+        source = data
+    elif kind == "distributed sampler":
+        source = DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+    else:
+        source = DataLoader(data, batch_size)
+    return evaluated(model, source, batch_size)
+
+
+def on_one_process(samples, batch_size):
+    model = make_model(metrics=[Accuracy(topk=(1, 2)), TorchMean()])
+    return evaluated(model, make_data(samples), batch_size)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "kind", "size"),
+    [
+        (23, 4, "dataset", 2),
+        (24, 4, "dataset", 2),
+        (1, 4, "dataset", 2),
+        (23, 4, "dataset", 3),
+        (2, 1, "dataset", 3),
+        (23, 4, "distributed sampler", 2),
+        (23, 4, "distributed sampler", 3),
+        (23, 4, "whole", 2),
+    ],
+)
+def test_evaluate_and_predict_equal_one_process(ranks, samples, batch_size, kind, size):
+    results, outputs = on_one_process(samples, batch_size)
+    for found, predicted in ranks(compute_evaluation, samples, batch_size, kind, size=size):
+        counts = ("acc_top1", "acc_top2", "torchmean")
+        assert [found[name] for name in counts] == [results[name] for name in counts]
+        # The last batch is split over the ranks, and a matrix product of fewer rows may round otherwise.
+        assert found["loss"] == pytest.approx(results["loss"], rel=1e-6)
+        assert [array.shape for array in predicted[0]] == [array.shape for array in outputs[0]]
+        np.testing.assert_allclose(np.concatenate(predicted[0]), np.concatenate(outputs[0]), rtol=1e-5, atol=1e-6)
+
+
+def results_of_ranks(rank, size):
+    found = compute_evaluation(rank, size, 23, 4, "dataset")
+    wire = torch.tensor([*found[0]["loss"], found[0]["acc_top1"]], dtype=torch.float64)
+    gathered = [torch.empty_like(wire) for _ in range(size)]
+    dist.all_gather(gathered, wire)
+    return [row.tolist() for row in gathered]
+
+
+def test_every_rank_has_the_same_loss_to_the_last_bit(ranks):
+    for rows in ranks(results_of_ranks, size=3):
+        assert rows[0] == rows[1] == rows[2]
+
+
+class Numbers(TensorDataset):
+    """Sample i is (i,), so that outputs say where they come from."""
+
+    def __init__(self, samples):
+        super().__init__(torch.arange(float(samples))[:, None])
+
+
+def predict_numbers(rank, size, kind):
+    data = Numbers(23)
+    sampler = {
+        "ours": DistributedBatchSampler(data, 4, shuffle=True),
+        "ours, short dropped": DistributedBatchSampler(data, 5, drop_last=True),
+        "torch's": BatchSampler(DistributedSampler(data, shuffle=True, seed=3), 4, drop_last=False),
+        "torch's, rest dropped": BatchSampler(DistributedSampler(data, shuffle=False, drop_last=True), 4, False),
+    }[kind]
+    if kind == "ours":
+        list(sampler)  # one epoch has gone by: the order is another one
+    loader = DataLoader(data, batch_sampler=sampler)
+    (batches,) = Model(nn.Identity()).predict(loader, verbose=0)
+    return np.concatenate(batches)[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ours", range(23)),
+        ("ours, short dropped", range(20)),
+        ("torch's", range(23)),
+        ("torch's, rest dropped", range(22)),
+    ],
+)
+def test_predictions_come_in_the_order_of_the_dataset_whatever_the_sampler_does(ranks, kind, expected):
+    assert ranks(predict_numbers, kind) == [list(map(float, expected))] * 2
+
+
+def evaluate_running_statistics(rank, size):
+    net = nn.BatchNorm1d(1)
+    model = Model(net)
+    net.running_mean.fill_(rank)
+    return np.concatenate(model.predict(Numbers(5), verbose=0)[0]).tolist(), net.running_mean.item()
+
+
+def test_running_statistics_of_rank_0_count(ranks):
+    net = nn.BatchNorm1d(1).eval()
+    expected = net(Numbers(5).tensors[0]).tolist()
+    assert ranks(evaluate_running_statistics) == [(expected, 0.0)] * 2
+
+
+class Odd(nn.Module):
+    """Gives rank 1 other outputs."""
+
+    def __init__(self, rank, how):
+        super().__init__()
+        self.rank, self.how = rank, how
+
+    def forward(self, x):
+        if self.rank == 0:
+            return x
+        return {
+            "width": torch.cat([x, x], 1),
+            "dtype": x.double(),
+            "count": (x, x),
+            "rows": torch.cat([x, x]),
+            "scalar": x.sum(),
+        }[self.how]
+
+
+def predict_oddly(rank, size, how):
+    model = Model(Odd(rank, how))
+    try:
+        model.predict(Numbers(8), batch_size=2, verbose=0)
+    except DPFuseError as error:
+        # The ranks are still in step.
+        (good,) = Model(nn.Identity()).predict(Numbers(3), stack_outputs=True, verbose=0)
+        return str(error), good.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("width", ["tensor 1: torch.float32[*, 1]", "tensor 1: torch.float32[*, 2]"]),
+        ("dtype", ["torch.float32", "torch.float64"]),
+        ("count", ["rank 1 has"]),
+        ("rows", ["rank 1", "(4, 1)", "batch of 2 samples"]),
+        ("scalar", ["rank 1", "shape ()"]),
+    ],
+)
+def test_outputs_that_differ_between_ranks_are_the_same_error_everywhere(ranks, how, texts):
+    (first, rows), second = ranks(predict_oddly, how, timeout=20)
+    assert (first, rows) == second
+    assert rows == [[0.0], [1.0], [2.0]]
+    for text in texts:
+        assert text in first
+
+
+def exotic_rows(rank, size):
+    class Exotic(nn.Module):
+        def forward(self, x):
+            n = x.long()[:, 0]
+            wide = torch.stack([x, x + 0.5], 2).transpose(1, 2)  # not contiguous
+            return n, x[:, 0] > 3, x.bfloat16(), wide, x[:, :0], torch.complex(x, -x)
+
+    found = Model(Exotic()).predict(Numbers(7), batch_size=2, stack_outputs=True, verbose=0)
+    return [array.dtype.name for array in found], [array.tolist() for array in found]
+
+
+def test_outputs_of_every_dtype_and_layout_are_gathered(ranks):
+    x = np.arange(7.0)
+    expected = [x, x > 3, x[:, None], np.stack([x, x + 0.5], 1)[:, :, None], np.zeros((7, 0)), (x - 1j * x)[:, None]]
+    for dtypes, found in ranks(exotic_rows):
+        assert dtypes == ["int64", "bool", "float32", "float32", "float32", "complex64"]
+        assert found == [array.tolist() for array in expected]
+
+
+def fit_unevenly(rank, size, what):
+    model = make_model()
+    arguments = {"train_data": [make_data()[:2]] * 3, "verbose": 0}
+    other = {
+        "length": {"train_data": [make_data()[:2]] * (3 + rank)},
+        "epochs": {"epochs": 1 + rank},
+        "accumulate": {"accumulate_grad_batches": 1 + rank},
+        "dealing": {"eval_data": make_data() if rank else [make_data()[:2]]},
+        "eval length": {"eval_data": make_data(8 + 8 * rank)},
+    }[what]
+    try:
+        model.fit(**{**arguments, **other})
+    except DPFuseError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("length", ["rank 0 has 'len(train_data) = 3'", "rank 1 has 'len(train_data) = 4'"]),
+        ("epochs", ["epochs = 1", "epochs = 2"]),
+        ("accumulate", ["accumulate_grad_batches = 2"]),
+        ("dealing", ["rank 0 has 'eval_data: any batches, unknown'", "rank 1 has 'eval_data: 11 batches, shared'"]),
+        ("eval length", ["4 batches", "8 batches"]),
+    ],
+)
+def test_fit_compares_what_the_ranks_were_given(ranks, what, texts):
+    first, second = ranks(fit_unevenly, what, timeout=20)
+    assert first == second
+    for text in texts:
+        assert text in first
+
+
+class StopOnRank1(Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = dist.get_rank() == 1 and epoch == 1
+
+
+def stop_on_one_rank(rank, size):
+    recorder = Recorder()
+    make_model().fit(make_data(), batch_size=4, epochs=5, verbose=0, callbacks=[StopOnRank1(), recorder])
+    return len(recorder.logs("on_epoch_end"))
+
+
+def test_a_stop_that_one_rank_decides_stops_all(ranks):
+    assert ranks(stop_on_one_rank, timeout=20) == [2, 2]
+
+
+def stop_early(rank, size, folder):
+    model = make_model(metrics=Accuracy())
+    for group in model._engine.optimizer.param_groups:
+        group["lr"] = 0.0  # nothing gets better
+    recorder = Recorder()
+    stopper = EarlyStopping(patience=2, verbose=0)
+    data = make_data(23)
+    model.fit(data, data, 4, epochs=9, save_dir=folder, save_freq=9, verbose=0, callbacks=[stopper, recorder])
+    # fit returns when the files are there.
+    return len(recorder.logs("on_epoch_end")), sorted(os.listdir(folder))
+
+
+def test_early_stopping_stops_all_ranks_and_saves_once(ranks, tmp_path):
+    names = [f"{stem}.{kind}" for stem in ("0", "best_model", "final") for kind in ("pdopt", "pdparams")]
+    assert ranks(stop_early, str(tmp_path), timeout=20) == [(3, names)] * 2
+
+
+def printed_by(rank, size):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        model = make_model(metrics=Accuracy())
+        model.fit(make_data(), make_data(), batch_size=4, log_freq=1, verbose=2)
+        model.predict(make_data(), 4, verbose=1)
+        model.summary((1, 5))
+    return text.getvalue()
+
+
+def test_only_rank_0_prints(ranks):
+    first, second = ranks(printed_by)
+    assert second == ""
+    assert [line.split(" - ")[0] for line in first.splitlines() if line.startswith("step")] == [
+        *["step 1/3", "step 2/3", "step 3/3"] * 2,
+        "step 3/3",
+    ]
+
+
+def freeze_after_construction(rank, size):
+    model = make_model(rank)
+    model.network[0].weight.requires_grad_(False)
+    before = model.network[0].weight.clone()
+    model.fit(make_data(), batch_size=4, verbose=0)
+    assert torch.equal(model.network[0].weight, before)
+    return model.network[3].weight.tolist()
+
+
+def test_layers_may_be_frozen_before_fit(ranks):
+    first, second = ranks(freeze_after_construction)
+    assert first == second
+
+
+def load_everywhere(rank, size, path):
+    model = make_model()
+    model.fit(make_data(), batch_size=4, verbose=0)
+    model.save(path)
+    dist.barrier()
+    other = make_model()
+    other.load(path)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = [each._engine.optimizer.state_dict()["state"] for each in (model, other)]
+    for index, state in states[0].items():
+        assert torch.equal(state["momentum_buffer"], states[1][index]["momentum_buffer"])
+    for each in (model, other):
+        each.fit(make_data(), batch_size=4, verbose=0)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_goes_on_from_a_file(ranks, tmp_path):
+    ranks(load_everywhere, str(tmp_path / "folder" / "model"))
+
+
+def trainable_loss(rank, size):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, scores, labels):
+            return self.weight * nn.functional.cross_entropy(scores, labels)
+
+    with pytest.raises(ValueError, match="part of the network"):
+        Model(make_net()).prepare(loss=Weighted())
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(make_data())
+
+    with pytest.raises(TypeError, match="cannot be dealt out to 2 ranks"):
+        make_model().fit(Stream(), verbose=0)
+
+
+def test_what_cannot_be_shared_is_refused(ranks):
+    ranks(trainable_loss)
+
+
+def warned(rank, size):
+    data = make_data()
+    model = make_model()
+    sharded = [data[i : i + 2] for i in range(2 * rank, 22 - 2 * rank, 4)]
+    if rank == 0:
+        with pytest.warns(UserWarning, match="gives every rank all samples"):
+            model.fit(DataLoader(data, 4), verbose=0)
+        with pytest.warns(UserWarning, match="cannot be known"):
+            model.evaluate(sharded, verbose=0)
+    else:
+        model.fit(DataLoader(data, 4), verbose=0)
+        model.evaluate(sharded, verbose=0)
+
+
+def test_loaders_that_may_surprise_are_pointed_out_on_rank_0(ranks):
+    ranks(warned)
+
+
+def epochs_of_a_distributed_sampler(rank, size):
+    seen = []
+
+    class Collect(Callback):
+        def on_train_batch_end(self, step, logs=None):
+            seen.append(logs["loss"][0])
+
+    data = make_data(22)
+    sampler = DistributedSampler(data, shuffle=True)
+    model = make_model()
+    model.prepare(torch.optim.SGD(model.parameters(), lr=0.0), nn.CrossEntropyLoss())
+    model.fit(DataLoader(data, 11, sampler=sampler), epochs=2, verbose=0, callbacks=Collect())
+    expected = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        x, y = data[list(sampler)]
+        expected.append(nn.functional.cross_entropy(model.network(x), y).item())
+    assert expected[0] != expected[1]
+    assert seen == expected
+
+
+def test_torchs_distributed_sampler_shuffles_anew_in_every_epoch(ranks):
+    ranks(epochs_of_a_distributed_sampler)
+
+
+def test_a_script_for_one_card_runs_under_launch(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+            from torch.utils.data import TensorDataset
+            from dpfuse import get_rank
+            from dpfuse.paddle import Model
+            from dpfuse.paddle.metric import Accuracy
+
+            x = torch.eye(8).repeat(4, 1)
+            data = TensorDataset(x, x.argmax(1) % 2)
+            model = Model(nn.Linear(8, 2))  # every rank begins with other parameters
+            model.prepare(torch.optim.SGD(model.parameters(), lr=1.0), nn.CrossEntropyLoss(), Accuracy())
+            model.fit(data, data, epochs=4, batch_size=4, verbose=2)
+            accuracy = model.evaluate(data, batch_size=5, verbose=0, num_workers=1)["acc"]
+            print(f"rank={get_rank()} acc={accuracy}\\n", end="")
+            """
+        )
+    )
+    done = launch("--nproc_per_node", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert "rank=0 acc=1.0" in done.stdout
+    assert "rank=1 acc=1.0" in done.stdout
+    assert done.stdout.count("step 4/4") == 8  # of rank 0 alone: four epochs and their evaluations
+
+
+def freeze_on_one_rank(rank, size):
+    model = make_model()
+    model.network[0].weight.requires_grad_(rank == 0)
+    with pytest.raises(DPFuseError, match=r"rank 1 has .*0\.weight.* requires_grad=False"):
+        model.fit(make_data(), batch_size=4, verbose=0)
+
+
+def test_a_layer_frozen_on_one_rank_is_an_error_on_all(ranks):
+    ranks(freeze_on_one_rank, timeout=20)
+
+
+def train_single_batches(rank, size):
+    data = make_data()
+    model, plain = make_model(rank), make_net()
+    x, y = data[4 * rank : 4 * rank + 4]
+    with dpfuse.time_communication(model._engine.parallel) as times:
+        model.train_batch(x, y, update=False)
+        model.train_batch(x, y)
+    assert times.steps == 1
+    for _ in range(2):
+        nn.functional.cross_entropy(plain(x), y).backward()
+    dpfuse.fused_allreduce_gradients(plain.parameters())
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+    # A batch of its own on each rank, without the other.
+    if rank == 1:
+        assert model.eval_batch(x, y)[0] == nn.functional.cross_entropy(plain(x), y).item()
+        model.predict_batch(x)
+
+
+def test_single_batches_are_averaged_when_the_optimizer_steps(ranks):
+    ranks(train_single_batches)
