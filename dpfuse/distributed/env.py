@@ -13,9 +13,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from dpfuse.distributed.devices import choose_backend
 from dpfuse.distributed.variables import (
     RankEnvironment,
+    endpoints_of,
     one_machine_variables,
     read_environment,
-    trainer_endpoints,
 )
 
 __all__ = ["ParallelEnv", "get_rank", "get_world_size", "init_parallel_env"]
@@ -198,7 +198,8 @@ class ParallelEnv:
         device_id: index of its GPU among the visible ones; 0 on the CPU without a job.
         dev_id: the same, Paddle's older name.
         device_type: "cuda" or "cpu".
-        trainer_endpoints: `host:port` of each rank, where Paddle's variables list them; else empty.
+        trainer_endpoints: `host:port` of each rank, where Paddle's variables list them; else empty. Our
+            launchers set them as names that differ between ranks; nothing listens there.
         current_endpoint: this rank's `host:port`, or "".
 
     Raises:
@@ -218,9 +219,7 @@ class ParallelEnv:
         self.local_rank = self.rank if job is None else job.local_rank
         self.device_id = self.local_rank if job is None else job.device_id
         self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self.trainer_endpoints = trainer_endpoints(os.environ)
-        own = self.trainer_endpoints[self.rank : self.rank + 1]
-        self.current_endpoint = os.environ.get("PADDLE_CURRENT_ENDPOINT") or "".join(own)
+        self.trainer_endpoints, self.current_endpoint = endpoints_of(os.environ, self.rank, self.world_size)
         self.nranks = self.world_size
         self.dev_id = self.device_id
 

@@ -1,13 +1,14 @@
-"""`python -m dpfuse.launch`: torchrun with `--gpus`, loopback on one machine, and errors that name the rank.
+"""`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
 Owns the command line. Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`); what
-runs inside a rank is in rank.py.
+runs inside a rank is in rank.py, what Paddle's flags say about other machines in nodes.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import signal
 import sys
@@ -15,11 +16,14 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from dpfuse.distributed import rank as rank_program
 from dpfuse.distributed.devices import cores_per_rank, select_gpus
 from dpfuse.distributed.failure import RankFailure, first_failure, read_record
+from dpfuse.distributed.interfaces import interface_of
+from dpfuse.distributed.nodes import MASTER_PORT, Nodes, add_flags, read_nodes
 from dpfuse.distributed.variables import LOOPBACK_HOSTS, environment, one_machine_variables
 
 __all__ = ["main"]
@@ -39,13 +43,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus",
         "--devices",
+        "--selected_gpus",
+        "--selected-gpus",
         dest="gpus",
         default=None,
         help="physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs.",
     )
-    # torchrun's default of 1 would hide whether the user asked; its variable PET_NPROC_PER_NODE still counts.
-    if "PET_NPROC_PER_NODE" not in os.environ:
-        parser.set_defaults(nproc_per_node=None)
+    add_flags(parser)
+    # torchrun's defaults would hide whether the user asked; its variables still count.
+    for name in ("nproc_per_node", "master_port"):
+        if f"PET_{name.upper()}" not in os.environ:
+            parser.set_defaults(**{name: None})
     return parser
 
 
@@ -91,7 +99,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"unknown flag {unknown[0]!r}.{_suggestion(unknown[0], flags)}")
     if not (args.module or args.no_python) and not os.path.isfile(args.training_script):
         parser.error(f"there is no script {args.training_script!r} (to run a module, put -m before its name)")
+    # Parsed once more without defaults: what is there then was written by the user.
+    written = argparse.Namespace(**{action.dest: None for action in parser._actions})
+    parser.parse_known_args(arguments, written)
     try:
+        args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
         _settle_ranks(args)
     except ValueError as error:
         parser.error(str(error))
@@ -136,35 +148,93 @@ def _on_one_machine(args: argparse.Namespace) -> bool:
     """Whether nothing on the command line speaks of another machine."""
     if args.standalone:
         return True
-    alone = args.nnodes in ("1", "1:1") and int(args.node_rank) == 0
-    return alone and args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_addr in LOOPBACK_HOSTS
+    if args.nnodes not in ("1", "1:1") or args.rdzv_backend != "static" or args.rdzv_endpoint:
+        return False
+    # torchrun ignores the address and the node's rank where no port is given.
+    return args.master_port is None or (int(args.node_rank) == 0 and args.master_addr in LOOPBACK_HOSTS)
 
 
-def _prepare(args: argparse.Namespace, cleanup: ExitStack) -> None:
+def _apply(nodes: Nodes, own: str, args: argparse.Namespace) -> None:
+    """Say in torchrun's terms where the machines meet; `own` is the address of this one, where it is known."""
+    args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, "static", ""
+    args.nnodes, args.node_rank, args.master_port = nodes.count, nodes.rank or 0, nodes.port
+    host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
+    if not nodes.several:
+        args.master_addr = LOOPBACK_HOSTS[0]
+    elif nodes.rank is not None:
+        args.master_addr = host
+    else:
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", f"{host}:{nodes.port}"
+        serves = nodes.serves
+        if serves is not None and "is_host" not in args.rdzv_conf:
+            args.rdzv_conf = f"{args.rdzv_conf},is_host={int(serves)}".lstrip(",")
+        # Else torchrun lets the ranks meet at this machine's host name, which others may not know.
+        args.local_addr = own or None
+
+
+def _visible_gpus(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count() if args.gpus is None else len(args.gpus)
+
+
+def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) -> None:
     """Turn our command line into torchrun's, and set what its ranks inherit."""
     variables: dict[str, str] = {}
+    hosts: tuple[str, ...] = ()
+    own = ""
+    if nodes is not None:
+        hosts, own = nodes.addresses, nodes.own_address or ""
+        _apply(nodes, own, args)
     if _on_one_machine(args):
         from dpfuse.distributed import rendezvous
 
         rendezvous.register()
-        args.standalone = False
+        args.standalone, args.nnodes = False, "1"
         args.rdzv_backend = rendezvous.BACKEND
         args.rdzv_endpoint = f"{rendezvous.HOST}:{args.master_port or 0}"
         variables.update(one_machine_variables())
+        hosts, own = (rendezvous.HOST,), rendezvous.HOST
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own)):
+        # gloo would take the address that the host name resolves to.
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    if args.master_port is None:
+        args.master_port = MASTER_PORT
     count = int(args.nproc_per_node)
     if "OMP_NUM_THREADS" not in os.environ and count > 1:
         variables["OMP_NUM_THREADS"] = str(cores_per_rank(count))
     if args.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(args.gpus)
     cleanup.enter_context(environment(variables))
-    if args.log_dir is None and args.redirects == args.tee == "0":
+    ours = not (args.no_python or args.run_path)
+    unredirected = args.redirects == args.tee == "0"
+    args.worker_logs = args.log_dir if unredirected and ours and not args.logs_specs else None
+    if args.worker_logs is not None or (unredirected and args.log_dir is None):
         # torchrun keeps the ranks' error notes there and would leave the folder behind.
         args.log_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dpfuse-launch-"))
-    if not (args.no_python or args.run_path):
+    if ours:
         kind = "module" if args.module else "script"
-        args.training_script_args = [str(os.getpid()), kind, args.training_script, *args.training_script_args]
+        launch = rank_program.Launch(os.getpid(), _visible_gpus(args), hosts, own, args.worker_logs is not None)
+        told = json.dumps(asdict(launch))
+        args.training_script_args = [told, kind, args.training_script, *args.training_script_args]
         args.training_script = rank_program.__file__
         args.module = False
+
+
+def _run(args: argparse.Namespace) -> None:
+    """What torchrun's own `run` does, with our logs."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args
+
+    config, command, arguments = config_from_args(args)
+    if args.worker_logs is not None:
+        from dpfuse.distributed.logs import WorkerLogs
+
+        shown = {int(rank) for rank in (args.local_ranks_filter or "0").split(",")}
+        config.logs_specs = WorkerLogs(args.worker_logs, args.log_dir, shown)
+    elastic_launch(config=config, entrypoint=command)(*arguments)
 
 
 def _say(text: str) -> None:
@@ -180,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 when every rank ended well; else that of the rank that failed first (128 + n where
         signal n killed it); 128 + n where the launcher itself got signal n; 1 where the job could not be
-        started.
+        started; 2 where this machine is not in the list of `--ips`.
 
     Raises:
         SystemExit: code 2 for a wrong command line, 0 for `--help`.
@@ -193,39 +263,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...     print(end.code)
         2
 
-    Source: PyTorch's torchrun, whose flags all work; `--gpus`/`--devices` are those of Paddle's launcher.
+    Source: PyTorch's torchrun, whose flags all work; those that name cards and machines are Paddle's launchers'.
     """
     args = _parse(list(sys.argv[1:] if arguments is None else arguments))
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import run
 
-    redirected = args.redirects != "0"
+    try:
+        nodes = None if args.nodes is None else args.nodes.located()
+    except ValueError as error:
+        _say(str(error))
+        return 2
     with ExitStack() as cleanup:
-        _prepare(args, cleanup)
+        _prepare(args, nodes, cleanup)
         try:
-            run(args)
+            _run(args)
         except ChildFailedError as error:
-            return _report(error.failures, redirected)
+            return _report(error.failures, args)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
             _say(f"got {name}; every rank was ended")
             return 128 + int(error.sigval)
         except (ValueError, AssertionError, RuntimeError, OSError, RendezvousError) as error:
-            _say(f"the job could not be started or supervised: {error}")
+            _say(f"the job could not be started or supervised: {str(error).rstrip('.')}.{_remedy(error)}")
             return 1
     return 0
 
 
-def _report(failures: Mapping[int, Any], redirected: bool) -> int:
+def _remedy(error: BaseException) -> str:
+    if "EADDRINUSE" in f"{error} {error.__cause__}":
+        return " A port that this job needs is taken: give another one, the same on every machine."
+    return ""
+
+
+def _report(failures: Mapping[int, Any], args: argparse.Namespace) -> int:
     told = []
     for number, failure in failures.items():
         ended = RankFailure(number, int(failure.pid), int(failure.exitcode), float(failure.timestamp))
         record = read_record(failure.error_file)
         told.append(record.explains(ended) if record else ended)
     first = first_failure(told)
-    # On the console the rank has printed its traceback itself.
-    trace = f"\n{first.traceback}" if redirected else ""
-    _say(f"{first}; it was the first rank to fail, the others were ended. Exit code {first.shell_code}.{trace}")
+    trace = log = ""
+    if args.worker_logs is not None:
+        from dpfuse.distributed.logs import tail, worker_log
+
+        path = worker_log(args.worker_logs, int(failures[first.rank].local_rank))
+        log = f" Its log is {path}."
+        trace = f"\n{first.traceback or tail(path)}"
+    elif args.redirects != "0":
+        # On the console the rank has printed its traceback itself.
+        trace = f"\n{first.traceback}"
+    _say(f"{first}; it was the first rank to fail, the others were ended. Exit code {first.shell_code}.{log}{trace}")
     return first.shell_code

@@ -1,6 +1,6 @@
 """What runs in a rank around the user's program. Standard library only.
 
-The launcher starts each rank as `python rank.py <launcher's pid> script|module <target> <arguments>`: by
+The launcher starts each rank as `python rank.py <Launch as JSON> script|module <target> <arguments>`: by
 its path, so that torch is not imported before the script's own first lines, which may set variables that
 torch reads.
 """
@@ -18,12 +18,40 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-__all__ = ["die_with_parent", "end_process", "record_exception"]
+__all__ = ["Launch", "die_with_parent", "end_process", "record_exception", "set_paddle_variables"]
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+PADDLE_VARIABLES = (
+    "PADDLE_TRAINER_ID",
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_MASTER",
+    "PADDLE_GLOBAL_RANK",
+    "PADDLE_GLOBAL_SIZE",
+    "PADDLE_LOCAL_RANK",
+    "PADDLE_LOCAL_SIZE",
+    "PADDLE_NNODES",
+    "PADDLE_RANK_IN_NODE",
+    "PADDLE_DISTRI_BACKEND",
+    "FLAGS_selected_gpus",
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher tells a rank beside torch's variables."""
+
+    pid: int  # of the launcher
+    gpus: int  # how many are visible, 0 where there is none
+    hosts: Sequence[str] = ()  # the address of every node, by node rank, where all are known
+    host: str = ""  # the address of this node, where it is known
+    one_log: bool = False  # stderr goes where stdout goes
 
 
 def die_with_parent(parent: int) -> None:
@@ -34,6 +62,59 @@ def die_with_parent(parent: int) -> None:
     # The parent may have ended before the call took effect.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _paddle_variables(environ: Mapping[str, str], gpus: int, hosts: Sequence[str], host: str) -> dict[str, str]:
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local_rank, local_size = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
+    port = int(environ["MASTER_PORT"])
+    put = {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(size),
+        "PADDLE_MASTER": _endpoint(environ["MASTER_ADDR"], port),
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_GLOBAL_SIZE": str(size),
+        "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(local_size),
+        "PADDLE_NNODES": environ["GROUP_WORLD_SIZE"],
+        "PADDLE_RANK_IN_NODE": str(local_rank),
+    }
+    if gpus:
+        put["FLAGS_selected_gpus"] = str(local_rank % gpus)
+    else:
+        put["PADDLE_DISTRI_BACKEND"] = "gloo"
+    if host:
+        put["PADDLE_CURRENT_ENDPOINT"] = _endpoint(host, port + local_rank)
+    # A rank knows how many there are on its own node only: are there as many on each?
+    if len(hosts) * local_size == size and int(environ["GROUP_RANK"]) * local_size + local_rank == rank:
+        endpoints = [_endpoint(name, port + number) for name in hosts for number in range(local_size)]
+        put["PADDLE_TRAINER_ENDPOINTS"] = ",".join(endpoints)
+    return put
+
+
+def set_paddle_variables(
+    environ: MutableMapping[str, str], gpus: int, hosts: Sequence[str] = (), host: str = ""
+) -> None:
+    """Say in Paddle's variables what torch's say; those of a job around this one go away.
+
+    Args:
+        environ: holds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR
+            and MASTER_PORT.
+        gpus: how many are visible, 0 where there is none.
+        hosts: the address of every node, by node rank; empty where they are not known.
+        host: the address of this node; empty where it is not known.
+
+    Example: rank 3 of two nodes with two ranks each, hosts a and b, MASTER_ADDR a, MASTER_PORT 6170 ->
+    PADDLE_TRAINER_ID 3, PADDLE_TRAINER_ENDPOINTS a:6170,a:6171,b:6170,b:6171, PADDLE_CURRENT_ENDPOINT b:6171.
+    """
+    put = _paddle_variables(environ, gpus, hosts, host)
+    for name in PADDLE_VARIABLES:
+        environ.pop(name, None)
+    environ.update(put)
 
 
 def record_exception(error: BaseException, path: str | None) -> None:
@@ -97,8 +178,12 @@ def _own_frames_removed(error: BaseException) -> TracebackType | None:
 
 
 def main() -> None:
-    launcher, kind, target, *arguments = sys.argv[1:]
-    die_with_parent(int(launcher))
+    told, kind, target, *arguments = sys.argv[1:]
+    launch = Launch(**json.loads(told))
+    die_with_parent(launch.pid)
+    if launch.one_log:
+        os.dup2(1, 2)
+    set_paddle_variables(os.environ, launch.gpus, launch.hosts, launch.host)
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
     sys.argv = [target, *arguments]
     # Python put this file's folder first; the program expects its own there.

@@ -6,22 +6,19 @@ import difflib
 import gc
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from dpfuse.distributed import rank as rank_program
+from dpfuse.distributed.context import RankFolder, SpawnContext, error_path, result_path
 from dpfuse.distributed.devices import (
     check_backend,
     choose_backend,
@@ -29,18 +26,23 @@ from dpfuse.distributed.devices import (
     cpu_count,
     select_gpus,
 )
-from dpfuse.distributed.failure import RankFailure, first_failure, read_record
 from dpfuse.distributed.variables import environment, one_machine_variables
-from dpfuse.errors import DPFuseError
 
-__all__ = ["ReturnQueue", "SpawnContext", "spawn"]
+__all__ = ["spawn"]
 
-# After a rank fails, its peers get this long to end by themselves, and again after SIGTERM, before SIGKILL.
-GRACE_SECONDS = 2.0
 OPTIONS = ("start_method", "backend", "gpus")
-
-# A context that nobody keeps must live as long as its ranks: it serves their store.
-_running: set[SpawnContext] = set()
+OLDER_NAMES_OF_GPUS = ("selected_gpus", "selected_devices")
+MACHINES = "spawn starts ranks on this machine only; for several use `python -m dpfuse.launch --ips=…`"
+# Options of Paddle's spawn that do nothing here, and what to do instead.
+OTHERS_OF_PADDLE = {
+    "ips": MACHINES,
+    "cluster_node_ips": MACHINES,
+    "node_ip": MACHINES,
+    "started_port": "spawn takes a free port by itself; leave the option out",
+    "use_paddlecloud": "leave the option out",
+    "xpus": "the ranks run on GPUs (name cards with gpus=) or on the CPU",
+    "print_config": "leave the option out, and print ParallelEnv() in the function",
+}
 
 
 @dataclass(frozen=True)
@@ -50,33 +52,9 @@ class _Job:
     variables: dict[str, str]
     folder: str
     parent: int  # the pid to die with, 0 where that cannot be promised
+    gpus: int  # how many the ranks see
     forked: bool
     threads: int  # for torch on the CPU; 0 leaves torch's own choice
-
-
-class _Folder:
-    """A folder that only this user can open, removed when nobody needs it any more.
-
-    Not TemporaryDirectory: it warns when it is left to the garbage collector, and a forked rank that drops its
-    copy would empty the folder of all.
-    """
-
-    def __init__(self) -> None:
-        self.name = tempfile.mkdtemp(prefix="dpfuse-spawn-")  # mkdtemp gives it mode 0700
-        weakref.finalize(self, _remove, self.name, os.getpid())
-
-
-def _remove(name: str, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(name, ignore_errors=True)
-
-
-def _result_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"result-{rank}.pickle")
-
-
-def _error_path(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"error-{rank}.json")
 
 
 def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -87,9 +65,11 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     if job.parent:
         rank_program.die_with_parent(job.parent)
     os.environ.update(job.variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    error_path = _error_path(job.folder, rank)
+    host = job.variables["MASTER_ADDR"]
+    rank_program.set_paddle_variables(os.environ, job.gpus, (host,), host)
+    record = error_path(job.folder, rank)
     # An exception that torch or the user's program records goes to the same place.
-    os.environ["TORCHELASTIC_ERROR_FILE"] = error_path
+    os.environ["TORCHELASTIC_ERROR_FILE"] = record
     if job.threads:
         torch.set_num_threads(job.threads)
     try:
@@ -102,119 +82,44 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
                 "return something that pickle can handle, such as numbers, lists or tensors."
             ) from error
         # The name appears when the content is whole.
-        draft = _result_path(job.folder, rank).with_suffix(".part")
+        draft = result_path(job.folder, rank).with_suffix(".part")
         draft.write_bytes(data)
-        draft.rename(_result_path(job.folder, rank))
+        draft.rename(result_path(job.folder, rank))
     except SystemExit as error:
         if error.code is not None and error.code != 0:
-            rank_program.record_exception(error, error_path)
+            rank_program.record_exception(error, record)
             raise
     except Exception as error:
-        rank_program.record_exception(error, error_path)
+        rank_program.record_exception(error, record)
         raise
     rank_program.end_process()
 
 
-class ReturnQueue:
-    """Holds what func returned on one rank; `get()` reads it as often as wanted.
-
-    A file rather than a pipe: a rank with a large result can then end before anybody reads it.
-    """
-
-    def __init__(self, process: Any, rank: int, folder: _Folder) -> None:
-        self._process = process
-        self._rank = rank
-        self._folder = folder  # lives as long as somebody may read from it
-
-    def get(self) -> Any:
-        """The value, once the rank has ended; DPFuseError where it ended without one."""
-        self._process.join()
-        path = _result_path(self._folder.name, self._rank)
-        if not path.exists():
-            raise DPFuseError(
-                f"rank {self._rank} left no return value: it ended with exit code {self._process.exitcode}. "
-                "Call join() on the context to see its error."
+def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under their present names."""
+    checked = {}
+    for name, value in options.items():
+        if name in OTHERS_OF_PADDLE:
+            raise ValueError(
+                f"spawn: the option {name!r} of Paddle's spawn has no effect here: {OTHERS_OF_PADDLE[name]}."
             )
-        return pickle.loads(path.read_bytes())
+        if name in OLDER_NAMES_OF_GPUS:
+            if len({"gpus", *OLDER_NAMES_OF_GPUS}.intersection(options)) > 1:
+                raise ValueError(f"spawn: got {name} beside another name of gpus; name the cards once, with gpus=")
+            warnings.warn(
+                f"spawn: {name} is Paddle's older name of gpus; write gpus=", DeprecationWarning, stacklevel=3
+            )
+            name = "gpus"
+        elif name not in OPTIONS:
+            close = difflib.get_close_matches(name, (*OPTIONS, "func", "args", "nprocs", "join", "daemon"), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ValueError(f"spawn: got the option {name!r}, expected only {', '.join(OPTIONS)}{hint}")
+        checked[name] = value
+    return checked
 
 
-class SpawnContext:
-    """The running ranks of one `spawn`.
-
-    Attributes:
-        processes: the process of each rank, by rank.
-        return_queues: for each rank a queue whose `get()` gives func's return value there.
-    """
-
-    def __init__(self, context: ProcessContext, folder: _Folder, store: object) -> None:
-        self._context = context
-        self._folder = folder
-        self._store = store
-        self.processes: list[Any] = list(context.processes)
-        self.return_queues = [ReturnQueue(process, rank, folder) for rank, process in enumerate(self.processes)]
-        _running.add(self)
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait until some rank ends; when one has failed, end the others and raise.
-
-        Args:
-            timeout: seconds to wait at most; None waits as long as it takes.
-
-        Returns:
-            True when all ranks have ended well, False while some still run: call it in a loop, as Paddle's
-            and torch's.
-
-        Raises:
-            DPFuseError: a rank failed. The text names the rank that failed first and shows its traceback; the
-                cause is what torch raised on the rank whose end it saw first (ProcessRaisedException or
-                ProcessExitedException), which may be a peer's "connection closed".
-        """
-        try:
-            done = self._context.join(timeout, grace_period=GRACE_SECONDS)
-        except ProcessException as error:
-            self._close()
-            first = self._first(error)
-            told = first.traceback and not first.error.startswith("SystemExit")
-            trace = f"\n\n{first.traceback}" if told else ""
-            hint = ""
-            if not first.error and first.exit_code == 1:
-                hint = (
-                    " before or outside func; its own output above says why"
-                    " (is the call under `if __name__ == '__main__':`?)"
-                )
-            raise DPFuseError(
-                f"spawn: {first}{hint}; it was the first of {len(self.processes)} ranks to fail, the others "
-                f"were ended.{trace}"
-            ) from error
-        if done:
-            self._close()
-        return bool(done)
-
-    def _close(self) -> None:
-        self._store = None
-        _running.discard(self)
-
-    def _first(self, error: Any) -> RankFailure:
-        # torch has waited GRACE_SECONDS for peers before it sends any signal of its own.
-        before_signals = time.time() - GRACE_SECONDS
-        failures = []
-        for rank, process in enumerate(self.processes):
-            record = read_record(_error_path(self._folder.name, rank))
-            failure = RankFailure(rank, process.pid, process.exitcode, before_signals)
-            if record is not None:
-                failure = record.explains(failure)
-            elif rank == error.error_index:
-                # Processes are watched all the time here, so a sudden end that was noticed first came first.
-                return failure
-            if failure.exit_code != 0:
-                failures.append(failure)
-        return first_failure(failures)
-
-
-def _unknown_option(name: str) -> ValueError:
-    close = difflib.get_close_matches(name, (*OPTIONS, "func", "args", "nprocs", "join", "daemon"), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return ValueError(f"spawn: got the option {name!r}, expected only {', '.join(OPTIONS)}{hint}")
+def _visible_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _count_ranks(nprocs: int, cards: Sequence[str] | None, backend: str) -> int:
@@ -222,7 +127,7 @@ def _count_ranks(nprocs: int, cards: Sequence[str] | None, backend: str) -> int:
         raise TypeError(f"spawn: nprocs must be an integer, got {nprocs!r}")
     if nprocs < 1 and nprocs != -1:
         raise ValueError(f"spawn: nprocs must be at least 1, or -1 for all GPUs (else all cores), got {nprocs}")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = _visible_gpus()
     if cards is not None:
         if nprocs not in (-1, len(cards)):
             raise ValueError(
@@ -283,7 +188,8 @@ def spawn(
         daemon: end the ranks when this process ends by itself, without waiting for them.
         **options: `start_method` ("spawn" by default, else "fork" or "forkserver"); `backend` ("nccl",
             "gloo", …: what `init_parallel_env` uses; by default NCCL with GPUs, else gloo); `gpus`
-            (physical cards for the ranks, "0,1" or [0, 1]).
+            (physical cards for the ranks, "0,1" or [0, 1]; `selected_gpus` and `selected_devices`, Paddle's
+            older names, are deprecated).
 
     Returns:
         A context with `processes`, `join(timeout=None)` and `return_queues`:
@@ -303,9 +209,7 @@ def spawn(
 
     Source: Paddle's `paddle.distributed.spawn`, built on `torch.multiprocessing.start_processes`.
     """
-    for name in options:
-        if name not in OPTIONS:
-            raise _unknown_option(name)
+    options = _check_options(options)
     start_method = options.get("start_method") or "spawn"
     _check_func(func, start_method)
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
@@ -334,12 +238,14 @@ def _begin(
     from dpfuse.distributed.rendezvous import HOST, loopback_store
 
     store = loopback_store()
-    folder = _Folder()
+    folder = RankFolder()
     threads = 0 if "OMP_NUM_THREADS" in os.environ or count == 1 else cores_per_rank(count)
     variables = {
         **one_machine_variables(),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(store.port),
         # Ranks connect to the store of this process; otherwise rank 0 would serve one on every interface.
@@ -354,7 +260,8 @@ def _begin(
     # The kernel watches the thread that forks: one that ends before the ranks would take them along. A fork
     # server is not this process at all.
     mortal = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
-    job = _Job(variables, folder.name, os.getpid() if mortal else 0, start_method == "fork", threads)
+    gpus = _visible_gpus() if cards is None else min(len(cards), _visible_gpus())
+    job = _Job(variables, folder.name, os.getpid() if mortal else 0, gpus, start_method == "fork", threads)
     # Inherited too, since the ranks import torch and the user's module before they run any line of ours.
     with environment(variables):
         return SpawnContext(_start(func, args, count, daemon, start_method, job), folder, store)

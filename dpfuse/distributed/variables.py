@@ -14,10 +14,10 @@ from dataclasses import dataclass
 __all__ = [
     "LOOPBACK_HOSTS",
     "RankEnvironment",
+    "endpoints_of",
     "environment",
     "one_machine_variables",
     "read_environment",
-    "trainer_endpoints",
 ]
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -68,7 +68,7 @@ def _read(
         else _local_rank(environ, rank)
     )
     device_id = local_rank
-    if environ.get("FLAGS_selected_gpus"):
+    if size_name == "PADDLE_TRAINERS_NUM" and environ.get("FLAGS_selected_gpus"):
         device_id = _integer(environ, "FLAGS_selected_gpus", 0, None, "the index of one visible GPU")
     if master is None and world_size > 1:
         raise ValueError(
@@ -132,6 +132,18 @@ def _paddle_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def trainer_endpoints(environ: Mapping[str, str]) -> list[str]:
     """The addresses in PADDLE_TRAINER_ENDPOINTS, by rank; none where it is not set."""
     return [part.strip() for part in environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if part.strip()]
+
+
+def endpoints_of(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[list[str], str]:
+    """The addresses of all ranks, and that of `rank`; none where Paddle's variables speak of another job.
+
+    A launcher that sets torch's variables only leaves those of a job around it in place.
+    """
+    about = (environ.get("PADDLE_TRAINER_ID", str(rank)), environ.get("PADDLE_TRAINERS_NUM", str(world_size)))
+    if about != (str(rank), str(world_size)):
+        return [], ""
+    endpoints = trainer_endpoints(environ)
+    return endpoints, environ.get("PADDLE_CURRENT_ENDPOINT") or "".join(endpoints[rank : rank + 1])
 
 
 def _local_rank(environ: Mapping[str, str], rank: int) -> int:

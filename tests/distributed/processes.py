@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -47,6 +48,28 @@ def run(*arguments: object, timeout: float = 60, **variables: str) -> subprocess
 
 def launch(*arguments: object, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
     return run("-m", "dpfuse.launch", *arguments, timeout=timeout, **variables)
+
+
+def shell(command: str, folder: Path, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line as it stands in a document; `python` is this one."""
+    return subprocess.run(
+        ["sh", "-c", with_this_python(command)],
+        cwd=folder,
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def with_this_python(command: str) -> str:
+    return f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n{command}'
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def pids_in(text: str) -> list[int]:

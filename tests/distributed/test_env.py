@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from datetime import timedelta
 
 import pytest
@@ -14,8 +13,9 @@ import torch.distributed as dist
 import dpfuse.distributed as distributed
 from dpfuse.distributed.devices import cores_per_rank, cpu_count, select_gpus
 from dpfuse.distributed.failure import RankFailure, first_failure
+from dpfuse.distributed.rank import set_paddle_variables
 from dpfuse.distributed.variables import environment, read_environment
-from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, run, start
+from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, free_port, run, start
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 PADDLE_TWO = {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2"}
@@ -67,10 +67,7 @@ def test_an_interface_that_the_user_chose_stays(variables):
 
 
 def test_paddles_variables_start_a_job():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": f"127.0.0.1:{port}"}
+    common = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": f"127.0.0.1:{free_port()}"}
     ranks = [start(SCRIPTS / "join.py", PADDLE_TRAINER_ID=str(rank), **common) for rank in (0, 1)]
     told = [rank.communicate(timeout=60) for rank in ranks]
     assert [json.loads(out)["sum"] for out, _ in told] == [3.0, 3.0], told
@@ -163,10 +160,70 @@ def test_parallel_env_reads_paddles_variables(variables):
 
 
 def test_torchs_variables_come_before_paddles(variables):
-    variables(**TWO, PADDLE_TRAINER_ID="5", PADDLE_TRAINERS_NUM="9")
+    variables(**TWO, PADDLE_TRAINER_ID="5", PADDLE_TRAINERS_NUM="9", FLAGS_selected_gpus="7")
     job = read_environment()
     assert job is not None
     assert (job.rank, job.world_size, job.master, job.one_machine) == (1, 2, ("127.0.0.1", 29500), True)
+    assert job.device_id == 1
+
+
+def test_parallel_env_shows_no_endpoints_of_a_job_around_this_one(variables):
+    variables(**TWO, PADDLE_TRAINER_ID="1", PADDLE_TRAINERS_NUM="3", PADDLE_TRAINER_ENDPOINTS=ENDPOINTS)
+    env = distributed.ParallelEnv()
+    assert (env.trainer_endpoints, env.current_endpoint) == ([], "")
+    variables(PADDLE_TRAINERS_NUM="2", PADDLE_TRAINER_ENDPOINTS="a:1,b:2")
+    env = distributed.ParallelEnv()
+    assert (env.trainer_endpoints, env.current_endpoint) == (["a:1", "b:2"], "b:2")
+
+
+def rank_variables(rank, size, local_rank, local_size, node, nodes):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    numbers = dict(zip(names, map(str, (rank, size, local_rank, local_size, node, nodes)), strict=True))
+    return {**numbers, "MASTER_ADDR": "fd00::7", "MASTER_PORT": "6170"}
+
+
+def test_paddles_variables_say_what_torchs_say():
+    environ = rank_variables(3, 4, 1, 2, 1, 2)
+    set_paddle_variables(environ, 2, ["fd00::7", "10.0.0.8"], "10.0.0.8")
+    assert {name: value for name, value in environ.items() if name.startswith(("PADDLE_", "FLAGS_"))} == {
+        "PADDLE_TRAINER_ID": "3",
+        "PADDLE_TRAINERS_NUM": "4",
+        "PADDLE_CURRENT_ENDPOINT": "10.0.0.8:6171",
+        "PADDLE_TRAINER_ENDPOINTS": "[fd00::7]:6170,[fd00::7]:6171,10.0.0.8:6170,10.0.0.8:6171",
+        "PADDLE_MASTER": "[fd00::7]:6170",
+        "PADDLE_GLOBAL_RANK": "3",
+        "PADDLE_GLOBAL_SIZE": "4",
+        "PADDLE_LOCAL_RANK": "1",
+        "PADDLE_LOCAL_SIZE": "2",
+        "PADDLE_NNODES": "2",
+        "PADDLE_RANK_IN_NODE": "1",
+        "FLAGS_selected_gpus": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("numbers", "hosts", "host", "own"),
+    [
+        ((1, 2, 0, 1, 1, 2), [], "b", "b:6170"),  # the other machine's address is not known here
+        ((1, 2, 0, 1, 1, 2), [], "", None),
+        ((1, 3, 0, 2, 1, 2), ["a", "b"], "b", "b:6170"),  # one rank on a, two on b
+        ((1, 6, 0, 2, 1, 3), ["a", "b", "c"], "b", "b:6170"),  # one, two, three: as many as if two on each
+    ],
+)
+def test_endpoints_that_are_not_known_are_not_told(numbers, hosts, host, own):
+    around = {"PADDLE_TRAINER_ENDPOINTS": "x:1,y:2", "PADDLE_CURRENT_ENDPOINT": "x:1", "FLAGS_selected_gpus": "5"}
+    environ = {**around, **rank_variables(*numbers)}
+    set_paddle_variables(environ, 0, hosts, host)
+    assert "PADDLE_TRAINER_ENDPOINTS" not in environ
+    assert environ.get("PADDLE_CURRENT_ENDPOINT") == own
+    assert "FLAGS_selected_gpus" not in environ
+    assert environ["PADDLE_DISTRI_BACKEND"] == "gloo"
+
+
+def test_ranks_that_share_a_card_name_one_that_is_there():
+    environ = rank_variables(2, 3, 2, 3, 0, 1)
+    set_paddle_variables(environ, 2)
+    assert environ["FLAGS_selected_gpus"] == "0"
 
 
 def test_several_machines_are_recognised(variables):

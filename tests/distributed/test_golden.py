@@ -13,9 +13,7 @@ import dpfuse
 from tests.distributed.golden_nets import LOSSES, GoldenNet, make_optimizer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-TRAJECTORIES = [
-    pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / "trajectories.json").read_text())
-]
+TRAJECTORIES = [pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / "trajectories.json").read_text())]
 REDUCTIONS = [pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / "reduce.json").read_text())]
 WEIGHTS = {"float64": 1e-11, "float32": 2e-6}
 LOSS = {"float64": 1e-11, "float32": 2e-5}

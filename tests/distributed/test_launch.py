@@ -15,6 +15,7 @@ from dpfuse.launch import main
 from tests.distributed.processes import (
     SCRIPTS,
     all_gone,
+    free_port,
     is_loopback,
     launch,
     listening_addresses,
@@ -31,7 +32,10 @@ def reports(text):
 
 
 def test_two_ranks_meet_and_the_console_stays_clean():
-    done = launch("--nproc_per_node", 2, SCRIPT, "--lr", "0.1", "–x", "--gpus")
+    # As if started by a rank of a larger job, on a card that this one may not have.
+    around = {"PADDLE_TRAINER_ID": "7", "PADDLE_TRAINERS_NUM": "9", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2"}
+    around |= {"FLAGS_selected_gpus": "7", "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "GROUP_RANK": "3"}
+    done = launch("--nproc_per_node", 2, SCRIPT, "--lr", "0.1", "–x", "--gpus", **around)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     seen = reports(done.stdout)
@@ -40,6 +44,22 @@ def test_two_ranks_meet_and_the_console_stays_clean():
         assert s["argv"] == ["--lr", "0.1", "–x", "--gpus"]
         assert s["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
         assert int(s["environment"]["OMP_NUM_THREADS"]) == s["threads"] >= 1
+        master = s["paddle"]["PADDLE_MASTER"]
+        endpoints = [master, f"127.0.0.1:{int(master.removeprefix('127.0.0.1:')) + 1}"]
+        assert s["paddle"] == {
+            "PADDLE_TRAINER_ID": str(s["rank"]),
+            "PADDLE_TRAINERS_NUM": "2",
+            "PADDLE_CURRENT_ENDPOINT": endpoints[s["rank"]],
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_MASTER": master,
+            "PADDLE_GLOBAL_RANK": str(s["rank"]),
+            "PADDLE_GLOBAL_SIZE": "2",
+            "PADDLE_LOCAL_RANK": str(s["rank"]),
+            "PADDLE_LOCAL_SIZE": "2",
+            "PADDLE_NNODES": "1",
+            "PADDLE_RANK_IN_NODE": str(s["rank"]),
+            "PADDLE_DISTRI_BACKEND": "gloo",
+        }
 
 
 def test_a_script_finds_itself_as_under_python():
@@ -97,6 +117,42 @@ def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
     assert list(tmp_path.glob("**/stdout.log"))
 
 
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_log_dir_keeps_a_log_per_rank_and_the_first_failure_is_still_reported(how, tmp_path):
+    logs = tmp_path / "new" / "logs"
+    done = launch("--nproc_per_node=2", "--log_dir", logs, SCRIPTS / "fail.py", how, TEST_SECRET="hunter2")
+    assert done.returncode == (137 if how == "kill" else 1)
+    assert sorted(log.name for log in logs.iterdir()) == ["workerlog.0", "workerlog.1"]
+    first, second = ((logs / f"workerlog.{rank}").read_text() for rank in (0, 1))
+    pids = pids_in(first + second)
+    assert len(pids) == 2
+    # Rank 0's stdout and stderr, in the order in which they were written, are on the console too.
+    assert done.stdout == "".join(f"[default0]:{line}" for line in first.splitlines(keepends=True))
+    assert first.index("pid=") < first.index("Traceback (most recent call last)")
+    report = done.stderr.partition("dpfuse.launch: ")[2]
+    assert report.startswith(f"rank 1 (pid {pids[1]})")
+    assert f"Its log is {logs / 'workerlog.1'}." in report
+    # A rank that could not leave a note is told by the end of its log.
+    assert ('raise ValueError("planted")' if how == "raise" else f"pid={pids[1]}") in report
+    assert "hunter2" not in first + second + done.stdout + done.stderr
+
+
+def test_a_restart_keeps_the_log_of_the_failed_attempt(tmp_path):
+    words = ("--nproc_per_node=1", "--max_restarts=1", "--log_dir", tmp_path, SCRIPT)
+    done = launch(*words, TEST_FAIL_UNTIL_RESTART="1")
+    assert done.returncode == 0, done.stderr
+    assert [s["sum"] for s in reports((tmp_path / "workerlog.0").read_text())] == [1.0]
+    assert "planted: first attempt" in (tmp_path / "workerlog.0.attempt0").read_text()
+
+
+def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    done = launch("--nproc_per_node=1", "--log_dir", path, SCRIPT)
+    assert done.returncode == 1
+    assert f"dpfuse.launch: the job could not be started or supervised: [Errno 17] File exists: '{path}'" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(number):
     job = start("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
@@ -141,15 +197,27 @@ def test_a_taken_port_is_named():
     assert "Give another port" in done.stderr
 
 
+@pytest.mark.parametrize("rank", [["--rank=0"], []])
+def test_a_taken_port_of_several_machines_is_named(rank):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        conf = "is_host=1,read_timeout=2"  # torchrun alone would take the other program for a launcher, for a minute
+        done = launch("--nproc_per_node=1", "--master", place, "--nnodes=2", f"--rdzv_conf={conf}", *rank, SCRIPT)
+    assert done.returncode == 1
+    assert "A port that this job needs is taken: give another one, the same on every machine." in done.stderr
+
+
 def test_two_machines_meet_by_torchruns_own_flags():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     nodes = [start("-m", "dpfuse.launch", *flags, f"--node_rank={n}", SCRIPT) for n in (0, 1)]
     told = [node.communicate(timeout=60) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
-    assert [s["sum"] for s in reports(told[0][0] + told[1][0])] == [3.0, 3.0]
+    seen = reports(told[0][0] + told[1][0])
+    assert [s["sum"] for s in seen] == [3.0, 3.0]
+    assert [s["paddle"]["PADDLE_NNODES"] for s in seen] == ["2", "2"]
+    assert not {"PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"}.intersection(*(s["paddle"] for s in seen))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +225,8 @@ def test_two_machines_meet_by_torchruns_own_flags():
     [
         (["–nproc_per_node", "2", SCRIPT], ["'–nproc_per_node'", "typographic dash", "--nproc_per_node?"]),
         (["—gpus", "0,1", SCRIPT], ["'—gpus'", "typographic dash", "Did you mean --gpus?"]),
+        (["–selected_gpus=0,1", SCRIPT], ["'–selected_gpus=0,1'", "dash", "Did you mean --selected_gpus?"]),
+        (["--selected_gpu_s", "0", SCRIPT], ["unknown flag '--selected_gpu_s'", "mean --selected_gpus?"]),
         (["--nproc_per_node=2", "-–gpus=0", SCRIPT], ["'-–gpus=0'", "typographic dash", "--gpus?"]),
         (["-nproc_per_node", "2", SCRIPT], ["'-nproc_per_node'", "one hyphen", "Write --nproc_per_node"]),
         (["--nproc_per_nod_e=2", SCRIPT], ["unknown flag '--nproc_per_nod_e=2'", "mean --nproc_per_node?"]),
@@ -168,6 +238,8 @@ def test_two_machines_meet_by_torchruns_own_flags():
         (["--nproc_per_node=two", SCRIPT], ["--nproc_per_node", "'two'", "a number, gpu, cpu or auto"]),
         (["--gpus=0,x", SCRIPT], ["--gpus", "'0,x'", "card numbers separated by commas"]),
         (["--devices=0,0", SCRIPT], ["card 0 is named twice"]),
+        (["--selected-gpus=", SCRIPT], ["got ''", "card numbers separated by commas"]),
+        (["--selected_gpus=0", "--nproc_per_node=2", SCRIPT], ["1 card(s)", "--nproc_per_node is 2", "Leave"]),
         (["--gpus=0,1", "--nproc_per_node=3", SCRIPT], ["2 card(s)", "--nproc_per_node is 3", "Leave"]),
     ],
 )
@@ -185,6 +257,15 @@ def test_cards_without_gpus_become_ranks_on_the_cpu():
     done = launch("--gpus", "4,5", SCRIPT)
     assert [s["backend"] for s in reports(done.stdout)] == ["gloo", "gloo"]
     assert done.stderr.count("no GPU here") == 1
+
+
+def test_ranks_of_a_rank_see_their_own_job():
+    done = launch("--nproc_per_node=2", SCRIPTS / "nested.py")
+    outer, inner, torchruns = json.loads(done.stdout)
+    assert (outer[0], outer[2]) == (outer[1][1], 2)
+    assert (inner[0], len(inner[1]), inner[2]) == (inner[1][0], 1, 1)
+    assert inner[0] not in outer[1]
+    assert torchruns == ["", [], 1]  # torchrun sets no endpoints, and those around are another job's
 
 
 def test_starting_up_does_not_import_torchrun():

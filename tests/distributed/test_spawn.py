@@ -43,6 +43,32 @@ def test_every_rank_returns_its_value_and_the_parents_environment_stays():
     assert dict(os.environ) == before
 
 
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_ranks_know_themselves_by_paddles_variables(start_method, monkeypatch):
+    # As if spawned by a rank of a larger job.
+    for name, value in {"TRAINER_ID": "7", "TRAINERS_NUM": "9", "TRAINER_ENDPOINTS": "a:1,b:2"}.items():
+        monkeypatch.setenv(f"PADDLE_{name}", value)
+    monkeypatch.setenv("FLAGS_selected_gpus", "7")
+    context = spawn(functions.paddle_variables, nprocs=2, start_method=start_method)
+    for rank, seen in enumerate(queue.get() for queue in context.return_queues):
+        endpoints = seen["PADDLE_TRAINER_ENDPOINTS"].split(",")
+        assert seen == {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": "2",
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_MASTER": endpoints[0],
+            "PADDLE_GLOBAL_RANK": str(rank),
+            "PADDLE_GLOBAL_SIZE": "2",
+            "PADDLE_LOCAL_RANK": str(rank),
+            "PADDLE_LOCAL_SIZE": "2",
+            "PADDLE_NNODES": "1",
+            "PADDLE_RANK_IN_NODE": str(rank),
+            "PADDLE_DISTRI_BACKEND": "gloo",
+        }
+        assert len(set(endpoints)) == 2
+
+
 def test_join_false_returns_at_once_and_large_results_wait_in_their_queue():
     context = spawn(functions.large_result, nprocs=2, join=False)
     assert context.join(timeout=0.01) is False
@@ -112,16 +138,22 @@ def test_a_failed_rank_has_no_value():
         context.join()
 
 
-def test_no_rank_outlives_a_killed_parent(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_a_parent_that_is_ended(number, tmp_path):
     parent = start(SCRIPTS / "spawn_and_wait.py", tmp_path)
-    deadline = time.monotonic() + 30
-    while len(pids_left(tmp_path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pids = pids_left(tmp_path)
-    assert len(pids) == 2
-    parent.send_signal(signal.SIGKILL)
-    assert all_gone(pids, within=5)
-    parent.communicate(timeout=10)
+    try:
+        deadline = time.monotonic() + 30
+        while len(pids_left(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = pids_left(tmp_path)
+        assert len(pids) == 2
+        parent.send_signal(number)
+        assert all_gone([*pids, parent.pid], within=5)
+    finally:
+        parent.kill()
+        told = parent.communicate(timeout=10)[1]
+    assert parent.returncode == -number
+    assert told.endswith("KeyboardInterrupt\n") is (number == signal.SIGINT)
 
 
 def test_without_a_count_every_core_gets_a_rank(monkeypatch):
@@ -134,6 +166,30 @@ def test_gpus_without_a_gpu_give_as_many_ranks_on_the_cpu():
     with pytest.warns(UserWarning, match=r"spawn: gpus: torch sees no GPU here, so 2 gloo rank"):
         context = spawn(functions.variable, args=("CUDA_VISIBLE_DEVICES",), gpus=[4, 5], start_method="fork")
     assert [queue.get() for queue in context.return_queues] == ["4,5", "4,5"]
+
+
+@pytest.mark.parametrize("name", ["selected_gpus", "selected_devices"])
+def test_older_names_of_gpus_are_deprecated(name):
+    with (
+        pytest.warns(UserWarning, match="so 1 gloo rank"),
+        pytest.warns(DeprecationWarning, match=f"{name} is Paddle's older name of gpus; write gpus="),
+    ):
+        context = spawn(functions.variable, args=("CUDA_VISIBLE_DEVICES",), start_method="fork", **{name: "5"})
+    assert [queue.get() for queue in context.return_queues] == ["5"]
+
+
+def test_cards_are_counted_among_the_visible_ones(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    context = spawn(functions.paddle_variables, gpus="4,6", backend="gloo", start_method="fork")
+    assert [queue.get()["FLAGS_selected_gpus"] for queue in context.return_queues] == ["0", "1"]
+    with pytest.raises(ValueError, match=r"card 7 is not there: CUDA_VISIBLE_DEVICES='4,5,6' shows 4, 5, 6"):
+        spawn(functions.paddle_variables, gpus="4,7", nprocs=2)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    with pytest.raises(ValueError, match=r"nprocs is 4, but only 3 GPU\(s\) are visible and NCCL needs one for each"):
+        spawn(functions.paddle_variables, nprocs=4)
 
 
 def test_the_backend_is_handed_on():
@@ -154,6 +210,14 @@ def test_the_backend_is_handed_on():
         ({"start_method": "thread"}, ValueError, "start_method='thread', expected one of .*spawn"),
         ({"backend": "glo"}, ValueError, "spawn: backend: got 'glo', .* did you mean 'gloo'?"),
         ({"backend": "nccl"}, ValueError, "got 'nccl', but torch sees no GPU here .* Use 'gloo'"),
+        ({"ips": "10.0.0.1"}, ValueError, "option 'ips' of Paddle's spawn .* this machine only.*dpfuse.launch --ips"),
+        ({"cluster_node_ips": "a,b"}, ValueError, "'cluster_node_ips' .* use `python -m dpfuse.launch"),
+        ({"node_ip": "a"}, ValueError, "'node_ip' .* use `python -m dpfuse.launch"),
+        ({"started_port": 6170}, ValueError, "'started_port' .* takes a free port by itself"),
+        ({"use_paddlecloud": True}, ValueError, "'use_paddlecloud' .* leave the option out"),
+        ({"xpus": "0"}, ValueError, r"'xpus' .* GPUs \(name cards with gpus=\)"),
+        ({"print_config": True}, ValueError, r"'print_config' .* print ParallelEnv\(\)"),
+        ({"gpus": "0,1", "selected_gpus": "0,1"}, ValueError, "got selected_gpus beside another name of gpus"),
         ({"gpus": "a,b"}, ValueError, "spawn: gpus: got 'a,b', expected card numbers"),
         ({"gpus": 3}, TypeError, "spawn: gpus: got 3, expected cards such as"),
     ],

@@ -33,6 +33,7 @@ def test_every_visible_card_gets_a_rank_over_nccl():
     assert "has NOT been destroyed" not in done.stderr  # NCCL's complaint about a group left behind
     seen = reports(done.stdout)
     assert [(s["backend"], s["device"]) for s in seen] == [("nccl", i) for i in range(torch.cuda.device_count())]
+    assert [s["paddle"]["FLAGS_selected_gpus"] for s in seen] == [str(s["device"]) for s in seen]
 
 
 def test_a_named_card_is_the_only_one_its_rank_sees():

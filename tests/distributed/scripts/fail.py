@@ -26,4 +26,7 @@ if distributed.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 if how in ("raise-while-peer-sleeps", "sleep"):
     time.sleep(120)
+while how == "loop":
+    dist.all_reduce(torch.zeros(1))
+    time.sleep(0.05)
 dist.all_reduce(torch.zeros(1))

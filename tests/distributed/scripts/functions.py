@@ -45,6 +45,15 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def paddle_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("PADDLE_", "FLAGS_"))}
+
+
+def endpoints() -> tuple[str, list[str], int]:
+    env = distributed.ParallelEnv()
+    return env.current_endpoint, env.trainer_endpoints, env.world_size
+
+
 def fails(how: str, folder: str) -> None:
     distributed.init_parallel_env()
     Path(folder, f"pid={os.getpid()}").touch()

@@ -31,6 +31,7 @@ seen = {
     "backend": dist.get_backend(),
     "threads": torch.get_num_threads(),
     "environment": {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")},
+    "paddle": {name: value for name, value in os.environ.items() if name.startswith(("PADDLE_", "FLAGS_"))},
 }
 # One write, so that the lines of two ranks do not mix.
 sys.stdout.write(json.dumps(seen) + "\n")

@@ -1,0 +1,53 @@
+"""This machine's own network addresses and the interfaces that carry them. Opens no connection."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import sys
+
+__all__ = ["address_towards", "interface_addresses", "interface_of", "is_own_address"]
+
+SIOCGIFADDR = 0x8915  # from linux/sockios.h
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one. Linux only; empty elsewhere."""
+    found = {}
+    if sys.platform.startswith("linux"):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            for _, name in socket.if_nameindex():
+                try:
+                    answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                except OSError:
+                    continue
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that carries an IPv4 address of this machine; None where none does."""
+    return next((name for name, own in interface_addresses().items() if own == address), None)
+
+
+def is_own_address(address: str) -> bool:
+    """Whether an IP address is one of this machine: only such can be bound to."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """The address from which this machine reaches `host`; None where the name or the way is not known."""
+    try:
+        family, kind, protocol, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(peer)  # chooses a route; a datagram socket sends nothing here
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
