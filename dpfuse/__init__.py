@@ -6,6 +6,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import Bucket, BucketPlan, plan_buckets
+from dpfuse.replicas import reduce_replicas
 from dpfuse.timing import CommunicationTimes, time_communication
 from dpfuse.version import __version__
 
@@ -23,6 +24,7 @@ __all__ = [
     "get_world_size",
     "init_parallel_env",
     "plan_buckets",
+    "reduce_replicas",
     "spawn",
     "time_communication",
 ]

@@ -1,0 +1,75 @@
+"""Training and evaluation mode of recorded calls: a module has a mode, a function an argument for it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+__all__ = ["in_evaluation_mode", "remember_mode", "set_mode"]
+
+MODE = "dpfuse: training"  # key in the meta data of a node
+
+DROPOUTS = (
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+)
+
+# Functions written in C++ have no signature: place and name of the argument, and its value in evaluation.
+BUILT_IN: dict[Any, tuple[int, str, Any]] = {
+    **dict.fromkeys(DROPOUTS, (2, "train", False)),
+    torch.batch_norm: (5, "training", False),
+    torch.rrelu: (3, "training", False),
+    torch.rrelu_: (3, "training", False),
+    torch.nn.functional.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+}
+
+
+def in_evaluation_mode(node: fx.Node) -> None:
+    """Make a recorded call of `F.dropout`, `F.batch_norm` and the like one of evaluation mode; others stay.
+
+    Example:
+        >>> import torch
+        >>> from torch import fx
+        >>> from dpfuse.paddle.static.evaluation import in_evaluation_mode
+        >>> graph = fx.Graph()
+        >>> call = graph.call_function(torch.nn.functional.dropout, (graph.placeholder("x"), 0.5))
+        >>> in_evaluation_mode(call)
+        >>> call.kwargs
+        {'training': False}
+    """
+    if node.op != "call_function":
+        return
+    if node.target in BUILT_IN:
+        place, name, value = BUILT_IN[node.target]
+    else:
+        try:
+            parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return
+        if "training" not in parameters:
+            return
+        place, name, value = parameters.index("training"), "training", False
+    if len(node.args) > place:
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def remember_mode(node: fx.Node, module: nn.Module) -> None:
+    """Note in which mode a module and those inside of it were when its call was recorded."""
+    node.meta[MODE] = [inner.training for inner in module.modules()]
+
+
+def set_mode(node: fx.Node, module: nn.Module) -> None:
+    """Give a copy of a module the mode of when its call was recorded."""
+    for inner, training in zip(module.modules(), node.meta[MODE], strict=False):
+        inner.training = training

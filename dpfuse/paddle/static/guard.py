@@ -1,0 +1,130 @@
+"""The programs that are being built: the default ones, the guard that replaces them, and their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dpfuse import DPFuseError
+from dpfuse.paddle.static.declarations import Feed
+from dpfuse.paddle.static.program import Program
+from dpfuse.paddle.static.variable import Variable, modules_recorded
+
+__all__ = ["data", "default_main_program", "default_startup_program", "program_guard"]
+
+_main = Program()
+_startup = Program()
+_startup.initialises.add(_main)
+
+
+def default_main_program() -> Program:
+    """The program that is being built, or that executors run where they are given none.
+
+    Example:
+        >>> from dpfuse.paddle import static
+        >>> program = static.Program()
+        >>> with static.program_guard(program):
+        ...     static.default_main_program() is program
+        True
+    """
+    return _main
+
+
+def default_startup_program() -> Program:
+    """The program that initialises the variables of the one that is being built.
+
+    Example:
+        >>> from dpfuse.paddle import static
+        >>> static.Executor("cpu").run(static.default_startup_program())
+        []
+    """
+    return _startup
+
+
+@contextmanager
+def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
+    """Build `main_program` inside of the `with` block.
+
+    There, what is done to the variables that `data` makes is recorded, and a module called with a variable is
+    one operation of the program. Modules and functions that meet no variable work as always.
+
+    Args:
+        main_program: what is built, and what `default_main_program()` returns meanwhile.
+        startup_program: the program that initialises its variables when an executor runs it; None leaves that
+            to the current one. A variable that was not initialised so is when it is first needed.
+
+    Raises:
+        TypeError: not programs.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.paddle import static
+        >>> program = static.Program()
+        >>> with static.program_guard(program):
+        ...     x = static.data("x", [None, 3], "float32")
+        ...     mean = torch.nn.Linear(3, 1)(x).mean()
+        >>> mean.name
+        'mean'
+    """
+    global _main, _startup
+    for what, program in (("main_program", main_program), ("startup_program", startup_program)):
+        if not isinstance(program, Program) and not (program is None and what == "startup_program"):
+            raise TypeError(f"{what} must be a Program, got {type(program).__name__}")
+    before = _main, _startup
+    _main = main_program
+    _startup = startup_program or _startup
+    _startup.initialises.add(main_program)
+    main_program.recorder.active += 1
+    try:
+        with modules_recorded():
+            yield
+    finally:
+        main_program.recorder.active -= 1
+        _main, _startup = before
+
+
+def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype = "float32") -> Variable:
+    """An input of the program that is being built.
+
+    Args:
+        name: what to feed it by.
+        shape: sizes of its dimensions; None or -1 for one that may differ from run to run.
+        dtype: what is fed must have it: a name such as `"float32"`, or a torch dtype.
+
+    Returns:
+        The variable.
+
+    Raises:
+        TypeError, ValueError: an argument is not of this kind, or the name is taken.
+        DPFuseError: outside of `program_guard`.
+
+    Example:
+        >>> from dpfuse.paddle import static
+        >>> with static.program_guard(static.Program()):
+        ...     x = static.data(name="X", shape=[None, 1], dtype="float32")
+        >>> x.name, x.shape, x.dtype
+        ('X', (-1, 1), torch.float32)
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a string, got {name!r}")
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise TypeError(f"shape must be a list of sizes, got {shape!r}; write None for a size that may differ")
+    if not all(size is None or (type(size) is int and size >= -1) for size in shape):
+        raise ValueError(f"shape of {name!r} is {list(shape)}; expected sizes >= 0, or None for one that may differ")
+    if not _main.recorder.active:
+        raise DPFuseError(
+            f"data({name!r}) outside of program_guard; expected inside. Write `with "
+            "program_guard(default_main_program()):` to build the default program."
+        )
+    sizes = tuple(None if size == -1 else size for size in shape)
+    return _main.add_feed(Feed(name, sizes, _dtype(name, dtype)))
+
+
+def _dtype(name: str, dtype: Any) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype of {name!r} is {dtype!r}; expected a name such as 'float32', or a torch dtype")
+    return found

@@ -1,0 +1,134 @@
+"""The devices on which programs run: Paddle's places, as torch devices."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["CPUPlace", "CUDAPlace", "cpu_places", "cuda_places", "place_of"]
+
+
+def CPUPlace() -> torch.device:  # noqa: N802 - Paddle's name
+    """The CPU.
+
+    Example:
+        >>> from dpfuse.paddle.static import CPUPlace
+        >>> CPUPlace()
+        device(type='cpu')
+    """
+    return torch.device("cpu")
+
+
+def CUDAPlace(id: int) -> torch.device:  # noqa: N802 - Paddle's name
+    """The visible GPU number `id`.
+
+    Example:
+        >>> from dpfuse.paddle.static import CUDAPlace
+        >>> CUDAPlace(0)
+        device(type='cuda', index=0)
+    """
+    return torch.device("cuda", id)
+
+
+def cpu_places(device_count: int | None = None) -> list[torch.device]:
+    """Several CPU devices, each of which gets a replica.
+
+    Args:
+        device_count: how many; None asks the environment variable CPU_NUM. Where that is not set, one device
+            is used, the variable is set to 1, and one warning says so.
+
+    Raises:
+        TypeError, ValueError: `device_count` or CPU_NUM is not a whole number above 0.
+
+    Example:
+        >>> from dpfuse.paddle.static import cpu_places
+        >>> cpu_places(2)
+        [device(type='cpu'), device(type='cpu')]
+    """
+    if device_count is None:
+        device_count = _cpu_num()
+    if isinstance(device_count, bool) or not isinstance(device_count, int):
+        raise TypeError(f"device_count must be a number of devices, got {device_count!r}")
+    if device_count < 1:
+        raise ValueError(f"device_count must be at least 1, got {device_count}")
+    return [torch.device("cpu")] * device_count
+
+
+def cuda_places(device_ids: Sequence[int] | None = None) -> list[torch.device]:
+    """GPUs, each of which gets a replica.
+
+    Args:
+        device_ids: indices among the visible GPUs; None takes those that FLAGS_selected_gpus names (a
+            launched rank has it), else all.
+
+    Raises:
+        ValueError: there is no GPU, or one of the indices is not visible.
+
+    Example:
+        >>> from dpfuse.paddle.static import cuda_places
+        >>> cuda_places([0])  # doctest: +SKIP
+        [device(type='cuda', index=0)]
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not visible:
+        raise ValueError(
+            "no CUDA device is visible, expected at least one; run on the CPU with use_cuda=False (CPU_NUM devices)"
+        )
+    source = "device_ids"
+    if device_ids is None and (selected := os.environ.get("FLAGS_selected_gpus", "").strip()):  # noqa: SIM112
+        source = "FLAGS_selected_gpus"
+        if not re.fullmatch(r"\d+(\s*,\s*\d+)*", selected):
+            raise ValueError(f"FLAGS_selected_gpus is {selected!r}; expected indices such as '0,1'")
+        device_ids = [int(word) for word in selected.split(",")]
+    ids = list(range(visible)) if device_ids is None else list(device_ids)
+    wrong = [index for index in ids if not 0 <= index < visible]
+    if wrong or not ids or len(set(ids)) < len(ids):
+        raise ValueError(f"{source} is {ids}; expected distinct indices from 0 to {visible - 1}, the visible GPUs")
+    return [torch.device("cuda", index) for index in ids]
+
+
+def place_of(place: Any) -> torch.device:
+    """The device that a user named: None, a torch device, `"cpu"`, `"gpu:0"` or `"cuda:0"`.
+
+    Raises:
+        TypeError, ValueError: it names none, or a GPU that is not visible.
+
+    Example:
+        >>> from dpfuse.paddle.static.places import place_of
+        >>> place_of("cpu")
+        device(type='cpu')
+    """
+    if place is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not isinstance(place, (str, torch.device)):
+        raise TypeError(f"place must be CPUPlace(), CUDAPlace(0), 'cpu' or 'gpu:0', got {place!r}")
+    try:
+        device = torch.device(re.sub(r"^gpu", "cuda", place) if isinstance(place, str) else place)
+    except RuntimeError:
+        raise ValueError(f"place is {place!r}; expected 'cpu' or 'gpu:0'") from None
+    if device.type == "cuda":
+        return cuda_places([device.index or 0])[0]
+    if device.type != "cpu":
+        raise ValueError(f"place is {place!r}; expected 'cpu' or 'gpu:0'")
+    return device
+
+
+def _cpu_num() -> int:
+    text = os.environ.get("CPU_NUM")
+    if text is None:
+        os.environ["CPU_NUM"] = "1"
+        warnings.warn(
+            "CPU_NUM is not set: the program runs on one CPU device, and CPU_NUM is now 1. Set it to the number of "
+            "CPU devices that shall each get a replica.",
+            UserWarning,
+            stacklevel=4,
+        )
+        return 1
+    if not re.fullmatch(r"\s*[1-9]\d*\s*", text):
+        raise ValueError(f"CPU_NUM is {text!r}; expected the number of CPU devices, at least 1")
+    return int(text)

@@ -1,0 +1,228 @@
+"""One device's copy of a program: runs the graph forward and backward on its own tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from dpfuse import DPFuseError
+from dpfuse.paddle.static.evaluation import set_mode
+from dpfuse.paddle.static.feed import to_tensor
+from dpfuse.paddle.static.names import GRAD
+from dpfuse.paddle.static.program import Program
+from dpfuse.paddle.static.scope import Scope
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """A program on one device, with its variables in one scope.
+
+    Modules are copies of the program's, made around the tensors of the scope, so that replicas can run at the
+    same time and test programs in another mode than training programs.
+
+    Args:
+        program: what is run; later changes of it are not seen.
+        scope: where its variables live.
+        device: where it runs.
+        index: number of the device, for errors.
+
+    Attributes:
+        nodes: feeds and intermediate values of the program, by name.
+        tensors: parameters and buffers, by name; a tied one under each of its names.
+        trainable: the parameters with requires_grad, each under its first name.
+        optimizer: of a training program, that of the scope.
+    """
+
+    def __init__(self, program: Program, scope: Scope, device: torch.device, index: int = 0) -> None:
+        self.device = device
+        self.index = index
+        self.nodes = program.nodes
+        self.tensors = scope.hold(program, device)
+        first_names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
+        self.trainable = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and first_names[id(tensor)] == name
+        }
+        self.optimizer = None
+        if program.objective is not None:
+            self.optimizer = scope.optimizer(program.objective, list(self.trainable.values()))
+        self._modules = _modules_of(program, self.tensors)
+        self._order = [node for node in program.graph.nodes if node.op != "output"]
+        self._last_used_by = _last_uses(self._order)
+        self._trains = False  # whether the gradients are the last run's
+        self._kept: dict[fx.Node, Any] = {}
+        self._versions: dict[fx.Node, int] = {}
+
+    def run(
+        self,
+        feed: Mapping[str, Any],
+        names: Iterable[str],
+        *,
+        loss: str | None = None,
+        seed: float | Tensor = 1.0,
+    ) -> None:
+        """Run the whole program forward and, where there is a loss, backward.
+
+        Args:
+            feed: arrays and tensors by name, already checked.
+            names: what will be asked of `value`; other intermediate values are let go as soon as possible.
+            loss: name of the loss; None runs forward only, without gradients.
+            seed: gradient of the loss.
+
+        Raises:
+            DPFuseError: an operation failed; names it and the device.
+        """
+        self.drop()
+        self._trains = loss is not None
+        if self._trains:
+            self._clear_gradients()
+        wanted = {name.removesuffix(GRAD) for name in names} | ({loss} if loss else set())
+        keep = {self.nodes[name] for name in wanted if name in self.nodes}
+        retain = {self.nodes[name] for name in map(_base_of_gradient, names) if name in self.nodes}
+        with torch.set_grad_enabled(loss is not None):
+            self._forward(feed, keep, retain)
+        if loss is not None:
+            self._backward(loss, seed)
+
+    def value(self, name: str) -> Any:
+        """The current value of a variable, or of a gradient, that `run` was told of.
+
+        Raises:
+            DPFuseError: the value was overwritten in place, or there is no such gradient.
+        """
+        base = name.removesuffix(GRAD)
+        node = self.nodes.get(base)
+        if node is not None and node in self._versions and base == name:
+            tensor = self._kept[node]
+            if tensor._version != self._versions[node]:
+                raise DPFuseError(
+                    f"{name!r} cannot be fetched: a later operation overwrote it in place. Use the version of that "
+                    "operation that is not in-place, or fetch its result."
+                )
+        value = self.tensors[base] if node is None else self._kept[node]
+        if base == name:
+            return value
+        gradient = value.grad if isinstance(value, Tensor) else None
+        if gradient is None:
+            raise DPFuseError(
+                f"{name!r} cannot be fetched: the loss does not depend on {base!r}, or it needs no gradient, as feeds, "
+                "buffers and frozen parameters. Fetch gradients of what the loss is computed from."
+            )
+        return gradient
+
+    def update(self) -> None:
+        """A step of the optimizer."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def drop(self) -> None:
+        """Let go of everything that the last run left behind: intermediate values and gradients."""
+        self._kept, self._versions = {}, {}
+        if self._trains:
+            self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.trainable.values():
+            parameter.grad = None
+
+    def _forward(self, feed: Mapping[str, Any], keep: set[fx.Node], retain: set[fx.Node]) -> None:
+        values: dict[fx.Node, Any] = {}
+        for node in self._order:
+            try:
+                value = self._computed(node, values, feed)
+            except Exception as error:  # modules and functions are the user's
+                raise DPFuseError(
+                    f"device {self.index} ({self.device}) failed to compute {self._label(node)!r}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            values[node] = value
+            if node in keep:
+                self._kept[node] = value
+                if isinstance(value, Tensor):
+                    self._versions[node] = value._version
+                    if node in retain and value.requires_grad:
+                        value.retain_grad()
+            for used_up in self._last_used_by[node]:
+                del values[used_up]
+        self._take_assigned_buffers()
+
+    def _take_assigned_buffers(self) -> None:
+        """A module may assign a buffer anew instead of writing into it; the scope's stays the one in use."""
+        for path, module in self._modules.items():
+            for owner_path, owner in module.named_modules(prefix=path):
+                for name, buffer in owner._buffers.items():
+                    held = self.tensors.get(f"{owner_path}.{name}")
+                    if buffer is not None and held is not None and buffer is not held:
+                        held.copy_(buffer.detach())
+                        owner._buffers[name] = held
+
+    def _label(self, node: fx.Node) -> str:
+        return next((name for name, known in self.nodes.items() if known is node), node.name)
+
+    def _computed(self, node: fx.Node, values: dict[fx.Node, Any], feed: Mapping[str, Any]) -> Any:
+        target: Any = node.target
+        if node.op == "placeholder":
+            name = str(target)
+            return to_tensor(feed[name], self.device) if name in feed else node.args[0]
+        if node.op == "get_attr":
+            return self.tensors[target]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "call_module":
+            return self._modules[target](*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+    def _backward(self, name: str, seed: float | Tensor) -> None:
+        loss = self._kept[self.nodes[name]]
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise DPFuseError(
+                f"loss {name!r} has {got}, or depends on no trainable parameter; expected a tensor of one element that "
+                "does. Reduce it with mean() or sum()."
+            )
+        if isinstance(seed, Tensor):
+            gradient = seed.to(loss.device, loss.dtype).reshape(loss.shape)
+        else:
+            gradient = torch.full_like(loss, seed)
+        try:
+            loss.backward(gradient)
+        except Exception as error:
+            raise DPFuseError(
+                f"device {self.index} ({self.device}) failed in the backward of {name!r}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+
+
+def _modules_of(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, nn.Module]:
+    """Copies of the modules that the program calls, in which each parameter and buffer is the scope's."""
+    memo: dict[int, Any] = {id(origin): tensors[name] for name, origin in program.variables.items()}
+    modules: dict[str, nn.Module] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_module" and node.target not in modules:
+            module = copy.deepcopy(program.root.get_submodule(str(node.target)), memo)
+            set_mode(node, module)
+            modules[str(node.target)] = module.eval() if program.for_test else module
+    return modules
+
+
+def _last_uses(order: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Per node, the values that nothing behind it needs."""
+    freed: dict[fx.Node, list[fx.Node]] = {node: [] for node in order}
+    seen: set[fx.Node] = set()
+    for node in reversed(order):
+        for value in [node, *node.all_input_nodes]:
+            if value not in seen:
+                seen.add(value)
+                freed[node].append(value)
+    return freed
+
+
+def _base_of_gradient(name: str) -> str:
+    return name.removesuffix(GRAD) if name.endswith(GRAD) else ""

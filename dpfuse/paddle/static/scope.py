@@ -1,0 +1,267 @@
+"""Scopes: where the parameters and buffers of programs live between runs. Knows no executor."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dpfuse import DPFuseError
+from dpfuse.paddle.static.declarations import Objective
+from dpfuse.paddle.static.fetch import to_numpy
+from dpfuse.paddle.static.program import Program
+
+__all__ = ["Scope", "ScopeVariable", "global_scope", "scope_guard"]
+
+
+class ScopeVariable:
+    """A named tensor of a scope; `numpy.array(variable)` copies its value.
+
+    Paddle separates a variable from the tensor in it; here both are this object.
+
+    Example:
+        >>> import numpy
+        >>> from dpfuse.paddle import static
+        >>> variable = static.Scope().var("state")
+        >>> variable.get_tensor().set([1.0, 2.0])
+        >>> numpy.array(variable.get_tensor())
+        array([1., 2.], dtype=float32)
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._tensor: Tensor | None = None
+        self.owner: weakref.ref[nn.Module] | None = None  # the module whose variable this is
+
+    @property
+    def tensor(self) -> Tensor:
+        """The torch tensor itself.
+
+        Raises:
+            DPFuseError: nothing was set yet.
+        """
+        if self._tensor is None:
+            raise DPFuseError(f"variable {self.name!r} of the scope has no value yet; expected set() before")
+        return self._tensor
+
+    def get_tensor(self) -> ScopeVariable:
+        """This object, which has Paddle's methods of a tensor."""
+        return self
+
+    def set(self, value: Any) -> None:
+        """Overwrite the value, on the device where it is.
+
+        Args:
+            value: an array, a tensor or numbers; of the shape of what it overwrites.
+
+        Raises:
+            ValueError: the shape is another one.
+        """
+        new = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        if self._tensor is None:
+            self._tensor = new.clone()
+            return
+        if new.shape != self._tensor.shape:
+            raise ValueError(
+                f"variable {self.name!r} has shape {tuple(self._tensor.shape)}, got a value of shape "
+                f"{tuple(new.shape)}; expected the same shape"
+            )
+        with torch.no_grad():
+            self._tensor.copy_(new)
+
+    def hold(self, tensor: Tensor, owner: nn.Module) -> None:
+        """Make this the variable `tensor` of a program."""
+        self._tensor, self.owner = tensor, weakref.ref(owner)
+
+    def shape(self) -> list[int]:
+        """Sizes of the dimensions."""
+        return list(self.tensor.shape)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy of the value."""
+        return to_numpy(self.tensor, self.name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+
+class Scope:
+    """Named variables in which programs run.
+
+    In the global scope a program's variables are the parameters and buffers of its module themselves, so that
+    the module is trained when an executor has run. In any other scope they are copies, taken when the scope
+    first meets the program. Programs that were cloned, or captured from the same module, share them.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.paddle import static
+        >>> program = static.Program(torch.nn.Linear(2, 1))
+        >>> scope = static.Scope()
+        >>> with static.scope_guard(scope):
+        ...     _ = static.Executor("cpu").run(program, feed={"input": torch.ones(1, 2)})
+        >>> scope.local_var_names()
+        ['weight', 'bias']
+    """
+
+    def __init__(self) -> None:
+        self._variables: dict[str, ScopeVariable] = {}
+        self._optimizers: WeakKeyDictionary[Objective, torch.optim.Optimizer] = WeakKeyDictionary()
+        # Per module, id of its tensor -> that tensor, and ours. Holding the first keeps the id from being reused.
+        self._copies: WeakKeyDictionary[nn.Module, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+    def find_var(self, name: str) -> ScopeVariable | None:
+        """The variable called `name`, or None."""
+        return self._variables.get(name)
+
+    def var(self, name: str) -> ScopeVariable:
+        """The variable called `name`; it is made if there is none."""
+        return self._variables.setdefault(name, ScopeVariable(name))
+
+    def local_var_names(self) -> list[str]:
+        """The names of all variables."""
+        return list(self._variables)
+
+    def hold(self, program: Program, device: torch.device) -> dict[str, Tensor]:
+        """The program's parameters and buffers in this scope, by name, on `device`.
+
+        They are made if need be, and moved there, as `module.to(device)` would.
+
+        Raises:
+            DPFuseError: another program's variable has such a name; or a parameter is still lazy.
+        """
+        copies = self._copies.setdefault(program.root, {})
+        held: dict[str, Tensor] = {}
+        origins = program.variables
+        for name, origin in origins.items():
+            self._check_free(name, program.root)
+            if is_lazy(origin):
+                raise DPFuseError(
+                    f"{name!r} has no shape yet; expected a module that has seen a batch, since it is lazy"
+                )
+        for name, origin in origins.items():
+            if id(origin) not in copies:
+                copies[id(origin)] = (origin, self._made_of(origin))
+            tensor = copies[id(origin)][1]
+            held[name] = tensor
+            self.var(name).hold(tensor, program.root)
+        self.move(held.values(), device)
+        return held
+
+    def move(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Move variables to `device`, unless they are there, and the state of their optimizers with them."""
+        away = [tensor for tensor in tensors if tensor.device != device]
+        for tensor in away:
+            tensor.grad = None
+            tensor.data = tensor.data.to(device)
+        if away:
+            for optimizer in self._optimizers.values():
+                optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are
+
+    def optimizer(self, objective: Objective, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of a training program in this scope; it keeps its state from one executor to the next.
+
+        Raises:
+            TypeError: what the program's factory returns is no optimizer.
+            DPFuseError: there are no parameters.
+        """
+        if objective not in self._optimizers:
+            if not parameters:
+                raise DPFuseError(
+                    f"the program minimises {objective.loss!r} but has no trainable parameter; expected at least one "
+                    "with requires_grad=True"
+                )
+            optimizer = objective.optimizer(parameters)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(
+                    f"the optimizer given to minimize() returned a {type(optimizer).__name__}; expected a "
+                    "torch.optim.Optimizer, such as lambda params: torch.optim.SGD(params, lr=0.1)"
+                )
+            self._optimizers[objective] = optimizer
+        return self._optimizers[objective]
+
+    def _made_of(self, origin: Tensor) -> Tensor:
+        return copy.deepcopy(origin) if isinstance(origin, nn.Parameter) else origin.detach().clone()
+
+    def _check_free(self, name: str, root: nn.Module) -> None:
+        if self._is_free(name, root):
+            return
+        gc.collect()  # programs are cyclic: one that nobody holds may still be there
+        if self._is_free(name, root):
+            return
+        raise DPFuseError(
+            f"the scope already has a variable {name!r}, which does not belong to this program; expected names that "
+            "only programs of one module share. Run one of them in a scope of its own: `with scope_guard(Scope()):`."
+        )
+
+    def _is_free(self, name: str, root: nn.Module) -> bool:
+        variable = self._variables.get(name)
+        return variable is None or (variable.owner is not None and variable.owner() in (None, root))
+
+
+class _GlobalScope(Scope):
+    """Holds the tensors of modules themselves, and no longer than the modules live."""
+
+    def _made_of(self, origin: Tensor) -> Tensor:
+        return origin
+
+    def hold(self, program: Program, device: torch.device) -> dict[str, Tensor]:
+        known = program.root in self._copies
+        held = super().hold(program, device)
+        if not known:
+            weakref.finalize(program.root, self._forget).atexit = False
+        return held
+
+    def _forget(self) -> None:
+        self._variables = {
+            name: variable
+            for name, variable in self._variables.items()
+            if variable.owner is None or variable.owner() is not None
+        }
+
+
+_scope: Scope = _GlobalScope()
+
+
+def global_scope() -> Scope:
+    """The scope in which executors run programs unless they are given another one.
+
+    Example:
+        >>> from dpfuse.paddle import static
+        >>> static.global_scope().find_var("never set") is None
+        True
+    """
+    return _scope
+
+
+@contextmanager
+def scope_guard(scope: Scope) -> Iterator[None]:
+    """Make `scope` the global scope inside of the `with` block.
+
+    Raises:
+        TypeError: not a scope.
+
+    Example:
+        >>> from dpfuse.paddle import static
+        >>> mine = static.Scope()
+        >>> with static.scope_guard(mine):
+        ...     static.global_scope() is mine
+        True
+    """
+    global _scope
+    if not isinstance(scope, Scope):
+        raise TypeError(f"scope must be a Scope, got {type(scope).__name__}; pass Scope()")
+    before, _scope = _scope, scope
+    try:
+        yield
+    finally:
+        _scope = before

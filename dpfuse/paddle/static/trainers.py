@@ -1,0 +1,105 @@
+"""Several processes that train one program, each on devices of its own. Speaks to them through dpfuse's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import dpfuse
+from dpfuse import DPFuseError
+from dpfuse.paddle.static.replica import Replica
+
+__all__ = ["Trainers"]
+
+
+class Trainers:
+    """The processes of a job of `num_trainers`, of which this one is `trainer_id`.
+
+    Args:
+        num_trainers: number of processes; 1 needs no process group.
+        trainer_id: this process's number.
+
+    Raises:
+        TypeError, ValueError: not numbers, out of range, or not those of the process group.
+        DPFuseError: there is no process group.
+    """
+
+    def __init__(self, num_trainers: int, trainer_id: int) -> None:
+        for what, value in (("num_trainers", num_trainers), ("trainer_id", trainer_id)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{what} must be a whole number, got {value!r}")
+        if num_trainers < 1 or not 0 <= trainer_id < num_trainers:
+            raise ValueError(
+                f"got num_trainers={num_trainers} and trainer_id={trainer_id}; expected at least one trainer, numbered "
+                "from 0"
+            )
+        self.count = num_trainers
+        if num_trainers == 1:
+            return
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise DPFuseError(
+                f"num_trainers={num_trainers} without a process group; expected one that joins the trainers. Call "
+                "dpfuse.init_parallel_env() before."
+            )
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if (num_trainers, trainer_id) != (world_size, rank):
+            raise ValueError(
+                f"got num_trainers={num_trainers} and trainer_id={trainer_id} on rank {rank} of {world_size}; expected "
+                f"num_trainers={world_size} and trainer_id={rank}"
+            )
+
+    def share(self, replica: Replica, device_count: int) -> None:
+        """Overwrite a replica's variables with those of trainer 0, after comparing what the trainers run.
+
+        Raises:
+            DPFuseError: on every trainer: they hold different variables, or different numbers of devices.
+        """
+        if self.count == 1 or not replica.trainable:
+            return
+        # Construction of DataParallel compares names, shapes and dtypes, and broadcasts. It is given copies,
+        # since it also hooks the parameters, and the executor averages by itself.
+        held = nn.Module()
+        held.register_buffer("devices per trainer", torch.zeros(device_count, device=replica.device))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, tensor in replica.tensors.items():
+            clone = tensor.detach().clone()
+            key = name.replace(".", "/")
+            if isinstance(tensor, nn.Parameter):
+                parameter = nn.Parameter(clone, requires_grad=tensor.requires_grad)
+                held.register_parameter(key, parameter)
+                pairs.append((tensor, parameter))
+            else:
+                held.register_buffer(key, clone)
+                pairs.append((tensor, clone))
+        dpfuse.DataParallel(held)
+        with torch.no_grad():
+            for tensor, shared in pairs:
+                tensor.copy_(shared)
+
+    def sum_gradients(self, replicas: Sequence[Replica]) -> None:
+        """Add up the gradients of all trainers' first replicas, and give the sum to every replica.
+
+        Raises:
+            DPFuseError: on every trainer: one of them failed before, or has other gradients.
+        """
+        if self.count == 1:
+            return
+        first, *others = replicas
+        dpfuse.fused_allreduce_gradients(first.trainable.values(), scale=1.0)
+        for replica in others:
+            for name, source in first.trainable.items():
+                target = replica.trainable[name]
+                if source.grad is not None and target.grad is not None:
+                    target.grad.copy_(source.grad)
+
+    def report(self, error: Exception) -> None:
+        """Tell the other trainers, who wait in `sum_gradients`, that this one failed; raises `error` itself."""
+        if self.count > 1:
+            dpfuse.fused_allreduce_gradients(_raising(error))
+
+
+def _raising(error: Exception) -> Iterator[Tensor]:
+    raise error
+    yield

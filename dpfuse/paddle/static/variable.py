@@ -1,0 +1,196 @@
+"""Variables of a program that is being built: whatever is done to one is recorded instead of done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from dpfuse import DPFuseError
+from dpfuse.paddle.static.evaluation import remember_mode
+
+if TYPE_CHECKING:
+    from dpfuse.paddle.static.program import Program
+
+__all__ = ["Recorder", "Variable", "modules_recorded"]
+
+_count: Counter[str] = Counter()  # of automatic names; one for the process, so that programs share no name by chance
+
+
+class Variable(fx.Proxy):
+    """One value of a program that is built under `program_guard`.
+
+    torch functions, operators, methods and modules can be applied to it; each is recorded, and its result is
+    again a `Variable`. Its value exists only while an executor runs the program.
+
+    Attributes:
+        name: what to fetch it by. Given automatically; assign to it to choose another one.
+        shape: of a variable made by `data`: the declared one, with -1 for what is not known. The shape of
+            other variables is read when the program runs, so it can be computed with, but not looked at.
+        dtype: likewise.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.paddle import static
+        >>> program = static.Program()
+        >>> with static.program_guard(program):
+        ...     x = static.data("x", [None, 2])
+        ...     y = torch.relu(x) * 2
+        ...     y.name = "y"
+        >>> y
+        Variable('y')
+        >>> x.shape
+        (-1, 2)
+    """
+
+    tracer: Recorder
+
+    @property
+    def name(self) -> str:
+        return self.tracer.program.name_of(self.node)
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.tracer.program.rename(self.node, name)
+
+    @property
+    def shape(self) -> Any:
+        feed = self.tracer.program.feeds.get(self.name)
+        if feed is None or feed.shape is None:
+            return fx.proxy.Attribute(self, "shape")
+        return tuple(-1 if size is None else size for size in feed.shape)
+
+    @property
+    def dtype(self) -> Any:
+        feed = self.tracer.program.feeds.get(self.name)
+        return fx.proxy.Attribute(self, "dtype") if feed is None or feed.dtype is None else feed.dtype
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: a program has no backward of its own."""
+        raise DPFuseError(
+            f"backward() of variable {self.name!r} cannot be recorded; expected program.minimize(loss, optimizer), or "
+            "ParallelExecutor(loss_name=...) for gradients without an optimizer"
+        )
+
+    def __repr__(self) -> str:
+        return f"Variable({self.name!r})"
+
+
+class Recorder(fx.proxy.GraphAppendingTracer):
+    """Appends what is done to variables to a program's graph, and registers what it meets there.
+
+    Attributes:
+        program: the program.
+        active: under how many `program_guard`s of the program we are.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.graph)
+        self.program = program
+        self.active = 0
+        self._tensors: dict[int, fx.Node] = {}
+
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variable:
+        """Record one call of a module; what happens inside of it is not recorded."""
+        result = self.create_proxy("call_module", self._registered(module), args, kwargs)
+        remember_mode(result.node, module)
+        return result  # type: ignore[return-value]
+
+    def proxy(self, node: fx.Node) -> Variable:
+        return Variable(node, self)
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if not self.active:
+            raise DPFuseError(
+                "an operation on a Variable was met outside of `with program_guard(program):` of its own program; "
+                "expected one inside. Build the whole program under one guard, and read values by fetching them."
+            )
+        return super().create_node(kind, *args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            if id(a) not in self._tensors:
+                self._tensors[id(a)] = self.create_node("get_attr", self._held(a), (), {})
+            return self._tensors[id(a)]
+        if isinstance(a, fx.Proxy) and a.node.graph is not self.graph:
+            raise DPFuseError(
+                f"variable {a.node.name!r} belongs to another program; expected variables of one program. Build "
+                "both under the same program_guard."
+            )
+        return super().create_arg(a)
+
+    def to_bool(self, obj: fx.Proxy) -> NoReturn:
+        raise DPFuseError(f"{_no_control_flow(obj)} Use torch.where, or put the branch into a module of its own.")
+
+    def iter(self, obj: fx.Proxy) -> NoReturn:
+        raise DPFuseError(f"{_no_control_flow(obj)} Index it, or put the loop into a module of its own.")
+
+    def _registered(self, module: nn.Module) -> str:
+        """The path of a module below the program's root, where it is put if it is new."""
+        root = self.program.root
+        for path, known in root.named_modules(remove_duplicate=False):
+            if known is module:
+                return str(path)
+        name = _unique(type(module).__name__.lower(), root)
+        root.add_module(name, module)
+        return name
+
+    def _held(self, tensor: Tensor) -> str:
+        """The path of a tensor below the program's root, where it is put if it is new."""
+        root = self.program.root
+        for path, known in chain(
+            root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+        ):
+            if known is tensor:
+                return path
+        if isinstance(tensor, nn.Parameter):
+            name = _unique("parameter", root)
+            root.register_parameter(name, tensor)
+        elif tensor.requires_grad:
+            raise DPFuseError(
+                f"a tensor of shape {tuple(tensor.shape)} with requires_grad=True, which is no parameter, was used in "
+                "a program; expected an nn.Parameter itself, or a tensor without gradient. Compute with parameters "
+                "inside of a module, or detach() it."
+            )
+        else:
+            name = _unique("constant", root)
+            root.register_buffer(name, tensor)
+        return name
+
+
+@contextmanager
+def modules_recorded() -> Iterator[None]:
+    """Modules that are called with a `Variable` record that call; all others work as before."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, fx.Proxy) and isinstance(leaf.tracer, Recorder):
+                return leaf.tracer.call_module(module, args, kwargs)
+        return original(module, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _unique(kind: str, root: nn.Module) -> str:
+    while True:
+        name = f"{kind}_{_count[kind]}"
+        _count[kind] += 1
+        if not hasattr(root, name):
+            return name
+
+
+def _no_control_flow(obj: fx.Proxy) -> str:
+    return (
+        f"variable {obj.node.name!r} decides over control flow, but has a value only when the program runs; expected "
+        "operations that are the same for every value."
+    )
