@@ -75,6 +75,7 @@ class GradBucket:
         self.times: CommunicationTimes | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
+        self._hooks: list[Collection[object]] = []  # the post-accumulate hooks of each parameter, ours among them
         self._sources: list[Tensor | None] = []
         self._work: dist.Work | None = None
 
@@ -99,7 +100,7 @@ class GradBucket:
                 self.error = None
                 # Now, not when they have landed: private gradients are freed while backward goes on. But another
                 # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
-                self._handed_out = self._keep_views and _hook_count(self.params[0]) == 1
+                self._handed_out = self._keep_views and sum(map(len, self._hooks)) == len(self.params)
                 if self._handed_out:
                     self._hand_out_views(set(self.missing))
             except (ValueError, TypeError, RuntimeError) as error:
@@ -155,7 +156,14 @@ class GradBucket:
         if self.tail is not None:
             targets.append(None)
         with _ranged("dpfuse::unpack", self._label), _no_graph():
-            unflatten(self._table, targets, scale=self._averaging.post_scale, matched=True)
+            try:
+                unflatten(self._table, targets, scale=self._averaging.post_scale, matched=True)
+            except ValueError:
+                # A gradient that can be read but not written, such as an expanded one that was set by hand.
+                for place, param in enumerate(self.params):
+                    if targets[place] is not None:
+                        targets[place] = param.grad = torch.empty_like(views[place], dtype=self._table.dtype)
+                unflatten(self._table, targets, scale=self._averaging.post_scale)
 
     def discard(self) -> None:
         """Wait if need be, and give the buffer back without touching any gradient."""
@@ -163,6 +171,11 @@ class GradBucket:
             self.wait()
         self._move(BucketState.LANDED, BucketState.FREE)
         self._sources = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
+        return self.state is not BucketState.FREE
 
     def _hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
@@ -182,6 +195,7 @@ class GradBucket:
     def _allocate(self) -> PointerTable:
         # Not before the first launch: after a rebuild the gradients of the step before may still live in
         # the buffers of the plan before.
+        self._hooks = [param._post_accumulate_grad_hooks or () for param in self.params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
         dtype, wire = getattr(torch, self.plan.dtype), getattr(torch, self._averaging.dtype)
         # Elements of another size start elsewhere.
@@ -203,11 +217,6 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def _hook_count(param: Tensor) -> int:
-    """How many post-accumulate hooks, ours among them, a parameter has."""
-    return len(param._post_accumulate_grad_hooks or ())
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:

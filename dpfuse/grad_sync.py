@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -46,8 +47,11 @@ class SyncOptions:
             averaging_for("float32", 1, self.gradient_scale)
         except (TypeError, ValueError) as error:
             raise type(error)(f"gradient_{error}") from None  # there the argument is called scale
-        if self.gradient_scale == 0:
-            raise ValueError("gradient_scale must not be 0: every gradient would be lost; leave it out for the mean")
+        if self.gradient_scale is not None and not 1e-6 <= abs(self.gradient_scale) <= 1e6:
+            raise ValueError(
+                f"gradient_scale must be between 1e-6 and 1e6, or negative likewise, got {self.gradient_scale!r}; "
+                "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
+            )
         if self.wire_dtype is not None and self.wire_dtype not in map(self._dtype, WIRES):
             raise ValueError(
                 f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
@@ -104,7 +108,7 @@ class GradSync:
             rebuild=self._rebuild,
         )
         self._watch.listener = self.reducer
-        self._hooks = ReadyHooks(self._params, self.reducer.markers())
+        self._hooks = ReadyHooks(self._params, self._markers())
 
     def before_forward(self) -> None:
         """To be called before a forward with gradients enabled.
@@ -156,7 +160,13 @@ class GradSync:
         self.plan = rebuild_plan(self.plan, order)
         self.reducer.adopt(self._make_buckets(), marks)
         self.observe(self._times)
-        self._hooks.replace(self.reducer.markers())
+        self._hooks.replace(self._markers())
+
+    def _markers(self) -> list[Callable[[Any], None]]:
+        markers = self.reducer.markers()
+        for marker in markers:
+            marker.scales = self._options.gradient_scale is not None  # type: ignore[attr-defined]  # see _check_alone
+        return markers
 
 
 def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup | None) -> BucketPlan:
@@ -173,6 +183,7 @@ def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGro
     for name, buffer in module.named_buffers():
         _check_data(f"buffer {name!r}", buffer)
     trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    _check_alone(trainable, options)
     if not trainable:
         raise ValueError(
             f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to "
@@ -199,6 +210,21 @@ def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGro
         except TypeError as error:
             raise TypeError(f"parameter {spec.name!r}: {error}") from None
     return plan
+
+
+def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
+    """Raises ValueError where two wrappers would both reduce a gradient and not both take the mean.
+
+    The mean of means is the mean, so those do no harm; a sum over a sum counts every rank twice.
+    """
+    for name, param in trainable.items():
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            scales = getattr(hook, "scales", None)
+            if scales is not None and (scales or options.gradient_scale is not None):
+                raise ValueError(
+                    f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
+                    "gradient_scale set; expected one wrapper. Delete the old one first."
+                )
 
 
 def _check_data(what: str, tensor: Tensor) -> None:

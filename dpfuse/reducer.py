@@ -112,6 +112,10 @@ class Reducer:
         self._recorded = sync or bool(self._recorded)
         self._outputs_watched = outputs_watched
 
+    def forget_forwards(self) -> None:
+        """Let the next backward be judged by later forwards alone, or by the state of `no_sync()` then."""
+        self._recorded = None
+
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise although its forward ran inside `no_sync()`.
 
@@ -182,7 +186,8 @@ class Reducer:
         """
         self._launch_rest(failed=True)
         for bucket in self.buckets:
-            bucket.discard()
+            if bucket.busy:  # not delivered before something went wrong
+                bucket.discard()
         failed = self._tail.failed_ranks(wait=True)
         self._reset()
         world_size = self._tail.world_size

@@ -24,8 +24,8 @@ class SparseBucket(GradBucket):
     equal ones. How many rows there are must be known first, so a small collective goes ahead during backward,
     with the tail where this bucket has it, and the rows follow when backward has ended.
 
-    `.grad` is a coalesced COO tensor afterwards, or dense where it was dense before (an embedding whose weight
-    is used elsewhere too). Arguments are those of `GradBucket`; `views` means nothing here.
+    `.grad` is a coalesced COO tensor afterwards, or dense on every rank where it was dense on one (an embedding
+    whose weight is used elsewhere too). Arguments are those of `GradBucket`; `views` means nothing here.
     """
 
     def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
@@ -34,15 +34,16 @@ class SparseBucket(GradBucket):
         (param,) = self.params
         grad = param.grad
         self.missing = list(self.plan.params) if grad is None else []
-        self._is_dense = grad is not None and grad.layout is torch.strided
+        is_dense = grad is not None and grad.layout is torch.strided
         self.error = None
+        self._rows = torch.empty(0, self._row_bytes, dtype=torch.uint8, device=param.device)
         with torch.no_grad():
             try:
-                self._rows = self._pack(param, grad)
+                if grad is not None:
+                    self._rows = self._pack(grad)
             except (ValueError, TypeError, RuntimeError) as error:
                 self.error = error  # the peers wait for this bucket whatever happened here
-                self._rows = self._pack(param, None)
-            header = [torch.tensor([self._rows.shape[0]], dtype=torch.float64, device=param.device)]
+            header = [torch.tensor([len(self._rows), is_dense], dtype=torch.float64, device=param.device)]
             if self.tail is not None:
                 failed = failed or self.error is not None
                 header.append(self.tail.source(torch.float64, param.device, [*unused, *self.missing], failed))
@@ -60,10 +61,10 @@ class SparseBucket(GradBucket):
         self._work.wait()
         headers = torch.stack(self._headers)
         counts = [int(count) for count in headers[:, 0].tolist()]
+        self._is_dense = bool(headers[:, 1].any())
         if self.tail is not None:
-            self.tail.landed(headers[:, 1:].sum(0))
-        longest = max(counts)
-        padded = torch.zeros(longest, self._rows.shape[1], dtype=torch.uint8, device=self._rows.device)
+            self.tail.landed(headers[:, 2:].sum(0))
+        padded = torch.zeros(max(counts), self._row_bytes, dtype=torch.uint8, device=self._rows.device)
         padded[: len(self._rows)] = self._rows
         gathered, work = collective.start_all_gather(padded, self._group)
         if self.times is not None:
@@ -82,11 +83,21 @@ class SparseBucket(GradBucket):
             return
         with torch.no_grad():
             count = len(self._rows)
-            indices = self._rows[:, : INDEX.itemsize].contiguous().view(INDEX).view(1, count)
-            values = self._rows[:, INDEX.itemsize :].contiguous().view(self._wire).view(count, *param.shape[1:])
-            values = values.to(self._dtype) * self._averaging.post_scale
-            grad = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False).coalesce()
-            param.grad = grad.to_dense() if self._is_dense else grad
+            # reshape, not contiguous: that of a single row is contiguous where it lies, at an odd place.
+            indices = self._rows[:, : INDEX.itemsize].reshape(-1).view(INDEX).view(1, count)
+            values = self._rows[:, INDEX.itemsize :].reshape(-1).view(self._wire).view(count, *param.shape[1:])
+            total = torch.sparse_coo_tensor(indices, values.to(self._compute), param.shape, check_invariants=False)
+            grad = (total.coalesce() * self._averaging.post_scale).to(self._dtype)
+            param.grad = grad.to_dense() if self._is_dense else grad.coalesce()
+
+    @property
+    def _row_bytes(self) -> int:
+        return INDEX.itemsize + math.prod(self.params[0].shape[1:]) * self._wire.itemsize
+
+    @property
+    def _compute(self) -> torch.dtype:
+        """What rows are scaled and added up in."""
+        return torch.float64 if self._dtype == torch.float64 else torch.float32
 
     @property
     def _wire(self) -> torch.dtype:
@@ -96,18 +107,15 @@ class SparseBucket(GradBucket):
     def _dtype(self) -> torch.dtype:
         return cast(torch.dtype, getattr(torch, self.plan.dtype))
 
-    def _pack(self, param: Tensor, grad: Tensor | None) -> Tensor:
+    def _pack(self, grad: Tensor) -> Tensor:
         """The scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
-        if grad is None:
-            indices = torch.zeros(0, dtype=INDEX, device=param.device)
-            values = torch.zeros(0, *param.shape[1:], dtype=self._dtype, device=param.device)
-        elif grad.dtype != self._dtype:
+        if grad.dtype != self._dtype:
             raise ValueError(
                 f"parameter {self._names[0]!r} has a gradient of dtype {grad.dtype}, expected {self._dtype} as when it "
                 "was wrapped. Wrap the module again after converting it."
             )
-        elif grad.layout is torch.strided:
-            indices, values = torch.arange(param.shape[0], device=param.device), grad
+        if grad.layout is torch.strided:
+            indices, values = torch.arange(len(grad), device=grad.device), grad
         elif grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
             grad = grad.coalesce()
             indices, values = grad.indices()[0], grad.values()
@@ -116,7 +124,8 @@ class SparseBucket(GradBucket):
                 f"parameter {self._names[0]!r} has a gradient of layout {grad.layout}, expected rows in a "
                 "torch.sparse_coo tensor of one sparse dimension, as an embedding gives. Convert it with .to_dense()."
             )
-        compute = torch.float64 if self._dtype == torch.float64 else torch.float32
-        values = (values.to(compute) * self._averaging.pre_scale).to(self._wire)
-        values = values.reshape(len(indices), math.prod(param.shape[1:]))
-        return torch.cat([part.contiguous().view(torch.uint8) for part in (indices[:, None], values)], dim=1)
+        count = len(indices)
+        values = (values.to(self._compute) * self._averaging.pre_scale).to(self._wire)
+        parts = [part.reshape(-1).view(torch.uint8) for part in (indices, values)]
+        widths = (INDEX.itemsize, self._row_bytes - INDEX.itemsize)
+        return torch.cat([part.view(count, width) for part, width in zip(parts, widths, strict=True)], dim=1)

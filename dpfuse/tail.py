@@ -5,6 +5,7 @@ It is summed with the gradients, so it costs no collective of its own; it counts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -46,8 +47,9 @@ class Tail:
             failed: whether this rank's backward was interrupted or met an error.
         """
         if self._all_well is None:
-            largest = torch.finfo(dtype).max
-            self._one = min(max(self._one, -largest), largest)
+            limits = torch.finfo(dtype)
+            size = min(max(abs(self._one), limits.smallest_normal), limits.max)
+            self._one = math.copysign(size, self._one)
             self._all_well = torch.full((self.numel,), self._one, dtype=dtype, device=device)
             self._all_well[: self.world_size] = 0
         if not unused and not failed:

@@ -12,12 +12,12 @@ import copy
 from typing import Any
 
 import torch
-from dpfuse.paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
 from report import fingerprint, say
 from torch import nn
 
 import dpfuse.paddle as paddle
 import dpfuse.paddle.distributed as dist
+from dpfuse.paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
 
 STEPS = 10
 

@@ -214,3 +214,71 @@ def bytes_go_with_the_rows(rank, size):
 
 def test_what_travels_is_the_rows_not_the_table(ranks):
     ranks(bytes_go_with_the_rows)
+
+
+def tables_of_every_width(rank, size):
+    for width in (0, 1, 2, 3):
+        for wire in (None, torch.bfloat16):
+            for rows in ([], [5]), ([5], []), ([], []), ([4, 4, 6], [6]):  # of rank 0 and of rank 1
+                model = dpfuse.DataParallel(nn.EmbeddingBag(9, width, mode="sum", sparse=True), wire_dtype=wire)
+                words = torch.tensor(rows[rank], dtype=torch.long)
+                for _ in range(2):
+                    model.zero_grad()
+                    model(words, torch.tensor([0])).sum().backward()
+                    expected = torch.zeros(9, width)
+                    for row in rows[0] + rows[1]:
+                        expected[row] += 0.5
+                    assert torch.equal(model.weight.grad.to_dense(), expected), (width, wire, rows)
+
+
+def test_tables_of_every_width_and_ranks_without_rows(ranks):
+    ranks(tables_of_every_width)
+
+
+def a_rank_does_not_use_the_table(rank, size):
+    """The gradient is None there, and the row's size is the least possible."""
+    model = dpfuse.DataParallel(Lookup(), find_unused_parameters=True)
+    narrow = dpfuse.DataParallel(
+        nn.ModuleList([nn.Embedding(9, 1, sparse=True), nn.Linear(1, 1)]), find_unused_parameters=True
+    )
+    for _ in range(3):
+        model.zero_grad()
+        model(words_of(rank, 0), use_second=rank == 0).sum().backward()
+        assert model.second.weight.grad.is_coalesced()
+        narrow.zero_grad()
+        table, head = narrow.module
+        hidden = table(torch.tensor([4])) if rank == 0 else torch.ones(1, 1)
+        head(hidden).sum().backward()
+        assert table.weight.grad.to_dense()[4].item() == head.weight.item() / 2
+
+
+def test_a_rank_that_does_not_use_a_table_gets_the_mean(ranks):
+    ranks(a_rank_does_not_use_the_table)
+
+
+def one_rank_has_a_dense_gradient(rank, size):
+    model = dpfuse.DataParallel(nn.Embedding(4, 2, sparse=True))
+    for dense_rank in (0, 1):
+        model.zero_grad()
+        if rank == dense_rank:
+            (model.module.weight.sum() * 2).backward()  # synchronised too: every backward outside no_sync() is
+        else:
+            model(torch.tensor([3])).sum().backward()
+        assert model.weight.grad.layout is torch.strided
+        assert model.weight.grad[:, 0].tolist() == [1, 1, 1, 1.5]
+
+
+def test_a_gradient_that_is_dense_on_one_rank_is_dense_on_all(ranks):
+    ranks(one_rank_has_a_dense_gradient)
+
+
+def a_wide_wire_for_rows(rank, size):
+    model = dpfuse.DataParallel(
+        nn.Embedding(2, 1, sparse=True, dtype=torch.float16), gradient_scale=1.0, wire_dtype=torch.float32
+    )
+    (model(torch.tensor([0])) * [40000.0, 40000.0, -40000.0][rank]).sum().backward()
+    assert model.weight.grad.to_dense().tolist() == [[40000.0], [0.0]]
+
+
+def test_rows_are_added_up_in_the_wider_type(ranks):
+    ranks(a_wide_wire_for_rows, size=3)

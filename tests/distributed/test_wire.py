@@ -131,9 +131,10 @@ def a_sum_is_a_sum(rank, size):
     # 40000 fits into float16, the sum of two does not: it must not be formed there.
     large = torch.full((5,), 40000.0)
     assert reduced(large, gradient_scale=1.0, wire_dtype=torch.float16).tolist() == [80000.0] * 5
-    # A factor that float16 cannot hold must not take the flags of used parameters with it.
-    tiny = reduced(torch.ones(5, dtype=torch.float16), gradient_scale=1e-9)
-    assert tiny.tolist() == [0.0] * 5
+    # No factor may drown the flags of used parameters.
+    for scale in (1e-6, 1e6):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert reduced(torch.zeros(5, dtype=dtype), gradient_scale=scale).tolist() == [0.0] * 5
 
 
 def test_gradient_scale_replaces_the_mean(ranks):
@@ -180,7 +181,8 @@ def test_ranks_must_agree_on_wire_and_factor(ranks):
     [
         ({"wire_dtype": torch.int8}, ValueError, "wire_dtype must be None or one of torch.float16, .*got torch.int8"),
         ({"wire_dtype": "bfloat16"}, ValueError, "wire_dtype must be .*got 'bfloat16'"),
-        ({"gradient_scale": 0}, ValueError, "gradient_scale must not be 0"),
+        ({"gradient_scale": 0}, ValueError, "gradient_scale must be between 1e-6 and 1e6"),
+        ({"gradient_scale": -1e7}, ValueError, "gradient_scale must be between 1e-6 and 1e6"),
         ({"gradient_scale": float("inf")}, ValueError, "gradient_scale must be finite, got inf"),
         ({"gradient_scale": "1"}, TypeError, "gradient_scale must be a number, got '1'"),
     ],
@@ -188,3 +190,72 @@ def test_ranks_must_agree_on_wire_and_factor(ranks):
 def test_a_bad_option_is_refused_by_name(option, error, text):
     with pytest.raises(error, match=text):
         dpfuse.DataParallel(Mlp(), **option)
+
+
+def a_gradient_that_cannot_be_written(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(3, 2), wire_dtype=torch.bfloat16)
+    model.weight.grad = torch.ones(1, 1).expand(2, 3)
+    model.weight.grad = model.weight.grad if rank == 0 else torch.ones(2, 3)
+    model.module.bias.register_hook(lambda grad: grad)
+    with model.no_sync(False):
+        (model.module.bias * 2.0).sum().backward()
+    assert model.weight.grad.tolist() == [[1.0] * 3] * 2
+    assert model.bias.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_gradient_that_cannot_be_written_is_replaced(ranks):
+    ranks(a_gradient_that_cannot_be_written)
+
+
+def wrapped_twice(rank, size):
+    """One way of summing at a time; means may meet."""
+    net = Mlp()
+    kept = dpfuse.DataParallel(net, gradient_scale=1.0)
+    for options in ({}, {"gradient_scale": 1.0}):
+        with pytest.raises(ValueError, match=r"parameter 'layers.0.weight' belongs to another wrapper"):
+            dpfuse.DataParallel(net, **options)
+    del kept
+    mean = dpfuse.DataParallel(net)
+    with pytest.raises(ValueError, match="belongs to another wrapper"):
+        dpfuse.DataParallel(net, gradient_scale=0.5)
+    dpfuse.DataParallel(mean)
+    dist.barrier()
+
+
+def test_a_sum_is_not_taken_twice(ranks):
+    ranks(wrapped_twice)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        # b runs first, so its gradients arrive last, in the middle of a bucket that begins with a's.
+        return self.c(torch.tanh(self.a(torch.tanh(self.b(x)))))
+
+
+def a_part_is_wrapped_too(rank, size):
+    torch.manual_seed(0)
+    net = Shared()
+    net.b = dpfuse.DataParallel(net.b, comm_buffer_size=0, last_comm_buffer_size=0)
+    model = dpfuse.DataParallel(net, comm_buffer_size=8 * 8 * 4 * 1.5 / 2**20, last_comm_buffer_size=1e-6)
+    seen = []
+    net.a.bias.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    for step in range(5):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        model(x).square().sum().backward()
+        parameters = list(net.parameters())
+        local = torch.autograd.grad(net.c(torch.tanh(net.a(torch.tanh(net.b.module(x))))).square().sum(), parameters)
+        for param, mine in zip(parameters, local, strict=True):
+            parts = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(parts, mine)
+            torch.testing.assert_close(param.grad, sum(parts) / size)
+        bias = next(i for i, param in enumerate(parameters) if param is net.a.bias)
+        torch.testing.assert_close(seen[-1], local[bias])  # a hook sees what this rank accumulated, whole
+
+
+def test_a_part_that_is_wrapped_too_gets_the_mean(ranks):
+    ranks(a_part_is_wrapped_too)

@@ -36,6 +36,7 @@ class NotedBucket:
         self.error = None
         self.missing = []
         self.tail = NotedTail()
+        self.busy = True
 
     def launch(self, *, complete=False, unused=(), failed=False):
         self.log.append(("launch", self.order, failed))
