@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 from operator import is_
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["ModelSignature"]
 
 
 class ModelSignature:
-    """What a module's parameters were, and whether they still are; about 0.05 µs per parameter.
+    """What a module's parameters were, and whether they still are; about 0.05 µs per parameter and child module.
 
     Args:
         module: the module to remember.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables = [child._parameters for child in module.modules()]
+        self._module = module
+        self._params = {id(param): param for param in module.parameters()}
+        self._names = dict(module.named_parameters(remove_duplicate=False))
+        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+        self._note_places()
+
+    def _note_places(self) -> None:
+        """Where every parameter and every child module is now."""
+        self._tables: list[dict[str, Any]] = []
+        for child in self._module.modules():
+            self._tables += [child._parameters, child._modules]
         self._sizes = list(map(len, self._tables))
-        self._names: list[str] = []
-        self._places: list[dict[str, Tensor | None]] = []
-        self._keys: list[str] = []
-        self._params: list[Tensor] = []
-        for prefix, child in module.named_modules():
-            for key, param in child._parameters.items():
-                if param is not None:
-                    self._names.append(f"{prefix}.{key}" if prefix else key)
-                    self._places.append(child._parameters)
-                    self._keys.append(key)
-                    self._params.append(param)
-        self._frozen = [index for index, param in enumerate(self._params) if not param.requires_grad]
+        filled = [(table, key, held) for table in self._tables for key, held in table.items() if held is not None]
+        self._places = [place for place, _, _ in filled]
+        self._keys = [key for _, key, _ in filled]
+        self._held = [held for _, _, held in filled]
 
     def change(self) -> str | None:
-        """What has changed since, in words, or None. A parameter that was frozen since is no change."""
+        """What has changed since, in words, or None.
+
+        A parameter that was frozen or removed since is no change, it just takes no part any more; nor is another
+        place for a parameter, or another module without any.
+        """
+        for name, param in self._frozen:
+            if param.requires_grad:
+                return f"parameter {name!r} was unfrozen"
         if (
-            all(map(is_, map(dict.get, self._places, self._keys), self._params))
-            and not any(self._params[index].requires_grad for index in self._frozen)
+            all(map(is_, map(dict.get, self._places, self._keys), self._held))
             and list(map(len, self._tables)) == self._sizes
         ):
             return None
-        for name, place, key, param in zip(self._names, self._places, self._keys, self._params, strict=True):
-            if place.get(key) is not param:
-                return f"parameter {name!r} was replaced"
-        for index in self._frozen:
-            if self._params[index].requires_grad:
-                return f"parameter {self._names[index]!r} was unfrozen"
-        if list(map(len, self._tables)) != self._sizes:
-            return "a parameter was added"
+        for name, param in self._module.named_parameters(remove_duplicate=False):
+            if id(param) not in self._params and param.requires_grad:
+                return f"parameter {name!r} was {'replaced' if name in self._names else 'added'}"
+        self._note_places()
         return None

@@ -67,11 +67,28 @@ def unfreeze(model):
 
 def add(model):
     model.module[1].register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    return "a parameter was added"
+    return "parameter '1.extra' was added"
+
+
+def replace_layer(model):
+    model.module[0] = nn.Linear(3, 4)
+    return "parameter '0.weight' was replaced"
+
+
+def add_layer(model):
+    model.module.append(nn.Linear(1, 1))
+    return "parameter '2.weight' was added"
+
+
+def replace_nested_layer(model):
+    model.module[2][0] = nn.Linear(1, 1)
+    return "parameter '2.0.weight' was replaced"
 
 
 def changed(rank, size, change):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    if change is replace_nested_layer:
+        net.append(nn.Sequential(nn.Linear(1, 1)))
     net[1].weight.requires_grad_(False)
     model = dpfuse.DataParallel(net)
     model(torch.ones(2, 3)).sum().backward()
@@ -85,9 +102,43 @@ def changed(rank, size, change):
     model(torch.full((2, 3), 1.0 + rank)).sum().backward()
 
 
-@pytest.mark.parametrize("change", [replace, unfreeze, add])
+@pytest.mark.parametrize("change", [replace, unfreeze, add, replace_layer, add_layer, replace_nested_layer])
 def test_a_change_of_the_parameters_is_a_named_error(ranks, change):
     ranks(changed, change)
+
+
+def harmless(rank, size):
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
+    model = dpfuse.DataParallel(net, find_unused_parameters=True)
+    x = torch.full((2, 3), 1.0 + rank)
+
+    def same_as_mean_of_bare():
+        model.zero_grad()
+        model(x).sum().backward()
+        mean = torch.autograd.grad(net(torch.full((2, 3), 1.5)).sum(), list(net.parameters()), allow_unused=True)
+        for param, expected in zip(net.parameters(), mean, strict=True):
+            torch.testing.assert_close(param.grad, expected)
+
+    same_as_mean_of_bare()  # the network is linear where it is positive, so its gradients' mean is that of the mean
+    net[1] = nn.Identity()
+    same_as_mean_of_bare()
+    net.append(nn.Identity())
+    same_as_mean_of_bare()
+    net[2] = nn.Identity()  # takes two parameters away
+    same_as_mean_of_bare()
+    net[4] = nn.Sequential(net[0], nn.Unflatten(1, (4, 1)), nn.Flatten(0))  # a second place for known parameters
+    net[3] = nn.Linear(4, 3, bias=False).requires_grad_(False)  # a layer that nobody trains
+    model.zero_grad()
+    model(x).sum().backward()
+    assert net[0].weight.grad is not None
+    replaced = nn.Linear(4, 3)
+    net[3] = replaced
+    with pytest.raises(dpfuse.DPFuseError, match=r"parameter '3.weight' was replaced"):
+        model(x)
+
+
+def test_other_changes_of_a_module_are_none(ranks):
+    ranks(harmless)
 
 
 def converted(rank, size, views):
