@@ -1,33 +1,27 @@
-"""DataParallel, the wrapper module: wires a model to its gradient synchronisation, and is no more than that."""
+"""DataParallel, the wrapper with Paddle's arguments, and state dicts as of the bare module."""
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dpfuse import agreement
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model, check_module
-from dpfuse.plan import MB, BucketPlan
-from dpfuse.reducer import Reducer
+from dpfuse.grad_sync import SyncOptions
 from dpfuse.state_dict import PREFIX, load_leniently, own_names, without_prefix
-from dpfuse.timing import CommunicationTimes
+from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DataParallel"]
 
 
-class DataParallel(nn.Module):
+class DataParallel(SyncedModule):
     """Averages gradients over the ranks while backward runs; a drop-in wrapper around any module.
 
     When `backward()` returns, every `.grad` is the mean over the ranks, final on the current stream:
@@ -105,100 +99,9 @@ class DataParallel(nn.Module):
         self._connect(resolve_group(group), fresh=True)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
-        """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
-        self._group = group
-        self._sync: GradSync | None = None
-        self._require_sync = True
-        try:
-            plan = check_module(self.module, self._options, group)
-        except Exception as error:
-            if group is not None and fresh:
-                agreement.report_failure(error, group, "the wrapped module")
-            raise
+        super()._connect(group, fresh=fresh)
         if group is None:
             _check_single_process()
-            return
-        if fresh:
-            agree_on_model(self.module, plan, self._options, group)
-        self._sync = GradSync(self.module, plan, group, self._options)
-        # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
-        finalize(self, self._sync.remove_hooks).atexit = False
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. Under `torch.no_grad()` nothing is recorded and nothing is communicated.
-
-        Raises:
-            DPFuseError: the module's parameters have changed since it was wrapped, or the last backward was
-                interrupted on some ranks only.
-        """
-        # Straight from the dict: an attribute that is a module is looked up in Python.
-        sync, module = self._sync, self._modules["module"]
-        assert module is not None
-        if sync is None or not torch.is_grad_enabled():
-            return module(*inputs, **kwargs)
-        sync.before_forward()
-        outputs = module(*inputs, **kwargs)
-        sync.after_forward(outputs)
-        return outputs
-
-    @contextmanager
-    def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Accumulate gradients locally: no communication for forwards inside this context.
-
-        A backward is local if every forward since the last synchronised backward ran inside; the next
-        synchronised one averages all that has accumulated. Nests, and ends properly on exceptions.
-
-        Args:
-            enabled: False makes it a context that does nothing, so that a loop needs one body:
-                `with model.no_sync(enabled=micro < last): …`.
-
-        Example:
-            >>> import dpfuse, torch
-            >>> import torch.distributed as dist
-            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
-            >>> for micro in range(3):
-            ...     with model.no_sync(enabled=micro < 2):
-            ...         model(torch.ones(3, 4)).sum().backward()
-            >>> model.bias.grad
-            tensor([9., 9.])
-            >>> dist.destroy_process_group()
-
-        Source: torch's `DistributedDataParallel.no_sync` and Paddle's; `enabled` is new.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = before and not enabled
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """The switch behind `no_sync()`, read when a forward ends; may be set directly."""
-        return self._require_sync if self._sync is None else self._sync.reducer.require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        if self._sync is None:
-            self._require_sync = bool(value)
-        else:
-            self._sync.reducer.require_sync = bool(value)
-
-    def observe(self, times: CommunicationTimes | None) -> None:
-        """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
-        if self._sync is not None:
-            self._sync.observe(times)
-
-    @property
-    def reducer(self) -> Reducer | None:
-        """The state machine of the synchronisation; None where the wrapper only passes calls through."""
-        return None if self._sync is None else self._sync.reducer
-
-    @property
-    def bucket_plan(self) -> BucketPlan:
-        """The buckets in use: the planned ones, then those rebuilt after the first synchronised backward."""
-        return check_module(self.module, self._options, None) if self._sync is None else self._sync.plan
 
     def state_dict(  # type: ignore[override]
         self,
@@ -285,44 +188,6 @@ class DataParallel(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        clone._restore(copy.deepcopy(self._portable_state(), memo), self._group)
-        return clone
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None and self._group is not dist.group.WORLD:
-            raise DPFuseError(
-                "a DataParallel over a group other than the default one cannot be pickled: the group means "
-                "nothing to another process. Pickle its state_dict(), or its .module."
-            )
-        return self._portable_state()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(state, resolve_group(None))
-
-    def _portable_state(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group")}
-        state["_require_sync"] = self.require_backward_grad_sync
-        return state
-
-    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        nn.Module.__setstate__(self, state)
-        require_sync = state["_require_sync"]
-        self._connect(group, fresh=False)
-        self.require_backward_grad_sync = require_sync
-
-    def extra_repr(self) -> str:
-        """Ranks, back end and buckets, for `repr(model)`."""
-        if self._sync is None:
-            return "no process group: calls pass through"
-        buckets = ", ".join(f"{bucket.nbytes / MB:.3g}" for bucket in self.bucket_plan.buckets)
-        group = self._sync.group
-        return (
-            f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
-        )
 
 
 def _accept_unprefixed(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dpfuse.data_parallel import DataParallel
+    from dpfuse.wrapper import SyncedModule
 
 __all__ = ["CommunicationTimes", "time_communication"]
 
@@ -76,7 +76,7 @@ def _event() -> torch.cuda.Event:
 
 
 @contextmanager
-def time_communication(model: DataParallel) -> Iterator[CommunicationTimes]:
+def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
     """Measure the communication of every synchronised backward inside the context, on this rank.
 
     Costs a few microseconds per bucket, and nothing outside the context.

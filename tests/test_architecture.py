@@ -27,7 +27,7 @@ ALLOWED = {
     "signature": {"torch"},
     "state_dict": {"torch", "numpy"},
     "tail": {"torch"},
-    "timing": {"torch", "data_parallel (types)"},
+    "timing": {"torch", "wrapper (types)"},
     "agreement": {"torch", "collective"},
     "bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing"},
     "sparse_bucket": {"torch", "bucket", "collective"},
@@ -39,7 +39,8 @@ ALLOWED = {
         "torch", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer", "autograd",
         "signature", "timing",
     },
-    "data_parallel": {"torch", "grad_sync", "agreement", "collective", "plan", "reducer", "state_dict", "timing"},
+    "wrapper": {"torch", "grad_sync", "agreement", "collective", "plan", "reducer", "timing"},
+    "data_parallel": {"torch", "wrapper", "grad_sync", "collective", "state_dict"},
     "launch": {"distributed"},
     "__init__": {
         "data_parallel", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
