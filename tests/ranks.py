@@ -6,8 +6,10 @@ which something went wrong is thrown away, since its process group can no longer
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,6 +28,8 @@ def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    stacks = open(f"{store_path}-stacks-{rank}", "w")  # noqa: SIM115  # lives as long as the process
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size)
@@ -84,7 +88,9 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
             if not ready:
-                failures += [f"rank {rank}: no answer within {timeout} s" for rank in waiting.values()]
+                failures += [
+                    f"rank {rank}: no answer within {timeout} s\n{self._stacks(rank)}" for rank in waiting.values()
+                ]
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -102,6 +108,15 @@ class RankPool:
             self.kill()
             raise RankError("\n".join(failures))
         return results
+
+    def _stacks(self, rank: int) -> str:
+        """Where a rank is that does not answer."""
+        process = self._processes[rank]
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+            process.join(0.5)  # the handler writes at once
+        with open(f"{self._folder.name}/store-stacks-{rank}") as file:
+            return file.read()
 
     def kill(self) -> None:
         self.healthy = False

@@ -31,7 +31,7 @@ def test_every_rank_returns_its_result(ranks):
     assert ranks(sum_of_ranks) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(("function", "text"), [(fails_on_rank_1, "planted"), (hangs, "no answer")])
+@pytest.mark.parametrize(("function", "text"), [(fails_on_rank_1, "planted"), (hangs, r"no answer(.|\n)*in hangs\n")])
 def test_a_failure_or_a_hang_on_a_rank_is_an_error(function, text):
     pool = RankPool(2)
     with pytest.raises(RankError, match=text):
