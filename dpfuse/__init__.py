@@ -1,6 +1,7 @@
 """dpfuse: data-parallel gradient averaging for PyTorch through fused buckets."""
 
 from dpfuse.data_parallel import DataParallel
+from dpfuse.ddp import DistributedDataParallel
 from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
@@ -16,6 +17,7 @@ __all__ = [
     "CommunicationTimes",
     "DPFuseError",
     "DataParallel",
+    "DistributedDataParallel",
     "ParallelEnv",
     "ParamSpec",
     "__version__",

@@ -17,6 +17,7 @@ from dpfuse.averaging import WIRES, averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.buckets import make_buckets
 from dpfuse.errors import DPFuseError
+from dpfuse.param_spec import describe_parameters
 from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
 from dpfuse.reducer import Phase, Reducer
 from dpfuse.signature import ModelSignature
@@ -35,8 +36,10 @@ class SyncOptions:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     broadcast_buffers: bool
-    gradient_scale: float | None
-    wire_dtype: torch.dtype | None
+    gradient_scale: float | None = None
+    wire_dtype: torch.dtype | None = None
+    ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
+    send_buffers_at_start: bool = True
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -87,16 +90,18 @@ class GradSync:
     ) -> None:
         self.plan = plan
         self.group = group
-        self._params = [param for param in module.parameters() if param.requires_grad]
+        named = dict(module.named_parameters())
+        self._params = [named[spec.name] for spec in plan.specs]
         self._options = options
+        self.broadcast_buffers = options.broadcast_buffers
         self._buffer_places = [
             (child._buffers, key)
-            for child in module.modules()
+            for prefix, child in module.named_modules()
             for key, buffer in child._buffers.items()
-            if options.broadcast_buffers and buffer is not None
+            if buffer is not None and _joined(prefix, key) not in options.ignored
         ]
         self._times: CommunicationTimes | None = None
-        self._signature = ModelSignature(module)
+        self._signature = ModelSignature(module, options.ignored)
         self._watch = BackwardWatch()
         indices = {id(param): index for index, param in enumerate(self._params)}
         self.reducer = Reducer(
@@ -123,7 +128,7 @@ class GradSync:
             )
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        if self._buffer_places:
+        if self.broadcast_buffers and self._buffer_places:
             buffers = [cast(Tensor, place[key]) for place, key in self._buffer_places]
             collective.broadcast_flat(buffers, self.group)
 
@@ -178,18 +183,20 @@ def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGro
     options.check()
     if not isinstance(module, nn.Module):
         raise TypeError(f"layers must be a torch.nn.Module, got {type(module).__name__}; pass the model instance")
-    for name, param in module.named_parameters():
+    params, buffers = _tensors_of(module, options)
+    for name, param in params.items():
         _check_data(f"parameter {name!r}", param)
-    for name, buffer in module.named_buffers():
+    for name, buffer in buffers.items():
         _check_data(f"buffer {name!r}", buffer)
-    trainable = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    trainable = {name: param for name, param in params.items() if param.requires_grad}
     _check_alone(trainable, options)
     if not trainable:
         raise ValueError(
             f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to "
             "average; use the module without the wrapper"
         )
-    plan = plan_buckets(module, options.comm_buffer_size, options.last_comm_buffer_size)
+    specs = [spec for spec in describe_parameters(module) if spec.name in trainable]
+    plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size)
     devices = {str(param.device): name for name, param in reversed(trainable.items())}
     if len(devices) > 1:
         raise ValueError(
@@ -256,24 +263,38 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     """
     lines = [f"dpfuse {__version__}"]
     for name, value in asdict(options).items():
-        # 25 and 25.0 are one size.
-        lines.append(f"option {name} = {float(value) if type(value) is int else value}")
+        # 25 and 25.0 are one size, and a set has no order of its own.
+        value = float(value) if type(value) is int else sorted(value) if isinstance(value, frozenset) else value
+        lines.append(f"option {name} = {value}")
     lines += [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
+        if name in options.ignored:
+            continue
         if id(param) in first:
             lines.append(f"parameter {name} is tied to {first[id(param)]}")
             continue
         first[id(param)] = name
         lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
-    lines += [f"buffer {name} {_facts(buffer)} device={buffer.device.type}" for name, buffer in module.named_buffers()]
+    params, buffers = _tensors_of(module, options)
+    lines += [f"buffer {name} {_facts(buffer)} device={buffer.device.type}" for name, buffer in buffers.items()]
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
     with torch.no_grad():
         for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
             collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group)
+
+
+def _tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Parameters and buffers by name, without those to ignore."""
+    params = {name: param for name, param in module.named_parameters() if name not in options.ignored}
+    return params, {name: buffer for name, buffer in module.named_buffers() if name not in options.ignored}
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
 def _facts(tensor: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import is_
 from typing import Any
 
@@ -15,13 +16,19 @@ class ModelSignature:
 
     Args:
         module: the module to remember.
+        ignored: names of parameters that may change.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
+        self._ignored = ignored
         self._params = {id(param): param for param in module.parameters()}
         self._names = dict(module.named_parameters(remove_duplicate=False))
-        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+        self._frozen = [
+            (name, param)
+            for name, param in module.named_parameters()
+            if not param.requires_grad and name not in ignored
+        ]
         self._note_places()
 
     def _note_places(self) -> None:
@@ -50,7 +57,7 @@ class ModelSignature:
         ):
             return None
         for name, param in self._module.named_parameters(remove_duplicate=False):
-            if id(param) not in self._params and param.requires_grad:
+            if id(param) not in self._params and param.requires_grad and name not in self._ignored:
                 return f"parameter {name!r} was {'replaced' if name in self._names else 'added'}"
         self._note_places()
         return None

@@ -36,14 +36,16 @@ ALLOWED = {
     "fused_allreduce": {"torch", "param_spec", "plan", "averaging", "bucket", "buckets", "agreement", "collective"},
     "replicas": {"torch", "dpfuse_kernels", "param_spec", "plan", "averaging", "bucket"},
     "grad_sync": {
-        "torch", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer", "autograd",
-        "signature", "timing",
+        "torch", "param_spec", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer",
+        "autograd", "signature", "timing",
     },
     "wrapper": {"torch", "grad_sync", "agreement", "collective", "plan", "reducer", "timing"},
     "data_parallel": {"torch", "wrapper", "grad_sync", "collective", "state_dict"},
+    "placement": {"torch"},
+    "ddp": {"torch", "wrapper", "grad_sync", "collective", "placement", "plan", "state_dict"},
     "launch": {"distributed"},
     "__init__": {
-        "data_parallel", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
+        "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
     },
     "distributed": {"torch", "distributed"},
     # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.

@@ -1,0 +1,269 @@
+"""DistributedDataParallel: the same engine behind the names of torch's class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from dpfuse.collective import resolve_group
+from dpfuse.errors import DPFuseError
+from dpfuse.grad_sync import SyncOptions
+from dpfuse.placement import device_index, refuse_sync_batch_norm_on_cpu, single_device
+from dpfuse.plan import MB
+from dpfuse.state_dict import PREFIX, without_prefix
+from dpfuse.wrapper import SyncedModule
+
+__all__ = ["DistributedDataParallel"]
+
+DEFAULT_CAP_MB = 25
+SMALL_CAP_MB = 1
+TORCH_CLASS = nn.parallel.DistributedDataParallel
+
+
+class DistributedDataParallel(SyncedModule):
+    """`torch.nn.parallel.DistributedDataParallel`, on dpfuse's buckets: change the import, and nothing else.
+
+    Names, order, defaults and errors of the arguments are those of torch 2.13. What dpfuse does better is in
+    `DataParallel`: unused parameters, layers that run twice, changed graphs need no flag, and what goes wrong
+    is an error on every rank.
+
+    Args:
+        module: the module to train; the same on every rank.
+        device_ids: None, or the one GPU of the module; inputs are moved there.
+        output_device: as in torch; the outputs stay where the module computes.
+        dim: accepted for its position.
+        broadcast_buffers: deprecated in torch 2.13, as `forward_sync_buffers`; False also leaves buffers as
+            they are at construction.
+        init_sync: False trusts that all ranks hold the same model: nothing is compared or sent.
+        process_group: None is the default group.
+        bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one.
+        find_unused_parameters: only silences the warning that names unused parameters; they get the right
+            mean either way, and no graph is walked.
+        check_reduction: deprecated in torch, ignored.
+        gradient_as_bucket_view: True makes `.grad` a view of the buffers and saves a copy.
+        static_graph: accepted; nothing has to be known beforehand.
+        device_mesh: a 1-D mesh instead of `process_group`.
+        skip_all_reduce_unused_params: accepted; ranks may differ in what they use.
+        batched_grad_copy: accepted; gradients always travel fused.
+        forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
+        DPFuseError: the ranks' models or options differ; on every rank.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from dpfuse import DistributedDataParallel as DDP
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DDP(torch.nn.Linear(4, 2))
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> list(model.state_dict())
+        ['module.weight', 'module.bias']
+        >>> dist.destroy_process_group()
+
+    Source: `torch.nn.parallel.DistributedDataParallel`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce must be given together")
+        for name, value in (
+            ("delay_all_reduce_named_params", delay_all_reduce_named_params),
+            ("mixed_precision", mixed_precision),
+            ("bucket_cap_mb_list", bucket_cap_mb_list),
+        ):
+            if value is not None:
+                raise ValueError(f"{name} is not supported yet, got {value!r}; leave it out")
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated and ignored; leave it out", FutureWarning, stacklevel=2)
+        group = _group_of(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            _shard_as_tensor_parallel(module, device_mesh)
+        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        params = {name: param for name, param in module.named_parameters() if name not in ignored}
+        for name, param in module.named_parameters():
+            param._ddp_ignored = name in ignored  # type: ignore[attr-defined]  # torch.compile reads it
+        single_device(params, device_ids, output_device)
+        refuse_sync_batch_norm_on_cpu(module)
+        at_start, each_forward = _buffer_options(broadcast_buffers, forward_sync_buffers)
+
+        self.module = module
+        self.process_group = group
+        self.device = next(iter(params.values())).device
+        self.device_type = self.device.type
+        self.is_multi_device_module = False
+        on_gpu = bool(device_ids) and self.device_type != "cpu"
+        self.device_ids = [device_index(device) for device in device_ids or ()] if on_gpu else None
+        self.output_device = None
+        if self.device_ids is not None:
+            self.output_device = self.device_ids[0] if output_device is None else device_index(output_device)
+        self.dim = dim
+        self.init_sync = init_sync
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self.parameters_to_ignore = set(ignored)
+        self.require_forward_param_sync = True
+        self.forward_sync_buffers = each_forward
+        cap = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        self._options = SyncOptions(
+            cap,
+            SMALL_CAP_MB if bucket_cap_mb is None else cap,
+            find_unused_parameters,
+            gradient_as_bucket_view,
+            each_forward,
+            ignored=ignored,
+            send_buffers_at_start=at_start,
+        )
+        # What torch.compile splits the graph by; its optimizer refuses less than one MB.
+        self.bucket_bytes_cap = max(MB, int(min(cap, 1 << 40) * MB))
+        nn.Module.register_load_state_dict_pre_hook(self, _accept_unprefixed)
+        self._connect(group, fresh=init_sync)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
+        if self._sync is not None:
+            self._sync.broadcast_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+        if self.device_ids:
+            moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if torch.compiler.is_compiling():
+            return super().forward(*inputs, **kwargs)
+        # Dynamo asks torch's class which wrapper is running, to split the graph at bucket borders.
+        before = TORCH_CLASS._active_ddp_module
+        TORCH_CLASS._active_ddp_module = self  # type: ignore[assignment]
+        try:
+            return super().forward(*inputs, **kwargs)
+        finally:
+            TORCH_CLASS._active_ddp_module = before
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's older name for `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
+        """Leave parameters and buffers of `module`, by name, to themselves; to be called before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about the wrapper, under torch's keys where they mean the same here."""
+        plan, group = self.bucket_plan, self.process_group
+        sizes = ", ".join(str(bucket.nbytes) for bucket in plan.buckets)
+        return {
+            "world_size": group.size(),
+            "rank": group.rank(),
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(group),
+            "num_parameter_tensors": len(plan.specs),
+            "total_parameter_size_bytes": plan.nbytes,
+            "bucket_sizes": sizes,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "static_graph": int(self.static_graph),
+            "can_set_static_graph": True,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise DPFuseError(
+                "a DistributedDataParallel can be pickled or copied only over the default process group; pickle its "
+                "state_dict(), or its .module"
+            )
+        return super().__getstate__()
+
+    def _portable_state(self) -> dict[str, Any]:
+        return {key: value for key, value in super()._portable_state().items() if key != "process_group"}
+
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        self.process_group = _group_of(group, None)
+        super()._restore(state, self.process_group)
+
+
+def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments; leave one out")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, got {device_mesh}; slice it by a name")
+        process_group = device_mesh.get_group(mesh_dim=0)
+    group = resolve_group(process_group)
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized; call dpfuse.init_parallel_env() or "
+            "torch.distributed.init_process_group() before wrapping"
+        )
+    return group
+
+
+def _shard_as_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Where the mesh is a slice, the module's parameters are DTensors of another slice; torch knows what to do."""
+    if mesh._get_root_mesh() != mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def _buffer_options(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are sent at construction, and before each forward."""
+    if broadcast_buffers is not None:
+        text = "broadcast_buffers is deprecated, use forward_sync_buffers (which still sends buffers at construction)"
+        if forward_sync_buffers is not None:
+            text = "broadcast_buffers is deprecated and ignored, since forward_sync_buffers is given"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    if forward_sync_buffers is not None:
+        return True, forward_sync_buffers
+    value = broadcast_buffers is not False
+    return value, value
+
+
+def _accept_unprefixed(wrapper: DistributedDataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Names of the bare module get the prefix that they lack."""
+    ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
+    inner = without_prefix(stripped, wrapper.module.state_dict().keys())
+    state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})

@@ -1,0 +1,78 @@
+"""On which device a module lives, and whether that suits the arguments of torch's wrapper. Knows no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["device_index", "refuse_sync_batch_norm_on_cpu", "single_device"]
+
+
+def device_index(device: int | str | torch.device) -> int:
+    """The number of a GPU, given as number, "cuda:1" or torch.device.
+
+    Example:
+        >>> from dpfuse.placement import device_index
+        >>> device_index("cuda:1"), device_index(0)
+        (1, 0)
+    """
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def single_device(
+    params: Mapping[str, nn.Parameter],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> None:
+    """Check parameters and device arguments as torch's class does.
+
+    Args:
+        params: the parameters that are not ignored, by name.
+        device_ids, output_device: the arguments.
+
+    Raises:
+        RuntimeError: nothing to train; an uninitialised parameter.
+        ValueError: more than one device id; parameters on devices of several kinds; device ids for a module
+            on the CPU.
+    """
+    if not any(param.requires_grad for param in params.values()):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient; "
+            "use the module itself"
+        )
+    lazy = next((name for name, param in params.items() if is_lazy(param)), None)
+    if lazy is not None:
+        raise RuntimeError(
+            f"Modules with uninitialized parameters can't be used with DistributedDataParallel: parameter {lazy!r} has "
+            "no shape yet. Run a forward with a sample batch first."
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids can only be None or contain a single element, got {list(device_ids)}")
+    kinds = {param.device.type for param in params.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, got parameters on "
+            f"{', '.join(sorted(kinds))}"
+        )
+    if kinds == {"cpu"} and (device_ids or output_device is not None):
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with GPU modules, got device_ids "
+            f"{device_ids}, output_device {output_device}, and a module on the CPU; leave them out"
+        )
+
+
+def refuse_sync_batch_norm_on_cpu(module: nn.Module) -> None:
+    """Raises ValueError for torch's SyncBatchNorm on the CPU, where its forward would raise."""
+    for name, layer in module.named_modules():
+        on_cpu = any(param.device.type == "cpu" for param in layer.parameters(recurse=False))
+        if type(layer) is nn.SyncBatchNorm and on_cpu:
+            raise ValueError(
+                f"SyncBatchNorm layers only work with GPU modules, got {name!r} on the CPU; move the module, or leave "
+                "BatchNorm layers as they are"
+            )
