@@ -139,7 +139,7 @@ class SyncedModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None and self._group is not dist.group.WORLD:
             raise DPFuseError(
-                f"a {type(self).__name__} over a group other than the default one cannot be pickled: the group means "
+                "a wrapper over a group other than the default one cannot be pickled: the group means "
                 "nothing to another process. Pickle its state_dict(), or its .module."
             )
         return self._portable_state()

@@ -100,7 +100,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
         Raises:
             TypeError, ValueError: not such a number.
         """
-        self.epoch = _integer("epoch", epoch, 0)
+        epoch = _integer("epoch", epoch, 0)
+        if epoch >= 2**32:
+            raise ValueError(f"epoch must be below 2**32, got {epoch}")
+        self.epoch = epoch
 
 
 def _integer(name: str, value: Any, least: int) -> int:

@@ -80,6 +80,14 @@ def test_one_process_is_worker_0_of_1(monkeypatch):
     fleet.barrier_worker()
 
 
+def test_a_barrier_before_init_is_refused_where_there_are_several_ranks(monkeypatch):
+    job = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(dpfuse.DPFuseError, match=r"announces 2 ranks; call fleet.init\(is_collective=True\) first"):
+        fleet.barrier_worker()
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
@@ -221,6 +229,19 @@ def test_the_sum_is_the_number_of_ranks_times_the_mean(ranks):
     mean, total, customized = (ranks(scaled, name)[0] for name in ("avg", "sum", "customized"))
     assert all(torch.equal(2 * a, b) for a, b in zip(mean, total, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(total, customized, strict=True))
+
+
+def sent_as_float16(rank, size, dtype):
+    fleet.init(is_collective=True, strategy=strategy(fp16_allreduce=True))
+    model = fleet.distributed_model(nn.Linear(1, 1, bias=False, dtype=dtype))
+    (model(torch.ones(1, 1, dtype=dtype)) * 1e6).sum().backward()
+    return model.module.weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_every_dtype_but_float64_travel_as_float16(ranks, dtype):
+    assert all(gradient.dtype == dtype and gradient.isinf() for gradient in ranks(sent_as_float16, dtype))
+    assert [gradient.item() for gradient in ranks(sent_as_float16, torch.float64)] == [1e6, 1e6]
 
 
 def unused(rank, size, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -255,21 +257,12 @@ def test_a_scheduler_may_step_in_every_iteration(one_process):
     assert optimizer.get_lr() == 0.125
 
 
-@pytest.mark.parametrize("what", ["closure", "GradScaler"])
-def test_what_would_act_on_accumulating_gradients_is_refused(one_process, what):
-    model, optimizer = one_process(2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(loss_of(model, 0, 0)).backward()
-    gradients = [param.grad.clone() for param in model.parameters()]
-    with pytest.raises(dpfuse.DPFuseError, match=f"gradient_merge got a {what} to step with"):
-        scaler.step(optimizer) if what == "GradScaler" else optimizer.step(lambda: None)
-    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
-
-
 def test_models_and_optimizers_are_not_kept_alive(one_process):
     model, optimizer = one_process(2)
+    merge = weakref.ref(optimizer._merge)
     del model, optimizer
-    assert len(session._session.models) == len(session._session.optimizers) == 0
+    assert len(session._session.models) == 0
+    assert merge() is None
 
 
 def test_a_parameter_without_gradient_is_left_alone(one_process):

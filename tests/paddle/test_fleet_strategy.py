@@ -69,6 +69,18 @@ def test_what_is_read_cannot_be_changed_behind_the_strategys_back(strategy):
     assert strategy.gradient_merge_configs["k_steps"] == 1
 
 
+def test_no_strategy_shares_a_list_that_can_be_changed(strategy):
+    with pytest.raises(AttributeError):
+        strategy.amp_configs["custom_white_list"].append("conv")
+    assert list(fleet.DistributedStrategy().amp_configs["custom_white_list"]) == []
+    strategy.amp_configs = {"custom_white_list": []}
+    strategy.lamb_configs = {"exclude_from_weight_decay": ()}
+    with pytest.raises(ValueError, match=r"amp_configs is not supported: got .*\('conv',\)"):
+        strategy.amp_configs = {"custom_white_list": ["conv"]}
+    values = [value for field in UNSUPPORTED.values() for value in (field.values() if type(field) is dict else [field])]
+    assert {type(value) for value in values} <= {bool, int, float, str, tuple, type(None)}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error", "text"),
     [

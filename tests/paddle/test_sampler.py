@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -36,18 +37,34 @@ def test_attributes_are_paddles():
     assert (sampler.shuffle, sampler.drop_last) == (False, True)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_with_workers_sees_a_new_order_in_every_pass(workers):
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_loader_with_workers_sees_a_new_order_in_every_pass(workers, persistent):
     data = TensorDataset(torch.arange(13))
     sampler = DistributedBatchSampler(data, 3, num_replicas=2, rank=1, shuffle=True)
+    context = "fork" if workers else None
     loader = DataLoader(
-        data, batch_sampler=sampler, num_workers=workers, multiprocessing_context="fork" if workers else None
+        data,
+        batch_sampler=sampler,
+        num_workers=workers,
+        multiprocessing_context=context,
+        persistent_workers=persistent,
     )
-    reference = DistributedBatchSampler(data, 3, num_replicas=2, rank=1, shuffle=True)
-    passes = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
-    assert len(loader) == 3
-    assert passes == [list(reference), list(reference)]
-    assert passes[0] != passes[1]
+    passes = [[batch.tolist() for (batch,) in loader] for _ in range(3)]
+    assert (len(loader), sampler.epoch) == (3, 3)
+    assert passes == [by_the_rule(13, 3, 2, 1, epoch) for epoch in range(3)]
+    assert passes[0] != passes[1] != passes[2]
+
+
+def by_the_rule(samples, batch_size, size, rank, epoch):
+    """Paddle's order in its own terms: pad, shuffle by epoch, deal out blocks, split the rest."""
+    indices = list(range(samples))
+    indices += indices[: -samples % size]
+    np.random.RandomState(epoch).shuffle(indices)
+    rest = len(indices) % (batch_size * size)
+    whole, tail = indices[: len(indices) - rest], indices[len(indices) - rest :]
+    own = [i for start in range(rank * batch_size, len(whole), batch_size * size) for i in whole[start:][:batch_size]]
+    own += tail[rank * rest // size : (rank + 1) * rest // size]
+    return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
 
 
 def test_fewer_samples_than_ranks_are_repeated_until_every_rank_has_one():
@@ -96,7 +113,15 @@ def test_arguments_without_sense_are_named(change, error, text):
         DistributedBatchSampler(**arguments)
 
 
-@pytest.mark.parametrize(("epoch", "error"), [(-1, ValueError), (1.5, TypeError)])
+@pytest.mark.parametrize(("epoch", "error"), [(-1, ValueError), (2**32, ValueError), (1.5, TypeError)])
 def test_an_epoch_without_sense_is_refused(epoch, error):
-    with pytest.raises(error, match="epoch"):
-        DistributedBatchSampler(range(4), 2, 1, 0).set_epoch(epoch)
+    sampler = DistributedBatchSampler(range(4), 2, 1, 0)
+    with pytest.raises(error, match="epoch must be"):
+        sampler.set_epoch(epoch)
+    assert sampler.epoch == 0
+
+
+def test_the_last_epoch_can_be_set():
+    sampler = DistributedBatchSampler(range(4), 4, 1, 0, shuffle=True)
+    sampler.set_epoch(2**32 - 1)
+    assert list(sampler) == by_the_rule(4, 4, 1, 0, 2**32 - 1)

@@ -1,4 +1,4 @@
-"""What `fleet.init` decided, and the models and optimizers made since. One per process, replaced by the next init."""
+"""What `fleet.init` decided, and the models made since. One per process, replaced by the next init."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import copy
 import logging
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from dpfuse import DPFuseError, get_world_size, init_parallel_env
 from dpfuse.paddle.data_parallel import DataParallel
-from dpfuse.paddle.distributed.fleet.gradient_merge import GradientMerge
+from dpfuse.paddle.distributed.fleet.gradient_merge import follow_optimizers
+from dpfuse.paddle.distributed.fleet.merged_data_parallel import MergedDataParallel
 from dpfuse.paddle.distributed.fleet.optimizer import DistributedOptimizer
 from dpfuse.paddle.distributed.fleet.strategy import DistributedStrategy
 from dpfuse.paddle.distributed.fleet.sync_batch_norm import SyncBatchNorm
@@ -25,7 +25,7 @@ __all__ = ["distributed_model", "distributed_optimizer", "init"]
 
 
 class Session:
-    """The strategy in force, and who was made under it.
+    """The strategy in force, and the models made under it.
 
     Args:
         strategy: a copy that nobody else changes.
@@ -34,36 +34,11 @@ class Session:
     def __init__(self, strategy: DistributedStrategy) -> None:
         self.strategy = strategy
         self.models: WeakSet[DataParallel] = WeakSet()
-        self.optimizers: WeakSet[DistributedOptimizer] = WeakSet()
-        # Models whose iterations no optimizer counts yet, each with the hook that refuses to train it.
-        self.uncounted: WeakKeyDictionary[DataParallel, RemovableHandle] = WeakKeyDictionary()
 
     @property
-    def merges(self) -> bool:
-        """Whether more than one iteration makes a step."""
-        return self.strategy.gradient_merge and self.strategy.gradient_merge_configs["k_steps"] > 1
-
-    def add_model(self, model: DataParallel) -> None:
-        """Let the optimizers that hold its parameters switch its synchronisation."""
-        self.models.add(model)
-        if self.merges:
-            self.uncounted[model] = model.register_forward_pre_hook(_require_optimizer)
-            for optimizer in self.optimizers:
-                self._connect(model, optimizer)
-
-    def add_optimizer(self, optimizer: DistributedOptimizer) -> None:
-        """Let it switch the synchronisation of the models whose parameters it holds."""
-        self.optimizers.add(optimizer)
-        if self.merges:
-            for model in self.models:
-                self._connect(model, optimizer)
-
-    def _connect(self, model: DataParallel, optimizer: DistributedOptimizer) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if optimizer.merge is not None and any(id(param) in held for param in model.parameters()):
-            optimizer.merge.join(model)
-            if model in self.uncounted:
-                self.uncounted.pop(model).remove()
+    def k_steps(self) -> int:
+        """Iterations that make a step."""
+        return int(self.strategy.gradient_merge_configs["k_steps"]) if self.strategy.gradient_merge else 1
 
 
 _session: Session | None = None
@@ -161,7 +136,7 @@ def distributed_model(model: nn.Module) -> DataParallel:
     with warnings.catch_warnings():
         # fleet.init has said so.
         warnings.filterwarnings("ignore", "there is no process group", UserWarning)
-        wrapper = DataParallel(
+        wrapper = (MergedDataParallel if session.k_steps > 1 else DataParallel)(
             model,
             comm_buffer_size=strategy.fuse_grad_size_in_MB if fuses else 0,
             last_comm_buffer_size=strategy.last_comm_group_size_MB if fuses else 0,
@@ -169,7 +144,7 @@ def distributed_model(model: nn.Module) -> DataParallel:
             gradient_scale=None if strategy.gradient_scale_configs["scale_strategy"] == "avg" else 1.0,
             wire_dtype=torch.float16 if strategy.fp16_allreduce else None,
         )
-    session.add_model(wrapper)
+    session.models.add(wrapper)
     return wrapper
 
 
@@ -204,10 +179,10 @@ def distributed_optimizer(
                 f"{session.strategy!r}. Pass the strategy to fleet.init, or call distributed_optimizer first."
             )
         session.strategy = copy.deepcopy(strategy)
-    configs = session.strategy.gradient_merge_configs
-    merge = GradientMerge(configs["k_steps"], configs["avg"]) if session.merges else None
-    wrapper = DistributedOptimizer(optimizer, merge)
-    session.add_optimizer(wrapper)
+    wrapper = DistributedOptimizer(optimizer, session.k_steps, session.strategy.gradient_merge_configs["avg"])
+    if session.k_steps > 1:
+        for model in session.models:
+            follow_optimizers(model)
     return wrapper
 
 
@@ -220,11 +195,3 @@ def _current() -> Session:
 def _check_strategy(strategy: Any) -> None:
     if not isinstance(strategy, DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, got {type(strategy).__name__}")
-
-
-def _require_optimizer(model: nn.Module, inputs: Any) -> None:
-    if torch.is_grad_enabled():
-        raise DPFuseError(
-            "gradient_merge is on, but no optimizer of fleet.distributed_optimizer holds this model's parameters, so "
-            "nobody would count its iterations. Wrap the optimizer, or leave gradient_merge off."
-        )

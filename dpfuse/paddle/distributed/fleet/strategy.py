@@ -19,7 +19,7 @@ class DistributedStrategy:
 
     All of Paddle's fields can be read. Those that are not listed here can be set to their default only.
     A `_configs` field takes a dict with some of its keys and keeps the others; what is read cannot be changed
-    in place.
+    in place, so lists are read as tuples.
 
     Args (fields, with their defaults):
         fuse_grad_size_in_MB (32): a bucket is sent once its gradients reach this many MB (1048576 bytes); a
@@ -27,12 +27,14 @@ class DistributedStrategy:
         last_comm_group_size_MB (1.0): the same for the bucket that is sent last; above 0.
         fuse_all_reduce_ops (True): False sends every gradient alone.
         find_unused_parameters (False): True if parameters without gradient are expected.
-        fp16_allreduce (False): True sends float32 gradients as float16.
+        fp16_allreduce (False): True sends gradients of every dtype but float64 as float16. Those of bfloat16
+            have a wider range: they overflow beyond 65504, and vanish below 3e-8.
         sync_batch_norm (False): True lets BatchNorm layers use mean and variance over all ranks' batches.
         gradient_merge (False), gradient_merge_configs ({"k_steps": 1, "avg": True}): True accumulates the
             gradients of `k_steps` iterations. Only the last of them communicates, and only then does the
             optimizer of `fleet.distributed_optimizer` step and clear, by their mean, or their sum if `avg` is
-            False. Clear gradients through that optimizer only.
+            False. Clear gradients through that optimizer only, and let all optimizers over one model step in
+            every iteration.
         gradient_scale_configs ({"scale_strategy": "avg", "scale_gradient": False}): "avg" takes the mean over
             the ranks, "sum" the sum. "customized" is the sum too: scale the loss yourself. `scale_gradient`
             says where Paddle divides, before or after merging; the mean is the same.
@@ -88,7 +90,8 @@ class DistributedStrategy:
             return
         default = _unsupported(name)
         if isinstance(default, dict):
-            value = {**default, **_known_keys(name, value, default)}
+            given = _known_keys(name, value, default)
+            value = {**default, **{key: tuple(item) if isinstance(item, list) else item for key, item in given.items()}}
         if value != default:
             remedy = INSTEAD.get(name.removesuffix("_configs"), "it has no effect on data parallelism here")
             raise ValueError(f"strategy.{name} is not supported: got {value!r}, expected {default!r}; {remedy}")

@@ -1,4 +1,7 @@
-"""The fields of Paddle's DistributedStrategy with their defaults. Data only; strategy.py knows what they mean."""
+"""The fields of Paddle's DistributedStrategy with their defaults. Data only; strategy.py knows what they mean.
+
+Lists are tuples here, for all strategies share them.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,9 @@ UNSUPPORTED: dict[str, Any] = {
         "incr_ratio": 2.0,
         "decr_ratio": 0.8,
         "use_dynamic_loss_scaling": True,
-        "custom_white_list": [],
-        "custom_black_list": [],
-        "custom_black_varnames": [],
+        "custom_white_list": (),
+        "custom_black_list": (),
+        "custom_black_varnames": (),
         "use_pure_fp16": False,
         "use_pure_bf16": False,
         "use_fp16_guard": True,
@@ -66,7 +69,7 @@ UNSUPPORTED: dict[str, Any] = {
     "cudnn_batchnorm_spatial_persistent": False,
     "cudnn_exhaustive_search": False,
     "dgc": False,
-    "dgc_configs": {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": []},
+    "dgc_configs": {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": ()},
     "elastic": False,
     "execution_strategy": None,
     "fs_client_param": None,
@@ -77,9 +80,9 @@ UNSUPPORTED: dict[str, Any] = {
     "is_fl_ps_mode": False,
     "is_with_coordinator": False,
     "lamb": False,
-    "lamb_configs": {"lamb_weight_decay": 0.01, "exclude_from_weight_decay": []},
+    "lamb_configs": {"lamb_weight_decay": 0.01, "exclude_from_weight_decay": ()},
     "lars": False,
-    "lars_configs": {"lars_coeff": 0.001, "lars_weight_decay": 0.0005, "epsilon": 0.0, "exclude_from_weight_decay": []},
+    "lars_configs": {"lars_coeff": 0.001, "lars_weight_decay": 0.0005, "epsilon": 0.0, "exclude_from_weight_decay": ()},
     "localsgd": False,
     "localsgd_configs": {"k_steps": 1, "begin_step": 1},
     "nccl_comm_num": 1,
@@ -94,13 +97,13 @@ UNSUPPORTED: dict[str, Any] = {
     "qat": False,
     "qat_configs": {},
     "recompute": False,
-    "recompute_configs": {"checkpoints": [], "enable_offload": False, "checkpoint_shape": [], "enable_tuning": False},
+    "recompute_configs": {"checkpoints": (), "enable_offload": False, "checkpoint_shape": (), "enable_tuning": False},
     "semi_auto": False,
     "sharding": False,
     "sharding_configs": {
         "sharding_segment_strategy": "segment_broadcast_MB",
         "segment_broadcast_MB": 32.0,
-        "segment_anchors": [],
+        "segment_anchors": (),
         "sharding_degree": 8,
         "mp_degree": 1,
         "dp_degree": 1,

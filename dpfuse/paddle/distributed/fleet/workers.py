@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dpfuse import ParallelEnv, get_rank, get_world_size
-from dpfuse.paddle.gathered import any_rank
+from dpfuse import DPFuseError, ParallelEnv, get_rank, get_world_size
+from dpfuse.paddle.gathered import any_rank, world_size
 
 __all__ = [
     "barrier_worker",
@@ -61,5 +61,14 @@ def worker_endpoints(to_string: bool = False) -> list[str] | str:
 
 
 def barrier_worker() -> None:
-    """Wait for all ranks; nothing on a single process."""
+    """Wait for all ranks; nothing on a single process.
+
+    Raises:
+        DPFuseError: the environment announces several ranks, and there is no process group yet.
+    """
+    if worker_num() > 1 and world_size() == 1:
+        raise DPFuseError(
+            f"barrier_worker found no process group, but the environment announces {worker_num()} ranks; call "
+            "fleet.init(is_collective=True) first"
+        )
     any_rank(False)

@@ -1,0 +1,67 @@
+"""The model under gradient merging: its optimizers decide when it communicates, and nobody else."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from dpfuse import DPFuseError
+from dpfuse.paddle.data_parallel import DataParallel
+from dpfuse.paddle.distributed.fleet.gradient_merge import follow_optimizers
+
+__all__ = ["MergedDataParallel"]
+
+
+class MergedDataParallel(DataParallel):
+    """A `DataParallel` that communicates in the last iteration of its optimizers' cycle only.
+
+    Who these are is asked again at every forward, so the order in which model, optimizers and copies of the
+    model are made does not matter.
+
+    Args:
+        As for `dpfuse.paddle.DataParallel`.
+
+    Source: `gradient_merge` of `paddle.distributed.fleet.DistributedStrategy`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        follow_optimizers(self)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward.
+
+        Raises:
+            DPFuseError: with gradients enabled, if no optimizer of `fleet.distributed_optimizer` holds the
+                parameters, or if those that do have not all stepped equally often; and what
+                `DataParallel.forward` raises.
+        """
+        if torch.is_grad_enabled():
+            self._check_cycles()
+        return super().forward(*inputs, **kwargs)
+
+    def no_sync(self, enabled: bool = True) -> NoReturn:
+        """Not with gradient merging.
+
+        Raises:
+            DPFuseError: always.
+        """
+        raise DPFuseError(
+            "no_sync() was called, but gradient_merge decides when this model communicates. Leave no_sync() out, or "
+            "leave gradient_merge off and accumulate by hand."
+        )
+
+    def _check_cycles(self) -> None:
+        merges = follow_optimizers(self)
+        if not merges:
+            raise DPFuseError(
+                "gradient_merge is on, but no optimizer of fleet.distributed_optimizer holds this model's parameters, "
+                "so nobody would count its iterations. Wrap the optimizer, or leave gradient_merge off."
+            )
+        if len({merge.position for merge in merges}) > 1:
+            raise DPFuseError(
+                f"the optimizers over this model are at different places: {'; '.join(sorted(map(str, merges)))}. "
+                "gradient_merge needs all of them to step in every iteration: step each before the next forward with "
+                "gradients enabled, delete those that are not in use, or call restart() of each to begin a new cycle."
+            )
