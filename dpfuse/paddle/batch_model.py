@@ -26,6 +26,7 @@ class BatchModel:
         self._engine = Engine(network)
         self._split = BatchSplit(inputs, labels, network.forward)
         self._meters = Meters(None, self._engine.device)
+        self._measuring = False  # whether a loop is filling the meters
         self.mode = "train"  # or "eval", "test": what was done last
         self.stop_training = False  # set by a callback of any rank, ends fit after the epoch
 

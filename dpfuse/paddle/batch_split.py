@@ -25,6 +25,7 @@ class BatchSplit:
     def __init__(self, inputs: Any, labels: Any, forward: Callable[..., Any]) -> None:
         self.inputs = _specs(inputs, "inputs")
         self.labels = _specs(labels, "labels")
+        self._seen: int | None = None  # inputs in the last batch with labels
         try:
             arguments = inspect.signature(forward).parameters.values()
         except (TypeError, ValueError):  # what is compiled may have none
@@ -42,6 +43,7 @@ class BatchSplit:
             labelled: False for prediction, where labels may be missing and are dropped.
 
         Raises:
+            TypeError: an item is text, whose collected samples look like several items.
             ValueError: it cannot be known what is what, or items are missing.
         """
         if isinstance(batch, Mapping):
@@ -55,7 +57,15 @@ class BatchSplit:
             items, count = [batch[name] for name in names], len(self.inputs)
         else:
             items = list(_flat(batch))
+            text = next((item for item in items if isinstance(item, (str, bytes))), None) if labelled else None
+            if text is not None:
+                raise TypeError(
+                    f"a batch holds text, such as {text!r}; expected tensors, arrays or numbers. Leave it out of the "
+                    "dataset's samples, or make them dicts and name what is used: Model(network, inputs=['x', …], "
+                    "labels=['y', …])."
+                )
             count = self._count(len(items), labelled)
+            self._seen = count if labelled else self._seen
         return items[:count], items[count:] if labelled else []
 
     def _count(self, items: int, labelled: bool) -> int:
@@ -69,6 +79,8 @@ class BatchSplit:
             return len(self.inputs)
         if labelled and self.labels:
             return items - len(self.labels)
+        if not labelled and self._seen is not None and items >= self._seen:
+            return self._seen
         last_is_label = max(items - 1, 1)
         if labelled and self._least <= last_is_label <= self._most:
             return last_is_label

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class Batches:
         name: the argument, for errors.
         batch_size: samples of each rank's batch, for a dataset.
         shuffle, drop_last, num_workers: the same, for a dataset.
+        epoch: that training begins with; the seed of a dataset's order.
         pin_memory: whether batches go on to a GPU.
     """
 
@@ -57,6 +59,7 @@ class Batches:
         shuffle: bool = False,
         drop_last: bool = False,
         num_workers: int = 0,
+        epoch: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.name = name
@@ -72,9 +75,9 @@ class Batches:
             if isinstance(data, IterableDataset):
                 options.update(batch_size=batch_size, drop_last=drop_last)
             else:
-                options["batch_sampler"] = DistributedBatchSampler(
-                    data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
-                )
+                sampler = DistributedBatchSampler(data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+                sampler.set_epoch(epoch)
+                options["batch_sampler"] = sampler
             self.loader: Iterable[Any] = DataLoader(data, **options)
         elif isinstance(data, Iterable):
             self.loader = data
@@ -106,16 +109,37 @@ class Batches:
 
     @property
     def facts(self) -> str:
-        """What all ranks must have alike to exchange results."""
-        steps = self.steps if self.dealing is Dealing.SHARED else "any"
-        return f"{self.name}: {steps} batches, {self.dealing.name.lower()}"
+        """What all ranks must have alike to exchange results, and for shares to make up the whole; a fact per line."""
+        if self.dealing is not Dealing.SHARED:
+            return f"{self.name}: any batches, {self.dealing.name.lower()}"
+        loader: Any = self.loader
+        parts = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+        shuffled = any(getattr(part, "shuffle", False) for part in parts)
+        settings = ["batch_size", "shuffle", "drop_last", *(["epoch", "seed"] if shuffled else [])]
+        lines = [f"{key} = {getattr(part, key)}" for part in parts for key in settings if hasattr(part, key)]
+        lines = [f"{self.steps} batches, shared", f"{len(loader.dataset)} samples", *lines]
+        return "\n".join(f"{self.name}: {line}" for line in lines)
 
-    def epoch(self, number: int) -> Iterator[Any]:
-        """The batches of a training epoch; torch's DistributedSampler learns its number, as in a loop by hand."""
-        sampler = getattr(self.loader, "sampler", None)
+    def epoch(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
+        """The batches of a training epoch, or its first `limit`, each with whether it is the last.
+
+        torch's DistributedSampler has the next order afterwards, as DistributedBatchSampler has it by itself.
+        """
+        loader: Any = self.loader
+        batches = islice(loader, limit)
+        if self.dealing is not Dealing.UNKNOWN and self.steps:
+            last = self.steps if limit is None else min(limit, self.steps)
+            yield from ((batch, number == last) for number, batch in enumerate(batches, 1))
+        else:
+            # A length may be missing or wrong: whether there is more is known when it is there.
+            held = next(batches, self)
+            while held is not self:
+                ahead = next(batches, self)
+                yield held, ahead is self
+                held = ahead
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
         if isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(number)
-        return iter(self.loader)
+            sampler.set_epoch(sampler.epoch + 1)
 
     def numbers(self) -> Iterator[list[int]]:
         """The sample numbers of this rank's batches, where the dealing is SHARED."""
@@ -127,8 +151,11 @@ class Batches:
         """Say so, on rank 0, if on several ranks the loader does not do what a user may expect."""
         if world_size() == 1 or get_rank() != 0:
             return
+        shuffled = isinstance(getattr(self.loader, "sampler", None), RandomSampler)
         if training and self.dealing is Dealing.WHOLE:
             problem = "gives every rank all samples, so that an epoch takes as long as on one rank"
+        elif not training and self.dealing is Dealing.WHOLE and shuffled:
+            problem = "shuffles, so that each rank's results are those of its own batches, in an order of its own"
         elif not training and self.dealing is Dealing.UNKNOWN:
             problem = "has an order that cannot be known, so that each rank's results are those of its own batches"
         else:

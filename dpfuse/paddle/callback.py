@@ -16,8 +16,9 @@ Logs = dict[str, Any] | None
 class Callback:
     """Base of all callbacks: override what is needed. Every rank calls its own.
 
-    `self.model` is the Model, `self.params` a dict with batch_size, epochs, steps, verbose and metrics (names).
-    `logs` of a batch hold the losses under "loss" (a list), the metrics by name, "step" and "batch_size".
+    `self.model` is the Model, `self.params` a dict with batch_size, steps, verbose, metrics (names) and, in
+    fit, epochs and save_dir. `logs` of a batch hold the losses under "loss" (a list), the metrics by name, "step" and
+    "batch_size".
 
     Example:
         >>> from dpfuse.paddle.callbacks import Callback

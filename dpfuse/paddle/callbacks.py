@@ -87,9 +87,10 @@ class ModelCheckpoint(Callback):
 
     Args:
         save_freq: epochs from one saving to the next; the first epoch is always saved.
-        save_dir: the folder; None saves nothing.
+        save_dir: the folder; None is the `save_dir` of `fit`, and without that nothing is saved.
 
-    Source: `paddle.callbacks.ModelCheckpoint`. `fit` adds one with its own `save_freq` and `save_dir`.
+    Source: `paddle.callbacks.ModelCheckpoint`, which saves nothing without a `save_dir` of its own. `fit` adds one with
+    its own `save_freq`.
     """
 
     def __init__(self, save_freq: int = 1, save_dir: str | os.PathLike[str] | None = None) -> None:
@@ -106,8 +107,9 @@ class ModelCheckpoint(Callback):
         self._save("final")
 
     def _save(self, name: str) -> None:
-        if self.save_dir is not None:
-            path = os.path.join(self.save_dir, name)
+        folder = self.params["save_dir"] if self.save_dir is None else self.save_dir
+        if folder is not None:
+            path = os.path.join(folder, name)
             if self.params["verbose"] and get_rank() == 0:
                 print(f"saving {os.path.abspath(path)}", flush=True)
             self.model.save(path)
@@ -168,7 +170,7 @@ class EarlyStopping(Callback):
         save_best_model: whether each improvement is saved as SAVE_DIR/best_model, if `fit` has a `save_dir`.
 
     Raises:
-        ValueError: an unknown mode; during training, a figure that the evaluation does not have.
+        ValueError: an unknown mode; during training, a figure that the evaluation does not have; outside of `fit`.
 
     Source: `paddle.callbacks.EarlyStopping`, which with patience 0 ends after the first evaluation, however good.
     """
@@ -191,8 +193,11 @@ class EarlyStopping(Callback):
         self.min_delta = abs(min_delta)
         self.baseline = baseline
         self.save_best_model = save_best_model
-        self.save_dir: str | os.PathLike[str] | None = None  # set by fit
         self._sign = -1 if mode == "max" or (mode == "auto" and "acc" in monitor) else 1
+
+    def on_eval_begin(self, logs: Logs = None) -> None:
+        if "epochs" not in self.params:
+            raise ValueError("EarlyStopping ends a training, but evaluate has none to end; pass it to fit")
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self.wait_epoch = 0
@@ -210,8 +215,8 @@ class EarlyStopping(Callback):
         if self._sign * (self.best_value - current) > self.min_delta:
             self.best_value = current
             self.wait_epoch = 0
-            if self.save_best_model and self.save_dir is not None:
-                self.model.save(os.path.join(self.save_dir, "best_model"))
+            if self.save_best_model and self.params["save_dir"] is not None:
+                self.model.save(os.path.join(self.params["save_dir"], "best_model"))
             return
         self.wait_epoch += 1
         if self.wait_epoch >= self.patience:

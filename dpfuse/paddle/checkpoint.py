@@ -19,6 +19,7 @@ from dpfuse.paddle.static.input_spec import InputSpec
 __all__ = ["export", "prefix_of", "restore", "store"]
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdscaler", ".pt2")
+EPOCHS = "trained_epochs"  # in the optimizer's file, beside its state
 ANY_SIZE = 32  # of a dimension of any size but the batch's, in the example that an export is traced with
 
 
@@ -43,7 +44,7 @@ def store(engine: Engine, prefix: str) -> None:
     """Write what training needs to go on."""
     save(engine.network.state_dict(), f"{prefix}.pdparams")
     if engine.optimizer is not None:
-        save(engine.optimizer.state_dict(), f"{prefix}.pdopt")
+        save({**engine.optimizer.state_dict(), EPOCHS: engine.epochs}, f"{prefix}.pdopt")
     if engine.precision.scaler is not None:
         save(engine.precision.scaler.state_dict(), f"{prefix}.pdscaler")
 
@@ -53,7 +54,8 @@ def restore(engine: Engine, prefix: str, skip_mismatch: bool, reset_optimizer: b
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a parameter is missing or has another shape, and `skip_mismatch` is False; nothing is loaded.
+        ValueError: a parameter is missing or has another shape, and `skip_mismatch` is False; the optimizer's state is
+            of another optimizer, or broken. Nothing is loaded then.
     """
     saved = load(f"{prefix}.pdparams")
     expected = engine.network.state_dict()
@@ -70,16 +72,20 @@ def restore(engine: Engine, prefix: str, skip_mismatch: bool, reset_optimizer: b
     if problems:
         warnings.warn(f"not loaded: {'; '.join(problems.values())}", UserWarning, stacklevel=3)
         reset_optimizer = True
-    optimizer, scaler = engine.optimizer, engine.precision.scaler
-    # Read before anything is changed: a missing file must not leave half of the old state.
-    state = None if optimizer is None or reset_optimizer else _optimizer_state(prefix)
+    epochs = 0
+    if engine.optimizer is not None and not reset_optimizer:
+        epochs = _restore_optimizer(engine, engine.optimizer, prefix)
+    elif engine.optimizer is not None:
+        engine.optimizer.state.clear()
+    elif not reset_optimizer and Path(f"{prefix}.pdopt").is_file():
+        warnings.warn(
+            f"{prefix}.pdopt is not loaded, as there is no optimizer yet; call prepare before load to go on training, "
+            "or pass reset_optimizer=True",
+            UserWarning,
+            stacklevel=3,
+        )
+    engine.epochs = epochs
     engine.network.load_state_dict({key: saved[key] for key in expected if key not in problems}, strict=False)
-    if optimizer is not None and state is not None:
-        optimizer.load_state_dict(state)
-    elif optimizer is not None:
-        optimizer.state.clear()
-    if scaler is not None and state is not None and Path(f"{prefix}.pdscaler").is_file():
-        scaler.load_state_dict(load(f"{prefix}.pdscaler"))
 
 
 def _mismatch(key: str, value: Any, saved: Mapping[str, Any]) -> str | None:
@@ -92,13 +98,33 @@ def _mismatch(key: str, value: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _optimizer_state(prefix: str) -> Any:
+def _restore_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, prefix: str) -> int:
+    """Load the states of optimizer and loss scale, both or none; the number of epochs that they were trained for."""
+    remedy = "The model has an optimizer; pass reset_optimizer=True to load the parameters alone."
+    scaler = engine.precision.scaler
+    before = optimizer.state_dict(), None if scaler is None else scaler.state_dict()
     try:
-        return load(f"{prefix}.pdopt")
+        state = dict(load(f"{prefix}.pdopt"))
+        epochs = int(state.pop(EPOCHS, 0))
+        scale = load(f"{prefix}.pdscaler") if scaler is not None and Path(f"{prefix}.pdscaler").is_file() else None
+        optimizer.load_state_dict(state)
+        # Another optimizer's file loads without an error, and ends the first step with one.
+        missing = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
+        if missing:
+            raise ValueError(f"{missing[0]!r} is missing")
+        if scaler is not None and scale is not None:
+            scaler.load_state_dict(scale)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}. The model has an optimizer; pass reset_optimizer=True to load the parameters alone."
-        ) from None
+        raise FileNotFoundError(f"{error}. {remedy}") from None
+    except Exception as error:
+        optimizer.load_state_dict(before[0])
+        if scaler is not None and before[1] is not None:
+            scaler.load_state_dict(before[1])
+        raise ValueError(
+            f"{prefix}.pdopt does not fit the optimizer, {type(optimizer).__name__} ({type(error).__name__}: {error}); "
+            f"nothing is loaded. {remedy}"
+        ) from error
+    return epochs
 
 
 def export(network: nn.Module, inputs: Sequence[Any], device: torch.device, prefix: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse import DPFuseError, fused_allreduce_gradients
+from dpfuse import DPFuseError
 from dpfuse.paddle.data_parallel import DataParallel
-from dpfuse.paddle.gathered import any_rank, world_size
+from dpfuse.paddle.gathered import any_rank, broadcast, world_size
 from dpfuse.paddle.precision import MixedPrecision
 
 __all__ = ["Engine"]
@@ -48,20 +49,34 @@ class Engine:
         self.loss: Any = None
         self.precision = MixedPrecision(enabled=False)
         self.accumulated = 0  # backwards since the last step
+        self.epochs = 0  # that training has gone through
         self.parallel: DataParallel | None = None
-        self._wrapped_for: list[tuple[str, bool]] = []
+        self._known: list[nn.Parameter] = []  # kept, so that no other takes an address of theirs
+        self._known_as: list[tuple[Any, ...]] | None = None
         self.wrap()
 
     def wrap(self) -> None:
-        """Make sure that on several ranks the gradients of what is trainable now will be averaged. A collective."""
-        trainable = [(name, param.requires_grad) for name, param in self.network.named_parameters()]
-        wanted = trainable != self._wrapped_for and any(requires_grad for _, requires_grad in trainable)
-        # What only some ranks have frozen is told by the wrapper, on all ranks, if all of them wrap.
-        if world_size() == 1 or not any_rank(wanted):
+        """Make sure that all ranks have rank 0's network, and that what is trainable now is averaged. A collective.
+
+        Nothing is sent if the parameters are those that they were.
+        """
+        if world_size() == 1:
+            return
+        params = dict(self.network.named_parameters())
+        facts = [(name, id(param), param.dtype, param.requires_grad) for name, param in params.items()]
+        if not any_rank(facts != self._known_as, "the check for changes of the network"):
             return
         self.parallel = None  # takes its hooks off the parameters
-        self.parallel = DataParallel(self.network)
-        self._wrapped_for = trainable
+        # What only some ranks have frozen is told by the wrapper, on all ranks, if all of them wrap.
+        if any_rank(any(param.requires_grad for param in params.values()), "the check for trainable parameters"):
+            self.parallel = DataParallel(self.network)
+        else:
+            broadcast([*params.items(), *self.network.named_buffers()], "the ranks' networks")
+        self._known, self._known_as = list(params.values()), facts
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers (running statistics) of rank 0. A collective."""
+        broadcast(self.network.named_buffers(), "the network's buffers")
 
     def prepare(self, optimizer: Any, loss: Any, amp_configs: Any) -> None:
         """Take what training needs.
@@ -71,6 +86,13 @@ class Engine:
         """
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        closure = None if optimizer is None else inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which Model has "
+                "not; expected one that steps without, such as torch.optim.SGD. Write the loop yourself, around "
+                "dpfuse.DataParallel."
+            )
         if loss is not None and (isinstance(loss, type) or not callable(loss)):
             raise TypeError(
                 f"loss must be a module or a function of outputs and labels, got {loss!r}; pass an instance"
@@ -91,9 +113,13 @@ class Engine:
             raise DPFuseError("training needs an optimizer and a loss; call model.prepare(optimizer, loss) first")
 
     def to_device(self, items: Sequence[Any]) -> list[Tensor]:
-        """Tensors of tensors, arrays or numbers, on the device."""
+        """Tensors of tensors, arrays or numbers, on the device.
+
+        Raises:
+            TypeError: an item is none of these.
+        """
         # Copies from pinned memory need not be waited for; from other memory they are.
-        return [torch.as_tensor(item).to(self.device, non_blocking=True) for item in items]
+        return [_tensor(item).to(self.device, non_blocking=True) for item in items]
 
     def train(
         self, inputs: Sequence[Tensor], labels: Sequence[Tensor], update: bool
@@ -123,13 +149,6 @@ class Engine:
         self.precision.step(self.optimizer)
         self.drop_gradients()
 
-    def flush(self) -> None:
-        """Step with gradients that were accumulated in expectation of more."""
-        if self.accumulated:
-            if self.parallel is not None:
-                fused_allreduce_gradients(self.network.parameters())
-            self.step()
-
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         self.network.zero_grad()
@@ -154,6 +173,17 @@ class Engine:
                     "reduction='mean' gives it"
                 )
         return losses
+
+
+def _tensor(item: Any) -> Tensor:
+    try:
+        return torch.as_tensor(item)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"a batch holds {item!r:.80}, a {type(item).__name__}; expected tensors, arrays or numbers ({error}). "
+            "Leave it out of the dataset's samples, or make them dicts and name what is used: "
+            "Model(network, inputs=['x', …])."
+        ) from error
 
 
 def _tensors(value: Any, what: str) -> list[Tensor]:

@@ -1,21 +1,22 @@
 """What the ranks of the high-level API exchange: checked facts, flags, rows of tensors. Tensors only, never pickles.
 
 The only file of the wing's high-level API that calls collectives. Without a process group, or on one rank, nothing is
-sent. Every exchange that can fail is preceded by one of fixed size, so that all ranks see the same error.
+sent. Every exchange begins with one of fixed size that says what it is for, so that all ranks see the same error, also
+where they have called different functions.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpfuse import DPFuseError
 
-__all__ = ["agree", "any_rank", "broadcast_buffers", "gather_rows", "world_size"]
+__all__ = ["agree", "any_rank", "broadcast", "gather_rows", "world_size"]
 
 TEXT_BYTES = 1024  # of a rank's text in an error; the rest is cut off
 PROBLEM = "cannot be gathered: "  # first words of the text of a rank whose own checks failed
@@ -35,28 +36,39 @@ def agree(text: str, what: str, remedy: str) -> None:
         remedy: what to do about a difference.
 
     Raises:
-        DPFuseError: the texts differ; on every rank, with the first line that does.
+        DPFuseError: the texts differ, or other ranks compare something else; on every rank, with the first difference.
     """
     _compare(text, what, remedy)
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on some rank. All ranks have arrived when it returns."""
-    if world_size() == 1:
-        return flag
-    wire = torch.tensor([flag], dtype=torch.int32, device=_device())
-    dist.all_reduce(wire, dist.ReduceOp.MAX)
-    return bool(wire.item())
+def any_rank(flag: bool, what: str = "a barrier") -> bool:
+    """Whether `flag` is set on some rank. All ranks have arrived when it returns.
+
+    Args:
+        flag: this rank's.
+        what: where the ranks are, for the error.
+
+    Raises:
+        DPFuseError: some ranks are elsewhere; on every rank.
+    """
+    return any(_compare("", what, "", int(flag)))
 
 
-def broadcast_buffers(network: nn.Module) -> None:
-    """Overwrite the buffers (running statistics) of all ranks by those of rank 0."""
+def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Overwrite the tensors of all ranks, with their names, by those of rank 0.
+
+    Raises:
+        DPFuseError: they differ in name, dtype or shape; on every rank.
+    """
     if world_size() == 1:
         return
-    for buffer in network.buffers():
-        wire = buffer.detach().to(_device()).contiguous()
+    named = list(tensors)
+    facts = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named]
+    agree("\n".join(facts), what, "Build the same network on every rank.")
+    for _, tensor in named:
+        wire = tensor.detach().to(_device()).contiguous()
         dist.broadcast(wire, 0)
-        buffer.data.copy_(wire)
+        tensor.data.copy_(wire)  # on rank 0 as well: memory that cannot be written to is an error on all
 
 
 def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
@@ -116,13 +128,22 @@ def _compare(text: str, what: str, remedy: str, number: int = 0) -> list[int]:
         if text.startswith(PROBLEM):
             raise DPFuseError(f"{what}: {text}. {remedy}")
         return [number]
+    problem = text.startswith(PROBLEM)
+    text = f"{what}\n{text}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-    header = torch.tensor([digest, number, text.startswith(PROBLEM)], dtype=torch.int64, device=_device())
+    header = torch.tensor([digest, number, problem], dtype=torch.int64, device=_device())
     headers = [row.tolist() for row in _all_gather(header)]
     if all(row[0] == headers[0][0] and not row[2] for row in headers):
         return [row[1] for row in headers]
     wire = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in _all_gather(wire.to(_device()))]
+    found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in _all_gather(wire.to(_device()))]
+    places, _, texts = zip(*(each.partition("\n") for each in found), strict=True)
+    if len(set(places)) > 1:
+        got = "; ".join(f"rank {rank} has reached {place!r}" for rank, place in enumerate(places))
+        raise DPFuseError(
+            f"the ranks are in different calls: {got}; expected the same on every rank. Call fit, evaluate and predict "
+            "on all ranks, not on one alone."
+        )
     for rank, (other, row) in enumerate(zip(texts, headers, strict=True)):
         if row[2]:
             raise DPFuseError(f"{what}: on rank {rank} it {other}. {remedy}")

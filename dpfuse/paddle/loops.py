@@ -14,7 +14,7 @@ from dpfuse.paddle.batch_split import BatchSplit
 from dpfuse.paddle.batches import Batches, Dealing, Shares
 from dpfuse.paddle.callback import CallbackList
 from dpfuse.paddle.engine import Engine
-from dpfuse.paddle.gathered import broadcast_buffers, world_size
+from dpfuse.paddle.gathered import agree, world_size
 from dpfuse.paddle.meters import Meters, to_numpy
 from dpfuse.paddle.mode import network_mode
 
@@ -37,30 +37,33 @@ class Loops:
         self._meters = meters
         self._callbacks = callbacks
 
-    def train(self, batches: Batches, epoch: int, every: int, limit: int | None) -> dict[str, Any]:
+    def train(self, batches: Batches, every: int, limit: int | None) -> dict[str, Any]:
         """One epoch of `batches`, or its first `limit`; the optimizer steps after `every` of them and at the end.
 
         Returns:
             The logs of the last batch; "step" is its number.
+
+        Raises:
+            ValueError: there is no batch.
+            DPFuseError: the ranks' loaders have no length, and end at different batches (on every rank).
         """
         self._meters.reset()
         logs: dict[str, Any] = {}
-        last = batches.steps if limit is None else min(limit, batches.steps or limit)
-        for step, batch in enumerate(batches.epoch(epoch)):
+        for step, (batch, last) in enumerate(batches.epoch(limit)):
             self._callbacks.call("on_train_batch_begin", step, logs)
             inputs, labels = self._items(batch, labelled=True)
-            update = (step + 1) % every == 0 or step + 1 == last
+            update = (step + 1) % every == 0 or last
+            if update and batches.steps is None:
+                _agree_on_end(batches, f"step {step + 1}{', the last' if last else ''}")
             outputs, losses = self._engine.train(inputs, labels, update)
             self._meters.update(outputs, labels)
             logs = {"loss": [float(loss) for loss in losses], **self._meters.values()}
             logs.update(step=step, batch_size=len(inputs[0]) * world_size())
             self._callbacks.call("on_train_batch_end", step, logs)
-            if step + 1 == limit:
-                break
         if not logs:
+            if batches.steps is None:
+                _agree_on_end(batches, "no batch")
             raise ValueError(_no_batch(batches))
-        # What a loader without a length, or with a wrong one, has left over.
-        self._engine.flush()
         return logs
 
     def evaluate(self, batches: Batches, limit: int | None) -> dict[str, Any]:
@@ -118,8 +121,8 @@ class Loops:
         """The network's outputs step by step; where the batches are shared, those of all ranks, cut into batches."""
         engine = self._engine
         shares = Shares(batches) if batches.dealing is Dealing.SHARED else None
-        if shares is not None and engine.parallel is not None:
-            broadcast_buffers(engine.network)
+        if batches.dealing is not Dealing.UNKNOWN:
+            engine.share_buffers()
         for step, batch in enumerate(batches.loader):
             self._callbacks.call(f"on_{mode}_batch_begin", step, {})
             inputs, labels = self._items(batch, labelled=mode == "eval")
@@ -154,6 +157,11 @@ def _sorted_by(numbers: np.ndarray[Any, Any], arrays: list[Any]) -> list[Any]:
         return arrays
     cuts = np.cumsum([len(array) for array in arrays])[:-1]
     return np.split(np.concatenate(arrays)[np.argsort(numbers)], cuts)
+
+
+def _agree_on_end(batches: Batches, fact: str) -> None:
+    remedy = "Give every rank equally many batches, or set num_iters to the smallest number."
+    agree(f"{batches.name}: {fact}", "the ends of the ranks' data", remedy)
 
 
 def _no_batch(batches: Batches) -> str:

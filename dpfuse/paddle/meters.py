@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 __all__ = ["Meters", "as_list", "to_numpy"]
 
+TAKEN = {"loss", "step", "batch_size"}  # names in the logs that are no metric's
+
 
 def as_list(value: Any) -> list[Any]:
     """A list of what may be one thing, several, or None."""
@@ -45,7 +47,7 @@ class Meters:
     def __init__(self, metrics: Any, device: torch.device) -> None:
         self._metrics = as_list(metrics)
         self._names: list[list[str]] = []
-        taken = {"loss"}
+        taken = set(TAKEN)
         for metric in self._metrics:
             kind = "update", "reset", "compute"
             if isinstance(metric, type) or not all(callable(getattr(metric, name, None)) for name in kind):
@@ -88,13 +90,14 @@ class Meters:
     def values(self) -> dict[str, Any]:
         """The values over all batches since `reset`."""
         found: dict[str, Any] = {}
+        taken = TAKEN.union(self.names)
         for metric, names in zip(self._metrics, self._names, strict=True):
             if _is_paddles(metric):
                 found.update(zip(names, as_list(metric.accumulate()), strict=True))
                 continue
             value = metric.compute()
             if isinstance(value, Mapping):
-                found.update({str(key): _plain(part) for key, part in value.items()})
+                found.update({_unique(str(key), taken): _plain(part) for key, part in value.items()})
             else:
                 found[names[0]] = _plain(value)
         return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -77,11 +79,15 @@ class Model(BatchModel):
     ) -> None:
         """Train. Every rank must call it, with the same arguments.
 
+        Another `fit` goes on where the last one, or the one that `load` has restored, ended: a dataset is shuffled as
+        in one `fit` of all the epochs.
+
         Losses and metrics in the logs of training are those of this rank's batches; those of evaluation are of all.
 
         Args:
             train_data: a dataset, dealt out to the ranks by DistributedBatchSampler; or a DataLoader or another
-                iterable of batches, used as it is. It must give all ranks equally many batches.
+                iterable of batches, used as it is. It must give all ranks equally many batches. torch's
+                DistributedSampler in it has the order of its own epoch first, and then those that follow.
             eval_data: the same for evaluation after epochs.
             batch_size: samples per batch and rank; a pair for training and evaluation. This, `drop_last`, `shuffle`
                 (of the training data) and `num_workers` count for datasets only.
@@ -110,48 +116,48 @@ class Model(BatchModel):
         counts |= {} if num_iters is None else {"num_iters": num_iters}
         for name, value in counts.items():
             _check_count(name, value)
-        train = self._batches(train_data, "train_data", sizes[0], num_workers, shuffle=shuffle, drop_last=drop_last)
+        dealt = {"shuffle": shuffle, "drop_last": drop_last, "epoch": engine.epochs}
+        train = self._batches(train_data, "train_data", sizes[0], num_workers, **dealt)
         evaluation = None if eval_data is None else self._batches(eval_data, "eval_data", sizes[1], num_workers)
         steps = train.steps
         if num_iters is not None and steps:
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
         own = as_list(callbacks)
         usual = [ProgBarLogger(log_freq, verbose), ModelCheckpoint(save_freq, save_dir)]
-        run = self._callbacks(own, usual, batch_size=sizes[0], epochs=epochs, steps=steps, verbose=verbose)
-        for callback in own:
-            if isinstance(callback, EarlyStopping):
-                if evaluation is None:
-                    raise ValueError("EarlyStopping watches the evaluation, but there is no eval_data; pass it to fit")
-                callback.save_dir = save_dir
-        facts = [f"{name} = {value}" for name, value in counts.items()] + [f"len(train_data) = {train.steps}"]
-        facts += [] if evaluation is None else [evaluation.facts]
-        agree("\n".join(facts), "the arguments of fit", "Give every rank equally many batches, or pass a dataset.")
+        params = {"batch_size": sizes[0], "epochs": epochs, "steps": steps, "verbose": verbose, "save_dir": save_dir}
+        run = self._callbacks(own, usual, **params)
+        if evaluation is None and any(isinstance(callback, EarlyStopping) for callback in own):
+            raise ValueError("EarlyStopping watches the evaluation, but there is no eval_data; pass it to fit")
+        facts = [f"{name} = {value}" for name, value in counts.items()]
+        facts += [train.facts, f"len(train_data) = {train.steps}"] + ([] if evaluation is None else [evaluation.facts])
+        agree("\n".join(facts), "the arguments of fit", "Give every rank the same, and equally many batches.")
         train.warn_of_dealing(training=True)
         engine.check_ready()
-        engine.wrap()
         self.stop_training = False
-        loops = self._loops(run)
         left = num_iters
         try:
             engine.drop_gradients()
-            with network_mode(self.network, training=True):
+            with network_mode(self.network, training=True), self._loops(run) as loops:
                 run.call("on_train_begin")
                 for epoch in range(epochs):
                     run.call("on_epoch_begin", epoch)
+                    # Since the last epoch, layers may have been replaced, frozen or unfrozen.
+                    engine.wrap()
                     self.mode = "train"
-                    logs = loops.train(train, epoch, accumulate_grad_batches, left)
+                    logs = loops.train(train, accumulate_grad_batches, left)
+                    engine.epochs += 1
                     run.call("on_epoch_end", epoch, logs)
                     if evaluation is not None and epoch % eval_freq == 0:
                         self.mode = "eval"
                         loops.evaluate(evaluation, None)
                     left = None if left is None else left - logs["step"] - 1
                     # A callback may have judged by figures of its rank alone.
-                    self.stop_training = any_rank(self.stop_training)
+                    self.stop_training = any_rank(self.stop_training, "the end of an epoch of fit")
                     if self.stop_training or left == 0:
                         break
                 run.call("on_train_end", logs)
             # When a rank returns, rank 0 has written what the others may want to read.
-            any_rank(False)
+            any_rank(False, "the end of fit")
         finally:
             engine.drop_gradients()
             run.call("close")
@@ -169,8 +175,11 @@ class Model(BatchModel):
         """Measure loss and metrics; the same numbers on every rank and on one process, each sample counted once.
 
         A dataset is dealt out to the ranks, and outputs and labels are gathered, as for a DataLoader with a
-        DistributedBatchSampler or torch's DistributedSampler; every rank must call it then. With another loader each
-        rank's results are those of its own batches. Buffers (running statistics) are rank 0's.
+        DistributedBatchSampler or torch's DistributedSampler. With a plain DataLoader every rank goes through its data
+        alone. Every rank must call it; buffers (running statistics) are rank 0's. Only of a loader whose order cannot
+        be known each rank's results are those of its own batches and buffers.
+
+        In a callback of a running loop the metrics are copies, and those of the loop are left alone.
 
         Args:
             eval_data: a dataset, a DataLoader or an iterable of batches.
@@ -188,10 +197,11 @@ class Model(BatchModel):
         if num_iters is not None:
             _check_count("num_iters", num_iters)
         batches = self._batches(eval_data, "eval_data", batch_size, num_workers)
-        run = self._start(batches, callbacks, ProgBarLogger(log_freq, verbose), f"num_iters = {num_iters}")
+        run = self._start("evaluate", batches, callbacks, ProgBarLogger(log_freq, verbose), f"num_iters = {num_iters}")
         self.mode = "eval"
         try:
-            logs = self._loops(run).evaluate(batches, num_iters)
+            with self._loops(run) as loops:
+                logs = loops.evaluate(batches, num_iters)
         finally:
             run.call("close")
         return {name: value for name, value in logs.items() if name not in ("step", "batch_size")}
@@ -210,7 +220,7 @@ class Model(BatchModel):
         Args:
             test_data: as for `evaluate`; labels in it are dropped.
             batch_size: samples per batch and rank, for a dataset.
-            stack_outputs: True joins the batches.
+            stack_outputs: True joins the batches, which must have one shape but for their numbers of samples.
             num_workers, verbose, callbacks: as for `fit`.
 
         Returns:
@@ -220,13 +230,14 @@ class Model(BatchModel):
             as `evaluate`.
         """
         batches = self._batches(test_data, "test_data", batch_size, num_workers)
-        run = self._start(batches, callbacks, ProgBarLogger(10, verbose))
+        run = self._start("predict", batches, callbacks, ProgBarLogger(10, verbose))
         self.mode = "test"
         try:
-            found = self._loops(run).predict(batches)
+            with self._loops(run) as loops:
+                found = loops.predict(batches)
         finally:
             run.call("close")
-        return [np.concatenate(arrays) for arrays in found] if stack_outputs else found
+        return [_joined(arrays, index) for index, arrays in enumerate(found)] if stack_outputs else found
 
     def save(self, path: str | os.PathLike[str], training: bool = True) -> None:
         """Write the model to files, by rank 0; the other ranks return at once and need not call it.
@@ -235,8 +246,9 @@ class Model(BatchModel):
 
         Args:
             path: folder/name, where name begins the files' names.
-            training: True writes name.pdparams (the parameters), name.pdopt (the optimizer's state) and, with a loss
-                scale, name.pdscaler. False writes name.pt2, the forward in evaluation mode, for `torch.export.load`.
+            training: True writes name.pdparams (the parameters), name.pdopt (the optimizer's state, and the number of
+                epochs) and, with a loss scale, name.pdscaler. False writes name.pt2, the forward in evaluation mode,
+                for `torch.export.load`.
 
         Raises:
             DPFuseError: an export without InputSpecs of the inputs.
@@ -257,11 +269,11 @@ class Model(BatchModel):
             path: as for `save`.
             skip_mismatch: True warns of parameters that are missing or of another shape, instead of raising, and
                 resets the optimizer.
-            reset_optimizer: True makes the optimizer forget its state instead of loading it.
+            reset_optimizer: True makes the optimizer forget its state instead of loading it, and training begin anew.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: the parameters do not fit, or the file is broken; nothing is loaded.
+            ValueError: the parameters or the optimizer's state do not fit, or a file is broken; nothing is loaded.
         """
         checkpoint.restore(self._engine, checkpoint.prefix_of(path), skip_mismatch, reset_optimizer)
 
@@ -280,16 +292,20 @@ class Model(BatchModel):
             raise ValueError("summary needs input_size, such as (1, 784), or a Model with InputSpecs of its inputs")
         return summary(self.network, list(specs) if input_size is None else input_size, dtype)
 
-    def _batches(self, data: Any, name: str, batch_size: int, num_workers: int, **options: bool) -> Batches:
+    def _batches(self, data: Any, name: str, batch_size: int, num_workers: int, **options: Any) -> Batches:
         on_gpu = self._engine.device.type == "cuda"
         return Batches(data, name, batch_size, num_workers=num_workers, pin_memory=on_gpu, **options)
 
-    def _start(self, batches: Batches, callbacks: Any, logger: ProgBarLogger, facts: str = "") -> CallbackList:
-        """What evaluation and prediction begin with; the ranks only meet where they will exchange results."""
+    def _start(
+        self, call: str, batches: Batches, callbacks: Any, logger: ProgBarLogger, facts: str = ""
+    ) -> CallbackList:
+        """What evaluation and prediction begin with; the ranks only meet where all must have the same results."""
         params = {"batch_size": batches.batch_size, "steps": batches.steps, "verbose": logger.verbose}
         run = self._callbacks(as_list(callbacks), [logger], **params)
-        if batches.dealing is Dealing.SHARED:
-            agree(f"{batches.facts}\n{facts}", "the ranks' data", "Call it on every rank with the same arguments.")
+        if batches.dealing is not Dealing.UNKNOWN:
+            remedy = "Call it on every rank with the same arguments."
+            agree(f"{batches.facts}\n{facts}", f"the arguments of {call}", remedy)
+            self._engine.wrap()
         batches.warn_of_dealing()
         return run
 
@@ -301,8 +317,26 @@ class Model(BatchModel):
         metrics = ["loss"] * (self._engine.loss is not None) + self._meters.names
         return CallbackList([*loggers, *own, *rest], self, {"metrics": metrics, **params})
 
-    def _loops(self, callbacks: CallbackList) -> Loops:
-        return Loops(self._engine, self._split, self._meters, callbacks)
+    @contextmanager
+    def _loops(self, callbacks: CallbackList) -> Iterator[Loops]:
+        """Loops with the metrics, or with copies of them inside of other loops."""
+        meters, outer = self._meters, self._measuring
+        self._measuring = True
+        try:
+            yield Loops(self._engine, self._split, copy.deepcopy(meters) if outer else meters, callbacks)
+        finally:
+            self._measuring = outer
+
+
+def _joined(arrays: Sequence[Any], index: int) -> Any:
+    try:
+        return np.concatenate(arrays)
+    except ValueError as error:
+        shapes = ", ".join(dict.fromkeys(str(array.shape) for array in arrays))
+        raise ValueError(
+            f"stack_outputs=True cannot join output {index} of the network, whose batches have the shapes {shapes}; "
+            "expected one shape with the samples in dimension 0. Pass stack_outputs=False for a list of batches."
+        ) from error
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -74,5 +74,5 @@ class MixedPrecision:
             optimizer.step()
             return
         self.scaler.step(optimizer)
-        if self.dynamic:
-            self.scaler.update()
+        # Always: it also forgets what this step has found in the gradients.
+        self.scaler.update(None if self.dynamic else self.scaler.get_scale())

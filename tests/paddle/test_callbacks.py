@@ -42,7 +42,7 @@ def test_logs_and_params_hold_what_callbacks_need():
     model = make_model(metrics=Accuracy())
     model.fit(data, data, batch_size=4, verbose=0, callbacks=recorder)
     assert recorder.params == {
-        "batch_size": 4, "epochs": 1, "steps": 3, "verbose": 0, "metrics": ["loss", "acc"],
+        "batch_size": 4, "epochs": 1, "steps": 3, "verbose": 0, "metrics": ["loss", "acc"], "save_dir": None,
     }  # fmt: skip
     last = recorder.logs("on_train_batch_end")[-1]
     assert set(last) == {"loss", "acc", "step", "batch_size"}
@@ -80,6 +80,15 @@ def test_a_checkpoint_of_the_users_replaces_the_usual_one(tmp_path, capsys):
     assert f"saving {tmp_path / 'own' / 'final'}" in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_the_users_without_a_folder_takes_fits(tmp_path):
+    own = ModelCheckpoint(save_freq=2)
+    for name in ("first", "second"):
+        make_model().fit(make_data(8), batch_size=8, epochs=2, save_dir=tmp_path / name, verbose=0, callbacks=own)
+        assert {path.stem for path in (tmp_path / name).iterdir()} == {"0", "final"}
+    make_model().fit(make_data(8), batch_size=8, verbose=0, callbacks=own)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize("options", [{}, {"by_step": False, "by_epoch": True}])
 def test_the_learning_rate_follows_the_optimizers_steps_or_the_epochs(options):
     model = make_model()
@@ -93,6 +102,15 @@ def test_the_learning_rate_follows_the_optimizers_steps_or_the_epochs(options):
         callbacks=LRScheduler(scheduler, **options),
     )  # fmt: skip
     assert scheduler.get_last_lr() == [0.5**3]
+
+
+def test_the_learning_rate_follows_the_last_step_of_a_loader_without_length():
+    data = make_data(10)
+    batches = [data[i : i + 2] for i in range(0, 10, 2)]
+    model = make_model()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model._engine.optimizer, 0.5)
+    model.fit(iter(batches), verbose=0, accumulate_grad_batches=2, callbacks=LRScheduler(scheduler))
+    assert scheduler.last_epoch == 3
 
 
 def test_bad_schedulers_are_refused():
@@ -120,7 +138,7 @@ def stopped_after(values, monitor="loss", save_dir=None, **options):
     stopper = EarlyStopping(monitor, verbose=0, **options)
     model = FakeModel()
     stopper.set_model(model)
-    stopper.save_dir = save_dir
+    stopper.set_params({"epochs": 9, "save_dir": save_dir})
     stopper.on_train_begin()
     for count, value in enumerate(values, start=1):
         stopper.on_eval_end({monitor: value})
@@ -178,6 +196,8 @@ def test_early_stopping_refuses_what_it_cannot_watch():
         make_model().fit(data, data, verbose=0, callbacks=EarlyStopping("los"))
     with pytest.raises(ValueError, match="no eval_data"):
         make_model().fit(data, verbose=0, callbacks=EarlyStopping())
+    with pytest.raises(ValueError, match="pass it to fit"):
+        make_model().evaluate(data, verbose=0, callbacks=EarlyStopping())
 
 
 def test_lines_are_printed_every_log_freq_and_at_the_end(capsys):

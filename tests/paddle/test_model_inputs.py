@@ -41,12 +41,30 @@ SPEC = InputSpec([None, 3], "float32", "x")
         (one, None, ["s", "t"], "xst", True, "x|st"),
         (one, SPEC, SPEC, "xy", True, "x|y"),
         (one, {"x": SPEC}, None, "xy", True, "x|y"),
-        (one, None, None, ["x", ["y", ("z",)]], True, "x|yz"),
     ],
 )
 def test_what_is_input_and_what_is_label(forward, inputs, labels, batch, labelled, expected):
-    found = BatchSplit(inputs, labels, forward)(list(batch), labelled)
-    assert "|".join("".join(part) for part in found) == expected
+    found = BatchSplit(inputs, labels, forward)(list(map(ord, batch)), labelled)
+    assert "|".join("".join(map(chr, part)) for part in found) == expected
+
+
+def test_nested_batches_are_flattened():
+    assert BatchSplit(None, None, one)([1, [2, (3,)]], True) == ([1], [2, 3])
+
+
+@pytest.mark.parametrize(("forward", "batch"), [(optional, "xy"), (optional, "xmy"), (anything, "abl")])
+def test_what_was_found_with_labels_counts_for_prediction(forward, batch):
+    split = BatchSplit(None, None, forward)
+    inputs, labels = split([*batch.encode()], True)
+    assert split([*batch.encode()], False) == (inputs, [])
+    assert split(inputs, False) == (inputs, [])
+    assert len(labels) == 1
+
+
+@pytest.mark.parametrize("batch", [[("a", "b"), torch.ones(2, 1), torch.ones(2)], [torch.ones(2, 1), b"a"]])
+def test_text_in_a_batch_is_named(batch):
+    with pytest.raises(TypeError, match=r"text, such as b?'a'.*Leave it out"):
+        BatchSplit(None, None, one)(batch, True)
 
 
 def test_a_single_tensor_is_an_input():

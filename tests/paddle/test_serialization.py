@@ -153,6 +153,84 @@ def test_a_network_that_does_not_fit_is_an_error_or_a_warning(tmp_path):
     assert not other._engine.optimizer.state
 
 
+def groups(model):
+    parameters = model.parameters()
+    return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "trained", "damage", "text"),
+    [
+        (lambda model: torch.optim.Adam(model.parameters()), True, None, "fit the optimizer, Adam"),
+        (lambda model: torch.optim.Adam(model.parameters()), False, None, "'betas' is missing"),
+        (groups, True, None, "parameter groups"),
+        (None, True, b"", "cannot be read"),
+        (None, True, [1], "fit the optimizer, SGD"),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_leaves_everything_as_it_was(optimizer, trained, damage, text, tmp_path):
+    saved = make_model()
+    if trained:
+        saved.fit(make_data(), batch_size=4, verbose=0)
+    saved.save(tmp_path / "m")
+    if isinstance(damage, bytes):
+        (tmp_path / "m.pdopt").write_bytes(damage)
+    elif damage is not None:
+        paddle.save(damage, tmp_path / "m.pdopt")
+    model, other = make_model(), make_model()
+    for each in (model, other):
+        if optimizer is not None:
+            each.prepare(optimizer(each), nn.CrossEntropyLoss())
+        each.train_batch(*make_data()[:4])
+    with pytest.raises(ValueError, match=text) as caught:
+        model.load(tmp_path / "m")
+    assert "reset_optimizer=True" in str(caught.value)
+    for each in (model, other):
+        each.fit(make_data(), batch_size=4, verbose=0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def scaled(scale):
+    model = make_model()
+    object.__setattr__(model._engine.precision, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
+    return model
+
+
+def test_a_broken_loss_scale_leaves_everything_as_it_was(tmp_path):
+    scaled(64.0).save(tmp_path / "m")
+    model = scaled(8.0)
+    model.load(tmp_path / "m")
+    assert model._engine.precision.scaler.get_scale() == 64.0
+    paddle.save({"scale": 3.0}, tmp_path / "m.pdscaler")
+    model = scaled(8.0)
+    model.fit(make_data(), batch_size=4, verbose=0)
+    before = copy.deepcopy(model.network.state_dict())
+    with pytest.raises(ValueError, match="reset_optimizer=True"):
+        model.load(tmp_path / "m")
+    assert model._engine.precision.scaler.get_scale() == 8.0
+    assert model._engine.optimizer.state
+    assert all(torch.equal(before[key], value) for key, value in model.network.state_dict().items())
+
+
+def test_loading_before_prepare_says_that_the_optimizer_is_left_out(tmp_path):
+    make_model().save(tmp_path / "m")
+    with pytest.warns(UserWarning, match="call prepare before load"):
+        Model(make_net()).load(tmp_path / "m")
+    Model(make_net()).load(tmp_path / "m", reset_optimizer=True)
+
+
+def test_a_file_of_an_optimizer_alone_loads_on_both_sides(tmp_path):
+    model = make_model()
+    model.fit(make_data(), batch_size=4, verbose=0)
+    model.save(tmp_path / "m")
+    plain = make_model()._engine.optimizer
+    plain.load_state_dict(paddle.load(tmp_path / "m.pdopt"))
+    assert len(plain.state) == 4
+    paddle.save(plain.state_dict(), tmp_path / "m.pdopt")  # as before there was a count of epochs
+    model.load(tmp_path / "m")
+    assert model._engine.epochs == 0
+
+
 def test_missing_files_of_a_model(tmp_path):
     model = make_model()
     with pytest.raises(FileNotFoundError, match=r"m\.pdparams"):
