@@ -15,7 +15,7 @@ from torch import nn
 from dpfuse.paddle.callbacks import Callback, EarlyStopping, LRScheduler, ModelCheckpoint, ProgBarLogger
 from dpfuse.paddle.metric import Accuracy
 from dpfuse.paddle.progress import EpochDisplay
-from tests.paddle.test_model import Recorder, make_data, make_model
+from tests.paddle.models import Recorder, make_data, make_model
 
 
 def test_every_hook_is_called_in_paddles_order():

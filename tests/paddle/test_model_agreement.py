@@ -14,7 +14,7 @@ from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.io import DistributedBatchSampler
 from dpfuse.paddle.metric import Accuracy
-from tests.paddle.test_model import make_data, make_model
+from tests.paddle.models import make_data, make_model
 
 
 def call_with_different_data(rank, size, call, what):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.io import DistributedBatchSampler
-from tests.paddle.test_model import make_data, make_net
+from tests.paddle.models import make_data, make_net
 
 
 def train(model, data, **options):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from dpfuse.paddle.callbacks import Callback
-from tests.paddle.test_model import assert_same_parameters, make_data, make_model
+from tests.paddle.models import assert_same_parameters, make_data, make_model
 
 
 def continue_training(rank, size, folder, accumulate):

@@ -12,7 +12,7 @@ from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.metric import Accuracy
 from dpfuse.paddle.precision import MixedPrecision
-from tests.paddle.test_model import Recorder, make_data, make_model, make_net
+from tests.paddle.models import Recorder, make_data, make_model, make_net
 
 
 class Nested(Callback):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import textwrap
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import dpfuse
 from dpfuse import DPFuseError
@@ -21,23 +18,18 @@ from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback, EarlyStopping
 from dpfuse.paddle.io import DistributedBatchSampler
 from dpfuse.paddle.metric import Accuracy
-from tests.distributed.processes import launch
-from tests.paddle.test_model import Recorder, TorchMean, make_data, make_net
-
-
-def make_model(rank=0, metrics=None):
-    net = make_net()
-    with torch.no_grad():
-        net[0].weight.add_(rank)  # overwritten by rank 0's
-    model = Model(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model.prepare(optimizer, nn.CrossEntropyLoss(), metrics)
-    return model
+from tests.paddle.models import (
+    Recorder,
+    TorchMean,
+    make_data,
+    make_net,
+    make_rank_model,
+)
 
 
 def fit_beside_ddp(rank, size, accumulate):
     data = make_data(23)
-    model = make_model(rank)
+    model = make_rank_model(rank)
     model.fit(data, batch_size=3, epochs=3, verbose=0, accumulate_grad_batches=accumulate)
 
     ddp = DistributedDataParallel(make_net())
@@ -62,7 +54,7 @@ def test_fit_equals_a_ddp_loop_bitwise(ranks, accumulate):
 
 
 def collectives_of_an_epoch(rank, size, accumulate):
-    model = make_model()
+    model = make_rank_model()
     with dpfuse.time_communication(model._engine.parallel) as times:
         model.fit(make_data(28), batch_size=2, verbose=0, accumulate_grad_batches=accumulate)
     return times.steps
@@ -76,7 +68,7 @@ def test_accumulation_communicates_only_for_the_last_batch_of_a_window(ranks):
 def fit_without_length(rank, size):
     data = make_data(20)
     mine = [data[i : i + 2] for i in range(2 * rank, 20, 4)]
-    models = [make_model(), make_model()]
+    models = [make_rank_model(), make_rank_model()]
     models[0].fit(mine, verbose=0, epochs=2, accumulate_grad_batches=2)
 
     class Stream:
@@ -98,7 +90,7 @@ def evaluated(model, source, batch_size):
 
 def compute_evaluation(rank, size, samples, batch_size, kind):
     data = make_data(samples)
-    model = make_model(metrics=[Accuracy(topk=(1, 2)), TorchMean()])
+    model = make_rank_model(metrics=[Accuracy(topk=(1, 2)), TorchMean()])
     if kind == "dataset":
         source = data
     elif kind == "distributed sampler":
@@ -109,7 +101,7 @@ def compute_evaluation(rank, size, samples, batch_size, kind):
 
 
 def on_one_process(samples, batch_size):
-    model = make_model(metrics=[Accuracy(topk=(1, 2)), TorchMean()])
+    model = make_rank_model(metrics=[Accuracy(topk=(1, 2)), TorchMean()])
     return evaluated(model, make_data(samples), batch_size)
 
 
@@ -265,7 +257,7 @@ def test_outputs_of_every_dtype_and_layout_are_gathered(ranks):
 
 
 def fit_unevenly(rank, size, what):
-    model = make_model()
+    model = make_rank_model()
     arguments = {"train_data": [make_data()[:2]] * 3, "verbose": 0}
     other = {
         "length": {"train_data": [make_data()[:2]] * (3 + rank)},
@@ -304,7 +296,7 @@ class StopOnRank1(Callback):
 
 def stop_on_one_rank(rank, size):
     recorder = Recorder()
-    make_model().fit(make_data(), batch_size=4, epochs=5, verbose=0, callbacks=[StopOnRank1(), recorder])
+    make_rank_model().fit(make_data(), batch_size=4, epochs=5, verbose=0, callbacks=[StopOnRank1(), recorder])
     return len(recorder.logs("on_epoch_end"))
 
 
@@ -313,7 +305,7 @@ def test_a_stop_that_one_rank_decides_stops_all(ranks):
 
 
 def stop_early(rank, size, folder):
-    model = make_model(metrics=Accuracy())
+    model = make_rank_model(metrics=Accuracy())
     for group in model._engine.optimizer.param_groups:
         group["lr"] = 0.0  # nothing gets better
     recorder = Recorder()
@@ -327,189 +319,3 @@ def stop_early(rank, size, folder):
 def test_early_stopping_stops_all_ranks_and_saves_once(ranks, tmp_path):
     names = [f"{stem}.{kind}" for stem in ("0", "best_model", "final") for kind in ("pdopt", "pdparams")]
     assert ranks(stop_early, str(tmp_path), timeout=20) == [(3, names)] * 2
-
-
-def printed_by(rank, size):
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        model = make_model(metrics=Accuracy())
-        model.fit(make_data(), make_data(), batch_size=4, log_freq=1, verbose=2)
-        model.predict(make_data(), 4, verbose=1)
-        model.summary((1, 5))
-    return text.getvalue()
-
-
-def test_only_rank_0_prints(ranks):
-    first, second = ranks(printed_by)
-    assert second == ""
-    assert [line.split(" - ")[0] for line in first.splitlines() if line.startswith("step")] == [
-        *["step 1/3", "step 2/3", "step 3/3"] * 2,
-        "step 3/3",
-    ]
-
-
-def freeze_after_construction(rank, size):
-    model = make_model(rank)
-    model.network[0].weight.requires_grad_(False)
-    before = model.network[0].weight.clone()
-    model.fit(make_data(), batch_size=4, verbose=0)
-    assert torch.equal(model.network[0].weight, before)
-    return model.network[3].weight.tolist()
-
-
-def test_layers_may_be_frozen_before_fit(ranks):
-    first, second = ranks(freeze_after_construction)
-    assert first == second
-
-
-def load_everywhere(rank, size, path):
-    model = make_model()
-    model.fit(make_data(), batch_size=4, verbose=0)
-    model.save(path)
-    dist.barrier()
-    other = make_model()
-    other.load(path)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-    states = [each._engine.optimizer.state_dict()["state"] for each in (model, other)]
-    for index, state in states[0].items():
-        assert torch.equal(state["momentum_buffer"], states[1][index]["momentum_buffer"])
-    for each in (model, other):
-        each.fit(make_data(), batch_size=4, verbose=0)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_training_goes_on_from_a_file(ranks, tmp_path):
-    ranks(load_everywhere, str(tmp_path / "folder" / "model"))
-
-
-def trainable_loss(rank, size):
-    class Weighted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, scores, labels):
-            return self.weight * nn.functional.cross_entropy(scores, labels)
-
-    with pytest.raises(ValueError, match="part of the network"):
-        Model(make_net()).prepare(loss=Weighted())
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(make_data())
-
-    with pytest.raises(TypeError, match="cannot be dealt out to 2 ranks"):
-        make_model().fit(Stream(), verbose=0)
-
-
-def test_what_cannot_be_shared_is_refused(ranks):
-    ranks(trainable_loss)
-
-
-def warned(rank, size):
-    data = make_data()
-    model = make_model()
-    sharded = [data[i : i + 2] for i in range(2 * rank, 22 - 2 * rank, 4)]
-    if rank == 0:
-        with pytest.warns(UserWarning, match="gives every rank all samples"):
-            model.fit(DataLoader(data, 4), verbose=0)
-        with pytest.warns(UserWarning, match="cannot be known"):
-            model.evaluate(sharded, verbose=0)
-    else:
-        model.fit(DataLoader(data, 4), verbose=0)
-        model.evaluate(sharded, verbose=0)
-
-
-def test_loaders_that_may_surprise_are_pointed_out_on_rank_0(ranks):
-    ranks(warned)
-
-
-def epochs_of_a_distributed_sampler(rank, size):
-    seen = []
-
-    class Collect(Callback):
-        def on_train_batch_end(self, step, logs=None):
-            seen.append(logs["loss"][0])
-
-    data = make_data(22)
-    sampler = DistributedSampler(data, shuffle=True)
-    model = make_model()
-    model.prepare(torch.optim.SGD(model.parameters(), lr=0.0), nn.CrossEntropyLoss())
-    model.fit(DataLoader(data, 11, sampler=sampler), epochs=2, verbose=0, callbacks=Collect())
-    expected = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        x, y = data[list(sampler)]
-        expected.append(nn.functional.cross_entropy(model.network(x), y).item())
-    assert expected[0] != expected[1]
-    assert seen == expected
-
-
-def test_torchs_distributed_sampler_shuffles_anew_in_every_epoch(ranks):
-    ranks(epochs_of_a_distributed_sampler)
-
-
-def test_a_script_for_one_card_runs_under_launch(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from torch import nn
-            from torch.utils.data import TensorDataset
-            from dpfuse import get_rank
-            from dpfuse.paddle import Model
-            from dpfuse.paddle.metric import Accuracy
-
-            x = torch.eye(8).repeat(4, 1)
-            data = TensorDataset(x, x.argmax(1) % 2)
-            model = Model(nn.Linear(8, 2))  # every rank begins with other parameters
-            model.prepare(torch.optim.SGD(model.parameters(), lr=1.0), nn.CrossEntropyLoss(), Accuracy())
-            model.fit(data, data, epochs=4, batch_size=4, verbose=2)
-            accuracy = model.evaluate(data, batch_size=5, verbose=0, num_workers=1)["acc"]
-            print(f"rank={get_rank()} acc={accuracy}\\n", end="")
-            """
-        )
-    )
-    done = launch("--nproc_per_node", 2, script)
-    assert done.returncode == 0, done.stderr
-    assert "rank=0 acc=1.0" in done.stdout
-    assert "rank=1 acc=1.0" in done.stdout
-    assert done.stdout.count("step 4/4") == 8  # of rank 0 alone: four epochs and their evaluations
-
-
-def freeze_on_one_rank(rank, size):
-    model = make_model()
-    model.network[0].weight.requires_grad_(rank == 0)
-    with pytest.raises(DPFuseError, match=r"rank 1 has .*0\.weight.* requires_grad=False"):
-        model.fit(make_data(), batch_size=4, verbose=0)
-
-
-def test_a_layer_frozen_on_one_rank_is_an_error_on_all(ranks):
-    ranks(freeze_on_one_rank, timeout=20)
-
-
-def train_single_batches(rank, size):
-    data = make_data()
-    model, plain = make_model(rank), make_net()
-    x, y = data[4 * rank : 4 * rank + 4]
-    with dpfuse.time_communication(model._engine.parallel) as times:
-        model.train_batch(x, y, update=False)
-        model.train_batch(x, y)
-    assert times.steps == 1
-    for _ in range(2):
-        nn.functional.cross_entropy(plain(x), y).backward()
-    dpfuse.fused_allreduce_gradients(plain.parameters())
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
-    # A batch of its own on each rank, without the other.
-    if rank == 1:
-        assert model.eval_batch(x, y)[0] == nn.functional.cross_entropy(plain(x), y).item()
-        model.predict_batch(x)
-
-
-def test_single_batches_are_averaged_when_the_optimizer_steps(ranks):
-    ranks(train_single_batches)

@@ -16,7 +16,7 @@ from dpfuse import DPFuseError
 from dpfuse.paddle import Model
 from dpfuse.paddle.serialization import written_whole
 from dpfuse.paddle.static import InputSpec
-from tests.paddle.test_model import make_data, make_model, make_net
+from tests.paddle.models import make_data, make_model, make_net
 
 
 def test_nested_values_come_back(tmp_path):

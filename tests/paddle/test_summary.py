@@ -9,7 +9,7 @@ from torch import nn
 import dpfuse.paddle as paddle
 from dpfuse.paddle import Model
 from dpfuse.paddle.static import InputSpec
-from tests.paddle.test_model import make_net
+from tests.paddle.models import make_net
 
 
 def lenet():
