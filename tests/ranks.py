@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -115,8 +116,8 @@ class RankPool:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)
             process.join(0.5)  # the handler writes at once
-        with open(f"{self._folder.name}/store-stacks-{rank}") as file:
-            return file.read()
+        path = Path(f"{self._folder.name}/store-stacks-{rank}")
+        return path.read_text() if path.exists() else f"{path} is gone"
 
     def kill(self) -> None:
         self.healthy = False

@@ -138,8 +138,12 @@ def record_exception(error: BaseException, path: str | None) -> None:
         print(f"dpfuse: could not write {path}: {problem}", file=sys.stderr)
 
 
-def end_process() -> NoReturn:
+def end_process(*, forked: bool = False) -> NoReturn:
     """End this process, after a program that went well, with exit code 0.
+
+    Args:
+        forked: whether it is a fork. Then what its parent wants done at its own end, such as removing the folders
+            that it uses, is not for this process to do.
 
     Everything is done that Python does at its end, up to the point where it takes itself and the libraries
     apart: there, now and then, a thread of one of them still runs, and a rank aborts after all its work is done.
@@ -147,7 +151,8 @@ def end_process() -> NoReturn:
     peer joins.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
-    atexit._run_exitfuncs()
+    if not forked:
+        atexit._run_exitfuncs()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

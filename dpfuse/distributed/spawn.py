@@ -92,7 +92,7 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     except Exception as error:
         rank_program.record_exception(error, record)
         raise
-    rank_program.end_process()
+    rank_program.end_process(forked=job.forked)
 
 
 def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:

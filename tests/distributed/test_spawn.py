@@ -6,7 +6,9 @@ import gc
 import importlib
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +90,12 @@ def test_ranks_may_leave_right_after_they_joined():
     # gloo alone fails 3 % of these: the first rank to be connected closes its socket while the other connects.
     for _ in range(20):
         spawn(functions.only_joins, nprocs=2, start_method="fork")
+
+
+def test_forked_ranks_leave_what_their_parent_needs(tmp_path):
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        spawn(functions.variable, args=("RANK",), nprocs=2, start_method="fork")
+        assert Path(folder).exists()
 
 
 def test_nothing_listens_beyond_loopback():
