@@ -64,13 +64,16 @@ def report_failure(error: Exception, group: dist.ProcessGroup, what: str) -> Non
         agree_on_text(FAILURE + str(error), group, what)
 
 
-def agree_on_order(order: Sequence[int], fires: Sequence[int], group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Rank 0's ready order, and for each parameter the largest number of ready marks on any rank.
+def agree_on_order(
+    order: Sequence[int], fires: Sequence[int], group: dist.ProcessGroup, source: int = 0
+) -> tuple[list[int], list[int]]:
+    """The ready order of rank `source`, and for each parameter the largest number of ready marks on any rank.
 
     Args:
         order: parameter indices in the order in which they became ready here; may leave some out.
         fires: ready marks of each parameter here.
         group: the ranks.
+        source: the rank whose order it is to be.
 
     Returns:
         The order and the counts that every rank now holds.
@@ -79,7 +82,7 @@ def agree_on_order(order: Sequence[int], fires: Sequence[int], group: dist.Proce
     padded = [*order, *[-1] * (len(fires) - len(order))]
     agreed = torch.tensor(padded, dtype=torch.int32, device=device)
     counts = torch.tensor(fires, dtype=torch.int32, device=device)
-    collective.broadcast(agreed, group)
+    collective.broadcast(agreed, group, source)
     collective.all_reduce_max(counts, group)
     return [index for index in agreed.tolist() if index >= 0], counts.tolist()
 

@@ -14,7 +14,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from dpfuse import collective
 from dpfuse.averaging import Averaging
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import MB, Bucket, lay_out_slots
+from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import CommunicationTimes
 from dpfuse_kernels import PointerTable, flatten, unflatten
@@ -113,7 +113,7 @@ class GradBucket:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
         with _ranged("dpfuse::all_reduce", self._label):
-            self._work = collective.all_reduce(table.flat, self._group)
+            self._work = self._start(table.flat)
         if self.times is not None:
             self.times.sent(table.flat, self._work, is_last=self.tail is not None)
 
@@ -172,10 +172,18 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         self._sources = []
 
+    def average_by(self, averaging: Averaging) -> None:
+        """Use other factors from the next launch on; what travels keeps its dtype."""
+        self._averaging = averaging
+
     @property
     def busy(self) -> bool:
         """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
         return self.state is not BucketState.FREE
+
+    def _start(self, flat: Tensor) -> dist.Work:
+        """Send the packed buffer on its way."""
+        return collective.all_reduce(flat, self._group)
 
     def _hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
@@ -198,8 +206,7 @@ class GradBucket:
         self._hooks = [param._post_accumulate_grad_hooks or () for param in self.params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
         dtype, wire = getattr(torch, self.plan.dtype), getattr(torch, self._averaging.dtype)
-        # Elements of another size start elsewhere.
-        places, numel = lay_out_slots([(slot.param, slot.numel) for slot in self.plan.slots], self._averaging.dtype)
+        places, numel = self._places()
         slots = [
             KernelSlot(name, place.offset, tuple(param.shape), dense_stride(param))
             for name, place, param in zip(self._names, places, self.params, strict=True)
@@ -209,6 +216,11 @@ class GradBucket:
             numel += self.tail.numel
         self._table = PointerTable(torch.zeros(numel, dtype=wire, device=self.plan.device), slots, dtype)
         return self._table
+
+    def _places(self) -> tuple[list[Slot], int]:
+        """Where each gradient lies in the buffer, in the order of the parameters, and the buffer's length."""
+        # Not the plan's: elements of another size start elsewhere.
+        return lay_out_slots([(slot.param, slot.numel) for slot in self.plan.slots], self._averaging.dtype)
 
     def _move(self, expected: BucketState, to: BucketState) -> None:
         if self.state is not expected:

@@ -1,4 +1,4 @@
-"""All buckets of a plan: one object for each, dense or sparse. Knows no hook and no order of events."""
+"""All buckets of a plan: one object for each, of the right kind. Knows no autograd hook and no order of events."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from torch import Tensor
 
 from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
+from dpfuse.comm_hook import CommHook
+from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.plan import BucketPlan
 from dpfuse.sparse_bucket import SparseBucket
 from dpfuse.tail import Tail
+from dpfuse.tail_bucket import TailBucket
 
-__all__ = ["make_buckets"]
+__all__ = ["make_buckets", "make_hooked_buckets"]
 
 
 def make_buckets(
@@ -56,3 +59,39 @@ def make_buckets(
             )
         )
     return buckets
+
+
+def make_hooked_buckets(
+    plan: BucketPlan,
+    params: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    hook: CommHook,
+    *,
+    views: bool,
+) -> list[GradBucket]:
+    """One bucket object per bucket of `plan`, reduced by a communication hook, and one more for the tail.
+
+    Args:
+        plan: the plan of `params`.
+        params: by registration index.
+        group: process group of the tail.
+        hook: what reduces the gradients.
+        views: whether `.grad` becomes a view of the buffers.
+    """
+    buckets: list[GradBucket] = []
+    for order, bucket in enumerate(plan.buckets):
+        kind = HookedSparseBucket if bucket.sparse else HookedBucket
+        buckets.append(
+            kind(
+                bucket,
+                [params[index] for index in bucket.params],
+                [plan.specs[index].name for index in bucket.params],
+                group,
+                hook=hook,
+                index=order,
+                is_last=order == len(plan.buckets) - 1,
+                views=views,
+            )
+        )
+    tail = TailBucket(list(buckets), len(plan.specs), group, hook=hook, device=plan.buckets[0].device)
+    return [*buckets, tail]

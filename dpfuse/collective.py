@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from dpfuse.errors import DPFuseError
 
 __all__ = [
+    "FlatBroadcast",
     "all_gather",
     "all_reduce",
     "all_reduce_max",
@@ -25,6 +27,7 @@ __all__ = [
 _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+ALIGNMENT = 16  # bytes; the largest element, complex128
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
 
 
@@ -91,37 +94,79 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None
     dist.broadcast(tensor, group=group, group_src=source)
 
 
-def broadcast_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `tensors` (any dtypes, shapes and strides, one device) with those of the group's rank 0.
+class FlatBroadcast:
+    """Overwrites tensors with those of one rank of the group, all in one broadcast, as often as it is called.
 
-    They travel as bytes, many in one broadcast.
+    They travel as bytes, through a staging buffer that is kept.
+
+    Args:
+        tensors: of any dtypes, shapes and strides, on one device; alike on all ranks.
+        group: process group.
     """
-    device, batch, nbytes = group_device(group), [], 0
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self.tensors = list(tensors)
+        self._group = group
+        self._device = group_device(group)
+        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        for tensor in self.tensors:
+            kinds.setdefault((tensor.dtype, tensor.dim() == 1), []).append(tensor)
+        counts = [sum(tensor.numel() for tensor in same) for same in kinds.values()]
+        # A dtype's bytes must start where its elements may.
+        sizes = [
+            -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, (dtype, _) in zip(counts, kinds, strict=True)
+        ]
+        # Bytes know no dtype: back ends differ in what they can send (bool, complex, float8).
+        device = self.tensors[0].device if self.tensors else self._device
+        self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
+        self._others: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._targets: list[Tensor] = []
+        self._pieces: list[Tensor] = []
+        for ((dtype, flat), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
+            staged = chunk[: count * dtype.itemsize].view(dtype)
+            parts = staged.split([tensor.numel() for tensor in same])
+            pieces = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
+            if flat:
+                self._joined.append((same, staged))
+            else:
+                self._others.append((pieces, same))
+            self._targets += same
+            self._pieces += pieces
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is these very tensors that a call would overwrite."""
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
+
+    def __call__(self, source: int = 0) -> None:
+        """Overwrite the tensors with those of rank `source`."""
+        if not self._staging.numel():
+            return
+        # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
+        with torch.inference_mode():
+            if self._group.rank() == source:
+                for tensors, staged in self._joined:
+                    torch.cat(tensors, out=staged)
+                for pieces, tensors in self._others:
+                    torch._foreach_copy_(pieces, tensors)
+            wire = self._staging.to(self._device)
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._group.broadcast([wire], options).wait()
+            if self._group.rank() != source:
+                if wire is not self._staging:
+                    self._staging.copy_(wire)
+                torch._foreach_copy_(self._targets, self._pieces)
+
+
+def broadcast_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensors` (any dtypes, shapes and strides, one device) with those of rank `source`, once."""
+    batch, nbytes = [], 0
     for tensor in tensors:
         batch.append(tensor)
         nbytes += tensor.numel() * tensor.element_size()
         if nbytes >= BROADCAST_BYTES:
-            _broadcast_batch(batch, group, device)
+            FlatBroadcast(batch, group)(source)
             batch, nbytes = [], 0
     if batch:
-        _broadcast_batch(batch, group, device)
-
-
-def _broadcast_batch(batch: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in batch:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    flats = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in by_dtype.values()]
-    # Bytes know no dtype: back ends differ in what they can send (bool, complex, float8).
-    wire = torch.cat([flat.view(torch.uint8) for flat in flats]).to(device)
-    broadcast(wire, group)
-    if group.rank() == 0:
-        return
-    start = 0
-    for tensors, flat in zip(by_dtype.values(), flats, strict=True):
-        stop = start + flat.numel() * flat.element_size()
-        # A dtype's bytes may start anywhere; a copy of their own aligns them.
-        arrived = wire[start:stop].clone().view(flat.dtype).to(flat.device)
-        pieces = arrived.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
-        start = stop
+        FlatBroadcast(batch, group)(source)

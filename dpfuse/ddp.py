@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from dpfuse.agreement import report_failure
 from dpfuse.collective import resolve_group
+from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import SyncOptions
+from dpfuse.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.placement import device_index, refuse_sync_batch_norm_on_cpu, single_device
 from dpfuse.plan import MB
 from dpfuse.state_dict import PREFIX, without_prefix
+from dpfuse.torch_names import TorchNames
+from dpfuse.tracing import leave_untraced
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DistributedDataParallel"]
@@ -27,7 +34,7 @@ SMALL_CAP_MB = 1
 TORCH_CLASS = nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(SyncedModule):
+class DistributedDataParallel(TorchNames, Joinable):
     """`torch.nn.parallel.DistributedDataParallel`, on dpfuse's buckets: change the import, and nothing else.
 
     Names, order, defaults and errors of the arguments are those of torch 2.13. What dpfuse does better is in
@@ -95,6 +102,7 @@ class DistributedDataParallel(SyncedModule):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce must be given together")
         for name, value in (
@@ -114,8 +122,13 @@ class DistributedDataParallel(SyncedModule):
         params = {name: param for name, param in module.named_parameters() if name not in ignored}
         for name, param in module.named_parameters():
             param._ddp_ignored = name in ignored  # type: ignore[attr-defined]  # torch.compile reads it
-        single_device(params, device_ids, output_device)
-        refuse_sync_batch_norm_on_cpu(module)
+        try:
+            single_device(params, device_ids, output_device)
+            refuse_sync_batch_norm_on_cpu(module)
+        except (RuntimeError, ValueError) as error:
+            if init_sync:
+                report_failure(error, group, "the wrapped module")
+            raise
         at_start, each_forward = _buffer_options(broadcast_buffers, forward_sync_buffers)
 
         self.module = module
@@ -156,20 +169,111 @@ class DistributedDataParallel(SyncedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
-        if self._sync is not None:
-            self._sync.broadcast_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+        sync = self._sync
+        assert sync is not None
+        sync.broadcast_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         if self.device_ids:
             moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        if torch.compiler.is_compiling():
-            return super().forward(*inputs, **kwargs)
         # Dynamo asks torch's class which wrapper is running, to split the graph at bucket borders.
         before = TORCH_CLASS._active_ddp_module
         TORCH_CLASS._active_ddp_module = self  # type: ignore[assignment]
         try:
-            return super().forward(*inputs, **kwargs)
+            outputs = SyncedModule.forward(self, *inputs, **kwargs)
         finally:
             TORCH_CLASS._active_ddp_module = before
+        # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
+        if torch.is_grad_enabled() and self.require_forward_param_sync != sync.reducer.require_sync:
+            self.require_forward_param_sync = sync.reducer.require_sync
+        return outputs
+
+    leave_untraced(forward)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for a training loop of which ranks may have different numbers of iterations.
+
+        Ranks that have ended theirs shadow the collectives of the others, with zeros for gradients. In the end
+        all take the model of the rank that ended last. An iteration is one forward and, outside of `no_sync()`,
+        one backward; forwards under `torch.no_grad()` do not count. For several modules, and for a
+        `ZeroRedundancyOptimizer`, use `torch.distributed.algorithms.join.Join`: each must have ended its
+        communication before the next in that list begins.
+
+        Args:
+            divide_by_initial_world_size: False divides sums by the number of ranks that have not ended.
+            enable: False makes it a context that does nothing.
+            throw_on_early_termination: True ends the loop of all ranks with a RuntimeError, once one has ended.
+
+        Returns:
+            The context.
+        """
+        return UnevenInputs(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
+        """This module's part in a `Join`; takes its keyword argument `divide_by_initial_world_size`."""
+        assert self._sync is not None
+        mean_of_all = kwargs.get("divide_by_initial_world_size", True)
+        return UnevenInputsHook(self, self._sync, divide_by_initial_world_size=mean_of_all)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` communicates."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks of `Join`."""
+        return self.process_group
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` communicate the gradients, in place of the all-reduce of their means.
+
+        It is called as `hook(state, bucket)` when a bucket is complete, in the order of communication, and returns
+        a `torch.futures.Future` of the new buffer. `bucket` has the methods of `torch.distributed.GradBucket`;
+        its gradients are not divided by the number of ranks. The hooks of
+        `torch.distributed.algorithms.ddp_comm_hooks` run as they are, and those of `dpfuse.hooks`.
+
+        Buckets are rebuilt once, after the first synchronised backward; the hook stays. It is called for a
+        bucket when the future of the one before is complete, unless the back end completes futures at once
+        (NCCL), so one future must not wait for the next call. An exception of the hook surfaces from
+        `backward()`, and the module must be wrapped again after it; one of its future's callbacks, and a result
+        that does not fit, is an error on every rank. A copy of the module has no hook.
+
+        Args:
+            state: given to the hook; many expect the process group here, or None.
+            hook: a callable with parameters `state` and `bucket`.
+
+        Raises:
+            TypeError, KeyError, ValueError: `hook` is no such callable.
+            RuntimeError: there is a hook already, or a backward is running.
+
+        Example:
+            >>> import torch, dpfuse
+            >>> import torch.distributed as dist
+            >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DistributedDataParallel(torch.nn.Linear(4, 2))
+            >>> model.register_comm_hook(None, fp16_compress_hook)
+            >>> model(torch.ones(3, 4)).sum().backward()
+            >>> model.module.bias.grad
+            tensor([3., 3.])
+            >>> dist.destroy_process_group()
+
+        Source: `torch.nn.parallel.DistributedDataParallel.register_comm_hook`.
+        """
+        assert self._sync is not None
+        self._sync.set_hook(CommHook(state, hook, self.process_group.rank()))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Use a hook that torch has built in, by its name there."""
+        assert self._sync is not None
+        self._sync.set_hook(CommHook.built_in(comm_hook_type, self.process_group))
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -183,7 +287,11 @@ class DistributedDataParallel(SyncedModule):
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
         """Leave parameters and buffers of `module`, by name, to themselves; to be called before wrapping."""
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        ignored = list(names)
+        module._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in ignored:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
@@ -206,6 +314,7 @@ class DistributedDataParallel(SyncedModule):
             "broadcast_buffers": int(self.forward_sync_buffers),
             "static_graph": int(self.static_graph),
             "can_set_static_graph": True,
+            **({"comm_hook": self._sync.hook.name} if self._sync is not None and self._sync.hook is not None else {}),
         }
 
     def __getstate__(self) -> dict[str, Any]:

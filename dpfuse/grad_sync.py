@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ from dpfuse import agreement, collective
 from dpfuse.autograd import BackwardWatch, ReadyHooks
 from dpfuse.averaging import WIRES, averaging_for
 from dpfuse.bucket import GradBucket
-from dpfuse.buckets import make_buckets
+from dpfuse.buckets import make_buckets, make_hooked_buckets
+from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import describe_parameters
 from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
@@ -92,14 +93,17 @@ class GradSync:
         self.group = group
         named = dict(module.named_parameters())
         self._params = [named[spec.name] for spec in plan.specs]
+        self._module = module
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
-        self._buffer_places = [
-            (child._buffers, key)
-            for prefix, child in module.named_modules()
-            for key, buffer in child._buffers.items()
-            if buffer is not None and _joined(prefix, key) not in options.ignored
-        ]
+        self.source = 0  # the rank whose buffers and ready order all ranks take
+        self.before_collectives: Callable[[], None] | None = None  # called in before_forward, once all is well
+        self._buffer_dicts = {prefix: child._buffers for prefix, child in module.named_modules()}
+        self._buffer_counts: list[int] = []  # what the places below were made for
+        self._buffer_places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._broadcast = collective.FlatBroadcast((), group)
+        self.hook: CommHook | None = None  # what reduces the gradients in our place
+        self._marks = [1] * len(self._params)  # how often each parameter becomes ready in a backward
         self._times: CommunicationTimes | None = None
         self._signature = ModelSignature(module, options.ignored)
         self._watch = BackwardWatch()
@@ -128,14 +132,43 @@ class GradSync:
             )
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        if self.broadcast_buffers and self._buffer_places:
-            buffers = [cast(Tensor, place[key]) for place, key in self._buffer_places]
-            collective.broadcast_flat(buffers, self.group)
+        if self.before_collectives is not None:
+            self.before_collectives()
+        if self.broadcast_buffers:
+            self.send_buffers()
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
         watched = self._watch.watch(outputs)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
+
+    def send_buffers(self) -> None:
+        """Overwrite the buffers with those of rank `source`."""
+        # Looked up each time, since buffers may be added, or replaced by hand or by .to(), at any time.
+        counts = list(map(len, self._buffer_dicts.values()))
+        if counts != self._buffer_counts:
+            self._buffer_counts = counts
+            self._buffer_places = [
+                (buffers, key)
+                for prefix, buffers in self._buffer_dicts.items()
+                for key in buffers
+                if _joined(prefix, key) not in self._options.ignored
+            ]
+        buffers = [buffer for place, key in self._buffer_places if (buffer := place.get(key)) is not None]
+        if not self._broadcast.fits(buffers):
+            self._broadcast = collective.FlatBroadcast(buffers, self.group)
+        self._broadcast(self.source)
+
+    def send_model(self, *, buffers: bool) -> None:
+        """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
+        params, others = _tensors_of(self._module, self._options)
+        _send([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
+
+    def average_over(self, rank_count: int) -> None:
+        """Divide the sums of the next backwards by this number; a communication hook divides by its own."""
+        for bucket in self.reducer.buckets:
+            scale, wire = self._options.gradient_scale, self._options.wire
+            bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
 
     def observe(self, times: CommunicationTimes | None) -> None:
         """Report every bucket's way to `times`, or to nobody."""
@@ -143,11 +176,33 @@ class GradSync:
         for bucket in self.reducer.buckets:
             bucket.times = times
 
+    def set_hook(self, hook: CommHook) -> None:
+        """Let a communication hook reduce the gradients from the next synchronised backward on.
+
+        Raises:
+            RuntimeError: there is one already; a backward is running, or was interrupted.
+        """
+        if self.hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
+                f"{hook.name} after {self.hook.name}; wrap the module again to change it."
+            )
+        if self.reducer.phase is not Phase.IDLE:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a communication hook was registered while a backward is "
+                f"{self.reducer.phase.name}, expected it between backwards. Register it right after wrapping."
+            )
+        self.hook = hook
+        self._use_buckets(self._marks)
+
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
 
     def _make_buckets(self) -> list[GradBucket]:
+        if self.hook is not None:
+            views = self._options.gradient_as_bucket_view
+            return make_hooked_buckets(self.plan, self._params, self.group, self.hook, views=views)
         return make_buckets(
             self.plan,
             self._params,
@@ -161,8 +216,12 @@ class GradSync:
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
         # waits for the old layout. Gradients that are views keep the old buffers alive until they are freed.
-        order, marks = agreement.agree_on_order(order, marks, self.group)
+        order, marks = agreement.agree_on_order(order, marks, self.group, self.source)
         self.plan = rebuild_plan(self.plan, order)
+        self._use_buckets(marks)
+
+    def _use_buckets(self, marks: list[int]) -> None:
+        self._marks = marks
         self.reducer.adopt(self._make_buckets(), marks)
         self.observe(self._times)
         self._hooks.replace(self._markers())
@@ -282,9 +341,13 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
+    _send(tensors, group)
+
+
+def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     with torch.no_grad():
         for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
-            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group)
+            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)
 
 
 def _tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

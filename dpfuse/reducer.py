@@ -123,6 +123,20 @@ class Reducer:
         """
         self.record_forward(True)
 
+    def shadow_backward(self) -> None:
+        """Take part in a synchronised backward of other ranks, as one in which no parameter became ready.
+
+        Raises:
+            DPFuseError: that backward failed on some rank.
+        """
+        warn_unused, self._warn_unused = self._warn_unused, False
+        try:
+            self.record_forward(True)
+            self.open(announced=True)
+            self.close(lambda: True)
+        finally:
+            self._warn_unused = warn_unused
+
     def open(self, *, announced: bool) -> None:
         """A backward begins; `announced` by an output of the wrapper, or else by its first ready mark.
 
@@ -199,6 +213,16 @@ class Reducer:
             )
 
     @property
+    def rebuilt(self) -> bool:
+        """Whether the first synchronised backward is over, and the buckets are those of its ready order."""
+        return self._rebuild is None
+
+    @property
+    def owes_backward(self) -> bool:
+        """Whether a forward that synchronises still waits for its backward."""
+        return bool(self._recorded)
+
+    @property
     def _tail(self) -> Any:
         return self.buckets[-1].tail
 
@@ -242,10 +266,11 @@ class Reducer:
 
     def _deliver(self) -> None:
         missing, error = self._missing, self._error
-        here = error is not None or bool(self._late)
         held: list[GradBucket] = []
         for bucket in self.buckets:
             bucket.wait()
+            error = error or bucket.error  # a communication hook may fail as late as that
+            here = error is not None or bool(self._late)
             # Whether a missing gradient exists elsewhere is known once the last bucket has landed.
             if here or bucket.missing:
                 held.append(bucket)
@@ -275,6 +300,8 @@ class Reducer:
                 f"the backward failed on rank {_listed(failed)} of {self._tail.world_size}, and rank {rank} "
                 f"cannot have its gradients; see the error there. {consequence}"
             )
+        if isinstance(error, DPFuseError):
+            return f"rank {rank}: {str(error).rstrip('.')}. {consequence}"
         if error is not None:
             return f"rank {rank} could not pack its gradients: {str(error).rstrip('.')}. {consequence}"
         return (

@@ -19,6 +19,7 @@ from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model, check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
 from dpfuse.timing import CommunicationTimes
+from dpfuse.tracing import leave_untraced, set_tracer
 
 __all__ = ["SyncedModule"]
 
@@ -66,10 +67,19 @@ class SyncedModule(nn.Module):
         assert module is not None
         if sync is None or not torch.is_grad_enabled():
             return module(*inputs, **kwargs)
-        sync.before_forward()
-        outputs = module(*inputs, **kwargs)
-        sync.after_forward(outputs)
+        # Dynamo, where it is on, compiles the module, not what happens around it.
+        tracer = set_tracer(None)
+        try:
+            sync.before_forward()
+            set_tracer(tracer)
+            outputs = module(*inputs, **kwargs)
+            set_tracer(None)
+            sync.after_forward(outputs)
+        finally:
+            set_tracer(tracer)
         return outputs
+
+    leave_untraced(forward)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:

@@ -1,0 +1,74 @@
+"""What a communication hook sees of a bucket: torch's `GradBucket`, which has no constructor, over our buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["CommBucket"]
+
+
+class CommBucket:
+    """The argument `bucket` of a communication hook; has the methods of `torch.distributed.GradBucket`.
+
+    Args:
+        index: place in the order of communication; 0 is sent first.
+        buffer: all gradients of the bucket, [elements], without padding, and not divided by anything; or one
+            sparse gradient.
+        params: whose gradients these are, in the order in which they lie in `buffer`.
+        is_last: whether no bucket of this backward comes after it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> bucket = CommBucket(0, torch.arange(4.0), [weight], is_last=True)
+        >>> bucket.gradients()
+        [tensor([[0., 1.],
+                [2., 3.]])]
+    """
+
+    def __init__(self, index: int, buffer: Tensor, params: Sequence[Tensor], *, is_last: bool) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._params = params
+        self._is_last = is_last
+
+    def __repr__(self) -> str:
+        last = ", the last" if self._is_last else ""
+        return f"CommBucket({self._index}{last}: {self._buffer.numel()} elements of {self._buffer.dtype})"
+
+    def index(self) -> int:
+        """Place in the order of communication, the same on all ranks; 0 is sent first."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no bucket of this backward comes after it."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients, [elements]; or the sparse gradient of the bucket's one parameter."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let `buffer()` and `gradients()` show another tensor. What counts is what the hook's future holds."""
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"buffer must be a tensor, got {type(buffer).__name__}; pass the new flat gradients")
+        self._buffer = buffer
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order in which their gradients lie in `buffer()`."""
+        return list(self._params)
+
+    def gradients(self) -> list[Tensor]:
+        """Per parameter, its part of `buffer()` in its shape; none if the bucket is sparse.
+
+        As torch has it, elements come in the order of memory: of a channels-last weight they are permuted.
+        """
+        if self._buffer.layout is not torch.strided:
+            return []
+        flat, views, start = self._buffer.view(-1), [], 0
+        for param in self._params:
+            views.append(flat[start : start + param.numel()].view(param.shape))
+            start += param.numel()
+        return views

@@ -1,0 +1,182 @@
+"""Uneven inputs: a rank that has none left shadows the collectives of the others. Knows no order of buckets."""
+
+from __future__ import annotations
+
+import weakref
+from enum import IntFlag
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from dpfuse import collective
+from dpfuse.errors import DPFuseError
+
+if TYPE_CHECKING:
+    from dpfuse.ddp import DistributedDataParallel
+    from dpfuse.grad_sync import GradSync
+
+__all__ = ["Turn", "UnevenInputs", "UnevenInputsHook"]
+
+
+class Turn(IntFlag):
+    """What a rank does in an iteration; that of a rank without input is 0."""
+
+    ACTIVE = 1  # it runs a forward
+    SYNC = 2  # whose backward is synchronised
+    BUFFERS = 4  # and before which buffers are sent
+
+
+class UnevenInputs(Join):
+    """torch's `Join` of one wrapped module, which costs that module nothing more once it has ended, however it did."""
+
+    def __exit__(
+        self,
+        type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shadow the ranks that still have inputs, until none has."""
+        (hook,) = self._join_hooks
+        assert isinstance(hook, UnevenInputsHook)
+        try:
+            if type is None:
+                hook.expect_no_backward()
+            super().__exit__(type, value, traceback)
+        finally:
+            hook.end()
+
+
+class UnevenInputsHook(JoinHook):
+    """One module's part in a `Join`, on ranks that have inputs and on ranks that have none.
+
+    In every iteration each rank tells the others its turn, in one small all-gather. So all know which ranks are
+    active, and take buffers, the order of the buckets and, in the end, the model from the highest of them.
+
+    Args:
+        model: the wrapped module.
+        sync: its synchronisation.
+        divide_by_initial_world_size: False divides by the number of active ranks.
+    """
+
+    def __init__(self, model: DistributedDataParallel, sync: GradSync, *, divide_by_initial_world_size: bool) -> None:
+        # A join that an exception ended leaves its hook with `sync`, which is kept until the model is gone.
+        self._model = cast("DistributedDataParallel", weakref.proxy(model))
+        self._sync = sync
+        self._divide_by_active = not divide_by_initial_world_size
+        self._shadowed = False  # whether other ranks shadow a backward of this one
+        self._kept: list[tuple[Tensor, Tensor | None]] = []  # gradients from the time when this rank had inputs
+        self.end()
+        sync.before_collectives = self.before_forward
+
+    def before_forward(self) -> None:
+        """Tell ranks without input what to shadow; before any other collective of a forward with gradients enabled.
+
+        Raises:
+            RuntimeError: some rank has no input, and that is to end the training loop on all ranks.
+            DPFuseError: no backward followed the forward before; some ranks are inside `no_sync()`, others not.
+        """
+        if not self._model._join_config.enable:
+            return
+        reducer = self._sync.reducer
+        self.expect_no_backward()
+        work = Join.notify_join_context(self._model)
+        if work is not None:
+            work.wait()
+        turns = self._exchange(
+            Turn.ACTIVE
+            | (Turn.SYNC if reducer.require_sync else 0)
+            | (Turn.BUFFERS if self._sync.broadcast_buffers else 0)
+        )
+        self._shadowed = reducer.require_sync and 0 in turns
+        if self._shadowed:
+            reducer.record_forward(True)  # now, for the forward may raise
+
+    def expect_no_backward(self) -> None:
+        """Make sure that no rank waits for the backward of a forward of this one.
+
+        Raises:
+            DPFuseError: some did; these raise an error too.
+        """
+        reducer = self._sync.reducer
+        if not (self._shadowed and reducer.owes_backward):
+            return
+        try:
+            reducer.open(announced=True)
+            reducer.abandon()
+            reducer.drain()
+        except DPFuseError as error:
+            rank = self._sync.group.rank()
+            raise DPFuseError(
+                f"rank {rank} ran a forward inside join() without reducing its gradients afterwards, while ranks that "
+                "have no input left shadow one backward of each forward; expected forward and backward in turn. Run "
+                "a forward that gets no backward of its own under torch.no_grad() or inside no_sync()."
+            ) from error
+
+    def main_hook(self) -> None:
+        """Shadow one iteration of the ranks that still have inputs.
+
+        `.grad` holds the mean afterwards, for the hook of an optimizer whose shard is on this rank.
+        """
+        try:
+            turn = max(self._exchange(0))
+            if turn & Turn.BUFFERS:
+                self._sync.send_buffers()
+            self._model.require_forward_param_sync = bool(turn & Turn.SYNC)  # as a forward leaves it
+            if turn & Turn.SYNC:
+                self._set_gradients_aside()
+                self._sync.reducer.shadow_backward()
+        except BaseException:
+            self.end()
+            raise
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the model of a rank that had inputs to the last."""
+        self._exchange(Turn.ACTIVE if is_last_joiner else 0)
+        self._sync.send_model(buffers=self._model.forward_sync_buffers)
+        self.end()
+
+    def end(self) -> None:
+        """Leave model and gradients to a life with even inputs."""
+        for param, grad in self._kept:
+            param.grad = grad
+        self._kept = []
+        self._model._join_config = self._model._join_config._replace(enable=False)
+        self._sync.before_collectives = None
+        self._sync.source = 0
+        self._sync.average_over(self._sync.group.size())
+
+    def _exchange(self, turn: int) -> list[int]:
+        """The turns of all ranks, by rank."""
+        group = self._sync.group
+        row = torch.tensor([turn], dtype=torch.int32, device=collective.group_device(group))
+        turns = [int(other.item()) for other in collective.all_gather(row, group)]
+        active = [rank for rank, other in enumerate(turns) if other]
+        source = active[-1]
+        for rank in active:
+            if turns[rank] != turns[source]:
+                raise DPFuseError(
+                    f"rank {rank} {_described(turns[rank])}, rank {source} {_described(turns[source])}; expected all "
+                    "ranks with inputs to do the same in an iteration inside join(). Enter no_sync() on all of them, "
+                    "or on none."
+                )
+        self._sync.source = source
+        if self._divide_by_active:
+            self._sync.average_over(len(active))
+        return turns
+
+    def _set_gradients_aside(self) -> None:
+        params = [param for bucket in self._sync.reducer.buckets for param in bucket.params]
+        if not self._kept:
+            # Copies, for a gradient may be a view of a buffer that is about to be used.
+            with torch.no_grad():
+                self._kept = [(param, None if param.grad is None else param.grad.clone()) for param in params]
+        for param in params:
+            param.grad = None
+
+
+def _described(turn: int) -> str:
+    sync = "synchronises its backward" if turn & Turn.SYNC else "is inside no_sync()"
+    return f"{sync} and sends {'' if turn & Turn.BUFFERS else 'no '}buffers"

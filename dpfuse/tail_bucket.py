@@ -1,0 +1,95 @@
+"""The tail on its own, behind buckets that a communication hook reduces: the hook must not touch it. Knows no order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dpfuse import collective
+from dpfuse.averaging import Averaging
+from dpfuse.bucket import BucketState, GradBucket
+from dpfuse.comm_hook import CommHook
+from dpfuse.errors import DPFuseError
+from dpfuse.plan import Bucket
+from dpfuse.tail import Tail
+
+__all__ = ["TailBucket"]
+
+
+class TailBucket(GradBucket):
+    """A bucket of no gradients that carries the tail, last of all.
+
+    It is sent when the hook has completed all others, not when backward ends: the hook may call collectives
+    until then, and may fail until then.
+
+    Args:
+        others: the buckets that the hook reduces.
+        param_count: number of parameters of the plan.
+        group: process group of the wrapper.
+        hook: of the wrapper.
+        device: that of the gradients.
+    """
+
+    tail: Tail
+
+    def __init__(
+        self,
+        others: Sequence[GradBucket],
+        param_count: int,
+        group: dist.ProcessGroup,
+        *,
+        hook: CommHook,
+        device: str,
+    ) -> None:
+        super().__init__(
+            Bucket((), 0, "float32", device, (), 0, None),
+            (),
+            (),
+            group,
+            averaging=Averaging("float32", 1.0),
+            tail=Tail(group.rank(), group.size(), param_count, 1.0),
+            label="tail",
+        )
+        self._others = others
+        self._hook = hook
+        self._device = torch.device(device)
+
+    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
+        """Note what to tell; arguments as for `GradBucket.launch`.
+
+        Raises:
+            DPFuseError: the hook failed earlier.
+        """
+        self._hook.check()
+        self._move(BucketState.FREE, BucketState.FLIGHT)
+        self._report = (list(unused), failed)
+
+    def wait(self) -> None:
+        """Tell it, and hear what the others tell."""
+        self._move(BucketState.FLIGHT, BucketState.LANDED)
+        unused, failed = self._report
+        errors = [bucket.error for bucket in self._others if bucket.error is not None]
+        flat = self.tail.source(torch.float32, self._device, unused, failed or bool(errors)).clone()
+        if self.times is not None:
+            self.times.wait_begins(flat)
+        try:
+            work = collective.all_reduce(flat, self._group)
+            if self.times is not None:
+                self.times.sent(flat, work, is_last=True)
+            work.wait()
+        except RuntimeError as error:
+            if errors:
+                raise DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}") from errors[0]
+            raise
+        if self.times is not None:
+            self.times.wait_ends()
+        self.tail.landed(flat)
+
+    def deliver(self, untouched: Collection[int] = ()) -> None:
+        """Nothing: it has no gradients."""
+        self._move(BucketState.LANDED, BucketState.FREE)
+
+    def average_by(self, averaging: Averaging) -> None:
+        """Nothing: only zero or not zero is read from it."""
