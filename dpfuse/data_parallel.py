@@ -15,7 +15,7 @@ from torch import nn
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import SyncOptions
-from dpfuse.state_dict import PREFIX, load_leniently, own_names, without_prefix
+from dpfuse.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DataParallel"]
@@ -95,7 +95,7 @@ class DataParallel(SyncedModule):
             gradient_scale,
             wire_dtype,
         )
-        nn.Module.register_load_state_dict_pre_hook(self, _accept_unprefixed)
+        nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
@@ -188,14 +188,6 @@ class DataParallel(SyncedModule):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-
-def _accept_unprefixed(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A parent module loads its children by structured names, in which the wrapper is one level."""
-    ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
-    stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
-    inner = without_prefix(stripped, wrapper.module.state_dict().keys())
-    state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})
 
 
 def _check_single_process() -> None:

@@ -22,7 +22,7 @@ from dpfuse.grad_sync import SyncOptions
 from dpfuse.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.placement import device_index, refuse_sync_batch_norm_on_cpu, single_device
 from dpfuse.plan import MB
-from dpfuse.state_dict import PREFIX, without_prefix
+from dpfuse.state_dict import accept_unprefixed
 from dpfuse.torch_names import TorchNames
 from dpfuse.tracing import leave_untraced
 from dpfuse.wrapper import SyncedModule
@@ -164,7 +164,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         )
         # What torch.compile splits the graph by; its optimizer refuses less than one MB.
         self.bucket_bytes_cap = max(MB, int(min(cap, 1 << 40) * MB))
-        nn.Module.register_load_state_dict_pre_hook(self, _accept_unprefixed)
+        nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -368,11 +368,3 @@ def _buffer_options(broadcast_buffers: bool | None, forward_sync_buffers: bool |
         return True, forward_sync_buffers
     value = broadcast_buffers is not False
     return value, value
-
-
-def _accept_unprefixed(wrapper: DistributedDataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Names of the bare module get the prefix that they lack."""
-    ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
-    stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
-    inner = without_prefix(stripped, wrapper.module.state_dict().keys())
-    state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})

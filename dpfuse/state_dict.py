@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PREFIX", "load_leniently", "own_names", "without_prefix"]
+__all__ = ["PREFIX", "accept_unprefixed", "load_leniently", "own_names", "without_prefix"]
 
 PREFIX = "module."
 EXTRA_STATE = "_extra_state"  # how torch ends the key of what get_extra_state() returned
@@ -106,3 +106,17 @@ def load_leniently(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[li
 def _some(keys: list[str]) -> str:
     shown = ", ".join(map(repr, keys[:10]))
     return f"{shown} and {len(keys) - 10} more" if len(keys) > 10 else shown or "nothing"
+
+
+def accept_unprefixed(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before loading: names of the bare module get the prefix that the wrapper, one level more, expects.
+
+    Args:
+        wrapper: whose child `module` the names belong to.
+        state: changed in place.
+        prefix: of the wrapper's own names in `state`.
+    """
+    ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
+    inner = without_prefix(stripped, wrapper.get_submodule("module").state_dict().keys())
+    state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})
