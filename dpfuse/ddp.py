@@ -333,6 +333,10 @@ class DistributedDataParallel(TorchNames, Joinable):
         super()._restore(state, self.process_group)
 
 
+# Whoever asks isinstance(model, torch's class), to unwrap it or to switch its synchronisation, gets a yes.
+TORCH_CLASS.register(DistributedDataParallel)
+
+
 def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments; leave one out")

@@ -20,7 +20,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from dpfuse import DistributedDataParallel, DPFuseError
+from dpfuse import DataParallel, DistributedDataParallel, DPFuseError
 from tests.distributed.test_against_ddp import Mlp
 from tests.distributed.test_ddp_semantics import CLASSES, Normed, assert_equal_models, batch, both, built
 
@@ -238,15 +238,17 @@ def test_wrong_state_dicts_are_torchs_errors(ranks):
 
 def checkpoint_keys(rank, size):
     ours, theirs = both(built(Normed, rank))
+    assert isinstance(ours, TorchDDP)
+    assert not isinstance(DataParallel(built(Normed, rank)), TorchDDP)
     state, expected = get_model_state_dict(ours), get_model_state_dict(theirs)
-    assert [key.removeprefix("module.") for key in state] == list(expected)
-    other = DistributedDataParallel(built(Normed, 5))
-    set_model_state_dict(other, state)
-    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), state.values(), strict=True))
+    assert list(state) == list(expected)
+    for model in (DistributedDataParallel(built(Normed, 5)), TorchDDP(built(Normed, 5))):
+        set_model_state_dict(model, state)
+        assert all(torch.equal(a, b) for a, b in zip(model.module.state_dict().values(), state.values(), strict=True))
 
 
-def test_distributed_checkpoints_round_trip_with_prefixed_keys(ranks):
-    """Keys without prefix, as with torch's class, need `isinstance`: the class has to be registered for that."""
+def test_keys_of_distributed_checkpoints_are_those_of_torchs_wrapper(ranks):
+    """Torch takes the prefix off where the model is an instance of its class, so ours is registered as one."""
     ranks(checkpoint_keys)
 
 
