@@ -243,8 +243,9 @@ def checkpoint_keys(rank, size):
     state, expected = get_model_state_dict(ours), get_model_state_dict(theirs)
     assert list(state) == list(expected)
     for model in (DistributedDataParallel(built(Normed, 5)), TorchDDP(built(Normed, 5))):
-        set_model_state_dict(model, state)
-        assert all(torch.equal(a, b) for a, b in zip(model.module.state_dict().values(), state.values(), strict=True))
+        set_model_state_dict(model, dict(state))  # it puts the prefix into the keys it was given
+        assert model.module.state_dict().keys() == state.keys()
+        assert all(torch.equal(tensor, state[key]) for key, tensor in model.module.state_dict().items())
 
 
 def test_keys_of_distributed_checkpoints_are_those_of_torchs_wrapper(ranks):
