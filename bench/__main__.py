@@ -22,8 +22,8 @@ from bench.table import print_record
 
 __all__ = ["main"]
 
-SUITES = {"step": 900, "flatten": 300, "bucket_size": 300}  # the most seconds that each may take
-GPU_SUITES = {"step": 240, "flatten": 120, "bucket_size": 90}
+SUITES = {"step": 900, "forward": 120, "flatten": 300, "bucket_size": 300}  # the most seconds that each may take
+GPU_SUITES = {"step": 240, "forward": 30, "flatten": 120, "bucket_size": 90}
 PASSED_ON = ("model", "comm_buffer_sizes", "last_comm_buffer_sizes")
 
 

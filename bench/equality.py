@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bench.baselines import PACKS, UNPACKS, PackSet
 
-__all__ = ["prove_gradients", "prove_packs"]
+__all__ = ["prove_buffers", "prove_gradients", "prove_packs"]
 
 STEPS = 3  # dpfuse's first synchronised backward only records, and rebuilds the buckets at its end
 
@@ -57,6 +57,18 @@ def _saver(saved: dict[int, Tensor], index: int) -> Callable[[Tensor], None]:
         saved[index] = grad.clone()
 
     return save
+
+
+def prove_buffers(name: str, wrapped: nn.Module, x: Tensor) -> None:
+    """Prove that a forward sends rank 0's buffers to all ranks, after every rank has changed its own.
+
+    Raises:
+        AssertionError: some element differs.
+    """
+    for buffer in wrapped.buffers():
+        buffer.fill_(dist.get_rank() + 7)
+    wrapped(x)
+    assert all(bool((buffer == 7).all()) for buffer in wrapped.buffers()), f"{name}: buffers are not rank 0's"
 
 
 def prove_packs(data: PackSet) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["Entry", "Outcome", "judge"]
 
 HOST_GOALS = {10: 0.5, 100: 0.38, 1000: 0.30}  # extra CPU time over DDP default's, by number of parameters
+FORWARD_GOAL = 0.3  # extra CPU time of a forward with 53 BatchNorms over DDP's
 CUDA_DEFAULT_GOALS = {"ResNet-50 b64": 0.25, "2000 x 4 KB": 0.15}
 CUDA_BEST_GOALS = {"ResNet-50 b64": 0.5, "BERT-large b8": 0.7}
 DDP_MODES = ("DDP default", "DDP view", "DDP batched", "DDP view + batched")
@@ -129,7 +130,7 @@ def _extra(
     case: str, contenders: dict[str, Entry], ours: str, peer: str, goal: float | None, note: str = ""
 ) -> Outcome:
     value = ratio(contenders[ours].info["extra"], contenders[peer].info["extra"])
-    return Outcome("step", case, f"extra over bare, {ours} / {note}{peer}", value, goal)
+    return Outcome(contenders[ours].suite, case, f"extra over bare, {ours} / {note}{peer}", value, goal)
 
 
 def _whole(case: str, contenders: dict[str, Entry], ours: str, peer: str, goal: float | None) -> Outcome:
@@ -168,8 +169,14 @@ def _bucket_size(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     yield Outcome("bucket_size", case, f"step, best sizes ({best.variant}) / DDP view", value, None)
 
 
+def _forward(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    yield _extra(case, contenders, "dpfuse", "DDP default", None if case.startswith("pair") else FORWARD_GOAL)
+    yield _extra(case, contenders, "dpfuse, nothing sent", "DDP, nothing sent", None)
+
+
 JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "flatten": _flatten,
     "bucket_size": _bucket_size,
     "step": _step,
+    "forward": _forward,
 }

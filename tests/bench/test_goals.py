@@ -67,3 +67,20 @@ def test_the_best_mode_on_cuda_is_found_in_the_run():
     assert values["extra over bare, dpfuse views / DDP default"] == (0.125, True)
     assert values["extra over bare, dpfuse views / its best mode, DDP view"] == (0.25, True)
     assert values["kernels per bucket, dpfuse views"] == (1.0, True)
+
+
+def test_forwards_that_send_buffers_are_judged_at_one_rank():
+    names = ("dpfuse", "DDP default", "dpfuse, nothing sent", "DDP, nothing sent")
+
+    def measured(case: str, ours: float) -> list[Entry]:
+        extras = dict(zip(names, (ours, 1.0, 3.0, 4.0), strict=True))
+        return [entry(case, name, 1.0, "forward", extra=extra) for name, extra in extras.items()]
+
+    outcomes = judge([*measured("host 53 BatchNorms", 0.29), *measured("pair 53 BatchNorms", 0.31)])
+    assert {outcome.suite for outcome in outcomes} == {"forward"}
+    assert [(outcome.value, outcome.met) for outcome in outcomes] == [
+        (0.29, True),
+        (0.75, None),
+        (0.31, None),
+        (0.75, None),
+    ]

@@ -237,7 +237,7 @@ def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, mac
     assert all_gone([*pids, *(node.pid for node in nodes)], within=20)
     told = [node.communicate(timeout=TIMEOUT)[1] for node in nodes]
     assert nodes[number].returncode == (128 + how if how == signal.SIGTERM else -how)
-    assert nodes[1 - number].returncode == 1
+    assert nodes[1 - number].returncode == 1, told
     assert f"dpfuse.launch: rank {1 - number} (pid {pids[1 - number]}) raised" in told[1 - number]
 
 
