@@ -138,15 +138,16 @@ def record_exception(error: BaseException, path: str | None) -> None:
         print(f"dpfuse: could not write {path}: {problem}", file=sys.stderr)
 
 
-def end_process(*, forked: bool = False) -> NoReturn:
-    """End this process, after a program that went well, with exit code 0.
+def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
+    """End this process, after everything that Python does at its end.
 
     Args:
+        code: the exit code.
         forked: whether it is a fork. Then what its parent wants done at its own end, such as removing the folders
             that it uses, is not for this process to do.
 
-    Everything is done that Python does at its end, up to the point where it takes itself and the libraries
-    apart: there, now and then, a thread of one of them still runs, and a rank aborts after all its work is done.
+    Python does not take itself and the libraries apart any more: there, now and then, a thread of one of them still
+    runs, and a rank aborts after all its work is done, or, after a failure, hides its exit code behind the signal.
     The process group is destroyed before, but never after a failure: NCCL could wait for a collective that no
     peer joins.
     """
@@ -154,13 +155,13 @@ def end_process(*, forked: bool = False) -> NoReturn:
     if not forked:
         atexit._run_exitfuncs()
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
     for stream in (sys.stdout, sys.stderr):
         # Closed, or a pipe that nobody reads any more.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _run_script(path: str) -> None:
@@ -199,17 +200,19 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_script(target)
+    except KeyboardInterrupt:
+        raise
     except SystemExit as error:
         if error.code is not None and error.code != 0:
             record_exception(error, record)
-            raise
-    except KeyboardInterrupt:
-        raise
+            if not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)  # as Python does with a text
+            end_process(error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         error = error.with_traceback(_own_frames_removed(error))
         record_exception(error, record)
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        end_process(1)
     end_process()
 
 

@@ -109,6 +109,28 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
         assert "rank.py" not in done.stderr  # without frames of ours
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("return", 0, None),
+        ("0", 0, None),
+        ("raise", 1, "raised ValueError: planted"),
+        ("text", 1, "raised SystemExit: planted"),
+        ("3", 3, "ended with exit code 3"),
+        ("300", 300 & 0xFF, "raised SystemExit: 300"),
+    ],
+)
+def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(how, code, text):
+    """While it is, threads of libraries may still run, and abort it: its exit code would be that of the signal."""
+    done = launch("--nproc_per_node", 1, SCRIPTS / "leave.py", how)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.split() == ["thread", "atexit"]
+    if text is not None:
+        assert text in done.stderr.splitlines()[-1]
+    if how == "text":
+        assert done.stderr.startswith("planted\n")
+
+
 def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
     done = launch("--nproc_per_node=2", "--redirects=3", "--log_dir", tmp_path, SCRIPTS / "fail.py", "raise")
     assert done.returncode == 1
