@@ -13,14 +13,18 @@ NEED_DEMO := torch numpy triton rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark hypothesis
 NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout hypothesis matplotlib sklearn ruff mypy sphinx furo \
 	myst_parser build hatchling
+NEED_INTEGRATIONS := accelerate lightning transformers ray
 
 demo: need := $(NEED_DEMO)
 gpu: need := $(NEED_GPU)
-test test-all lint docs bench: need := $(NEED_ALL)
+test lint docs bench: need := $(NEED_ALL)
+test-all: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
+test-all: stamp := .venv/.ready-integrations
 
 # Expanded in each recipe, so with the target's own `need`.
 python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
-ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory .venv/.ready)
+stamp := .venv/.ready
+ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
 .PHONY: demo test test-all lint bench gpu docs clean
 
@@ -31,7 +35,7 @@ demo:  ## train a network on real images on two ranks, beside torch's DDP
 test: lint  ## what .ci/run does: lint, types, tests
 	$(python) -m pytest -m "not gpu and not slow" --timeout 300
 
-test-all: lint  ## the long tests too
+test-all: lint  ## the long tests too, and those with accelerate, Lightning, transformers and Ray
 	$(python) -m pytest -m "not gpu" --timeout 1200
 
 lint:
@@ -60,4 +64,8 @@ clean:
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	touch $@
+
+.venv/.ready-integrations: .venv/.ready
+	.venv/bin/python -m pip install --quiet --editable '.[test,integrations]' --constraint constraints.txt
 	touch $@

@@ -6,6 +6,7 @@ from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_paral
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.param_spec import ParamSpec
+from dpfuse.patch import patch
 from dpfuse.plan import Bucket, BucketPlan, plan_buckets
 from dpfuse.replicas import reduce_replicas
 from dpfuse.timing import CommunicationTimes, time_communication
@@ -25,6 +26,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_parallel_env",
+    "patch",
     "plan_buckets",
     "reduce_replicas",
     "spawn",

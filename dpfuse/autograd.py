@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dpfuse.errors import DPFuseError
+from dpfuse.tracing import leave_untraced
+
 __all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks"]
 
 
@@ -25,20 +28,29 @@ class ReadyHooks:
     """
 
     def __init__(self, params: Sequence[Tensor], hooks: Iterable[Callable[[Any], None]]) -> None:
-        self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(hook) for param, hook in zip(params, hooks, strict=True)
-        ]
+        self._handles: dict[int, RemovableHandle] = {}
+        self.replace(params, hooks)
 
-    def replace(self, hooks: Iterable[Callable[[Any], None]]) -> None:
-        """Put others in the same places, before any hook that was registered later."""
-        for handle, hook in zip(self._handles, hooks, strict=True):
-            installed = handle.hooks_dict_ref()
-            if installed is not None:
+    def replace(self, params: Sequence[Tensor], hooks: Iterable[Callable[[Any], None]]) -> None:
+        """Be on these parameters alone, with other hooks; on those that are known, before any hook that came later.
+
+        The caller keeps the parameters alive until the next call.
+        """
+        before, self._handles = self._handles, {}
+        for param, hook in zip(params, hooks, strict=True):
+            handle = before.pop(id(param), None)
+            installed = None if handle is None else handle.hooks_dict_ref()
+            if handle is None or installed is None:
+                handle = param.register_post_accumulate_grad_hook(hook)
+            else:
                 installed[handle.id] = hook
+            self._handles[id(param)] = handle
+        for handle in before.values():
+            handle.remove()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
 
@@ -88,8 +100,14 @@ class BackwardWatch:
         """A backward is running: open it, unless it is one that is open already."""
         if self._task is not None or self.listener is None:
             return
+        node = torch._C._current_autograd_node()
+        if node is None:
+            raise DPFuseError(
+                "this backward runs under compiled autograd, which does not tell when a backward ends; expected the "
+                "plain engine. Turn torch._dynamo.config.compiled_autograd off; torch.compile works without it."
+            )
         self.listener.open(announced=announced)
-        task = _Task(self._end, torch._C._current_autograd_node())
+        task = _Task(self._end, node)
         self._task = weakref.ref(task, self._died)
         torch.autograd.Variable._execution_engine.queue_callback(task)
 
@@ -103,6 +121,8 @@ class BackwardWatch:
 
     def _announce(self, _grad: Tensor) -> None:
         self.begin(announced=True)
+
+    leave_untraced(_announce)
 
     def _end(self, task: _Task) -> None:
         self._task = None

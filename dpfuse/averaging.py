@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-__all__ = ["WIRES", "Averaging", "averaging_for"]
+__all__ = ["WIRES", "Averaging", "averaging_for", "real_dtype"]
 
 SUPPORTED = ("float16", "bfloat16", "float32", "float64")
+REAL = {"complex64": "float32", "complex128": "float64"}  # complex numbers travel as pairs of these
 WIRES = ("float16", "bfloat16", "float32")
 
 
@@ -27,15 +28,26 @@ class Averaging:
     post_scale: float = 1.0
 
 
+def real_dtype(dtype: str) -> str:
+    """The dtype of what is added up: that of the parts of a complex number, else the same.
+
+    Example:
+        >>> from dpfuse.averaging import real_dtype
+        >>> real_dtype("complex64"), real_dtype("float64")
+        ('float32', 'float64')
+    """
+    return REAL.get(dtype, dtype)
+
+
 def averaging_for(dtype: str, world_size: int, scale: Any = None, wire: str | None = None) -> Averaging:
     """The averaging of gradients of `dtype` over `world_size` ranks.
 
     Args:
-        dtype: name of the gradients' dtype.
+        dtype: name of the gradients' dtype; the parts of complex ones are averaged as real numbers.
         world_size: number of ranks, at least 1.
         scale: factor on each rank's gradient; None is `1 / world_size`, the mean; 1.0 is the plain sum.
         wire: name of the dtype that travels, one of `WIRES`; None sends gradients as they are. Those of
-            float64 always travel as they are.
+            float64 and complex128 always travel as they are.
 
     Returns:
         The averaging. Multiplying by the reciprocal before the sum gives the bits of torch's
@@ -50,11 +62,12 @@ def averaging_for(dtype: str, world_size: int, scale: Any = None, wire: str | No
         >>> averaging_for("float32", 4).pre_scale
         0.25
     """
-    if dtype not in SUPPORTED:
+    if dtype not in (*SUPPORTED, *REAL):
         raise TypeError(
-            f"gradients of dtype {dtype} cannot be averaged; expected one of {', '.join(SUPPORTED)}. "
+            f"gradients of dtype {dtype} cannot be averaged; expected one of {', '.join((*SUPPORTED, *REAL))}. "
             "Freeze such a parameter, or convert it."
         )
+    dtype = real_dtype(dtype)
     if wire is None or dtype == "float64":
         wire = dtype
     if scale is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective
-from dpfuse.averaging import Averaging
+from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
@@ -63,30 +63,40 @@ class GradBucket:
     ) -> None:
         self.plan = bucket
         self.params = list(params)
+        self._shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
+        self._is_complex = bucket.dtype != real_dtype(bucket.dtype)
         self.state = BucketState.FREE
         self.missing: list[int] = []  # registration indices of the gradients that the last pack found missing
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._names = names
         self._group = group
         self._averaging = averaging
-        self._keep_views = views and averaging.dtype == bucket.dtype
+        self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
         self.tail = tail
         self.times: CommunicationTimes | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
+        self._views: list[Tensor] = []  # what gradients become: the table's views, as complex numbers where they are
         self._hooks: list[Collection[object]] = []  # the post-accumulate hooks of each parameter, ours among them
         self._sources: list[Tensor | None] = []
         self._work: dist.Work | None = None
 
-    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
+    def launch(
+        self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
+    ) -> None:
         """Pack the gradients and start the all-reduce; a parameter without gradient sends zeros.
 
         Args:
             complete: True promises that no gradient is missing; otherwise `missing` is found out.
             unused: parameters (by registration index) of other buckets to report as unused, and
             failed: whether to report this rank as failed, if this bucket has the tail.
+            empty: True sends zeros and touches no gradient, for what lands will not be delivered; the tail tells
+                that this rank's model is another, unless it failed.
         """
+        if empty:
+            self._launch_empty(failed)
+            return
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self.params]
@@ -96,6 +106,8 @@ class GradBucket:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
             try:
+                if self._is_complex:
+                    grads = [*map(_real, grads[: len(self.params)]), *grads[len(self.params) :]]
                 flatten(grads, table, scale=self._averaging.pre_scale, matched=True)
                 self.error = None
                 # Now, not when they have landed: private gradients are freed while backward goes on. But another
@@ -108,14 +120,11 @@ class GradBucket:
                 self.error = error
                 table.flat.zero_()
                 if self.tail is not None:
-                    table.views[-1].copy_(self.tail.source(table.dtype, table.flat.device, unused, True))
+                    self._write_tail(table, self.tail.source(table.dtype, table.flat.device, unused, True))
         # On CUDA the pack may only just have started, and gradients may come from other streams than this one:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
-        with _ranged("dpfuse::all_reduce", self._label):
-            self._work = self._start(table.flat)
-        if self.times is not None:
-            self.times.sent(table.flat, self._work, is_last=self.tail is not None)
+        self._send(table.flat)
 
     def wait(self) -> None:
         """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
@@ -146,13 +155,15 @@ class GradBucket:
             elif self.missing:
                 self._hand_out_views(set(self.plan.params).difference(self.missing).union(untouched))
             return
-        views = self._table.views
         skipped = {place for place, index in enumerate(self.plan.params) if index in untouched} if untouched else ()
         targets: list[Tensor | None] = []
         for place, param in enumerate(self.params):
-            if param.grad is None and place not in skipped:
-                param.grad = torch.empty_like(views[place], dtype=self._table.dtype)
-            targets.append(None if place in skipped else param.grad)
+            if place in skipped:
+                targets.append(None)
+            elif param.grad is None or self._is_complex:
+                targets.append(self._target(place))
+            else:
+                targets.append(param.grad)
         if self.tail is not None:
             targets.append(None)
         with _ranged("dpfuse::unpack", self._label), _no_graph():
@@ -162,7 +173,8 @@ class GradBucket:
                 # A gradient that can be read but not written, such as an expanded one that was set by hand.
                 for place, param in enumerate(self.params):
                     if targets[place] is not None:
-                        targets[place] = param.grad = torch.empty_like(views[place], dtype=self._table.dtype)
+                        param.grad = None
+                        targets[place] = self._target(place)
                 unflatten(self._table, targets, scale=self._averaging.post_scale)
 
     def discard(self) -> None:
@@ -181,6 +193,33 @@ class GradBucket:
         """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
         return self.state is not BucketState.FREE
 
+    def _target(self, place: int) -> Tensor:
+        """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
+        assert self._table is not None
+        param = self.params[place]
+        if param.grad is None or param.grad.is_conj():
+            shape, stride = self._shapes[place]
+            dtype = getattr(torch, self.plan.dtype)
+            param.grad = torch.empty_strided(shape, stride, dtype=dtype, device=self._table.flat.device)
+        return torch.view_as_real(param.grad) if self._is_complex else param.grad
+
+    def _launch_empty(self, failed: bool) -> None:
+        self._move(BucketState.FREE, BucketState.FLIGHT)
+        self.missing, self.error, self._handed_out = [], None, False
+        table = self._allocate()  # not the one in use: what is accumulated may lie in it, in views
+        if self.tail is not None:
+            self._write_tail(table, self.tail.source(table.dtype, table.flat.device, (), failed, changed=True))
+        self._send(table.flat)
+
+    def _write_tail(self, table: PointerTable, source: Tensor) -> None:
+        table.views[-1].copy_(source.double().mul_(self._averaging.pre_scale))  # it is its sign that counts
+
+    def _send(self, flat: Tensor) -> None:
+        with _ranged("dpfuse::all_reduce", self._label):
+            self._work = self._start(flat)
+        if self.times is not None:
+            self.times.sent(flat, self._work, is_last=self.tail is not None)
+
     def _start(self, flat: Tensor) -> dist.Work:
         """Send the packed buffer on its way."""
         return collective.all_reduce(flat, self._group)
@@ -188,10 +227,11 @@ class GradBucket:
     def _hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
         assert self._table is not None
-        views = self._table.views
+        views = self._views
         if list(map(Tensor.data_ptr, views)) != self._table.addresses:
             # Somebody assigned to `.grad.data`, which took a view that was handed out elsewhere.
-            views[:] = self._table.new_views()
+            self._table.views[:] = self._table.new_views()
+            views[:] = self._gradient_views(self._table)
         if not but:
             for param, view in zip(self.params, views, strict=False):  # the tail's belongs to nobody
                 param.grad = view
@@ -205,22 +245,36 @@ class GradBucket:
         # the buffers of the plan before.
         self._hooks = [param._post_accumulate_grad_hooks or () for param in self.params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
-        dtype, wire = getattr(torch, self.plan.dtype), getattr(torch, self._averaging.dtype)
+        dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
         places, numel = self._places()
         slots = [
-            KernelSlot(name, place.offset, tuple(param.shape), dense_stride(param))
-            for name, place, param in zip(self._names, places, self.params, strict=True)
+            KernelSlot(name, place.offset, *(_real_layout(shape, stride) if self._is_complex else (shape, stride)))
+            for name, place, (shape, stride) in zip(self._names, places, self._shapes, strict=True)
         ]
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
         self._table = PointerTable(torch.zeros(numel, dtype=wire, device=self.plan.device), slots, dtype)
+        self._views = self._gradient_views(self._table)
         return self._table
+
+    def _gradient_views(self, table: PointerTable) -> list[Tensor]:
+        if not self._is_complex or not self._keep_views:
+            return table.views
+        count = len(self.params)
+        return [*map(torch.view_as_complex, table.views[:count]), *table.views[count:]]
 
     def _places(self) -> tuple[list[Slot], int]:
         """Where each gradient lies in the buffer, in the order of the parameters, and the buffer's length."""
         # Not the plan's: elements of another size start elsewhere.
-        return lay_out_slots([(slot.param, slot.numel) for slot in self.plan.slots], self._averaging.dtype)
+        return lay_out_slots(
+            [(slot.param, self._width * slot.numel) for slot in self.plan.slots], self._averaging.dtype
+        )
+
+    @property
+    def _width(self) -> int:
+        """Numbers in the buffer for each element of a gradient."""
+        return 2 if self._is_complex else 1
 
     def _move(self, expected: BucketState, to: BucketState) -> None:
         if self.state is not expected:
@@ -234,6 +288,15 @@ class GradBucket:
 def dense_stride(param: Tensor) -> tuple[int, ...]:
     """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _real(grad: Tensor | None) -> Tensor | None:
+    """A complex gradient as pairs of real numbers, [..., 2]."""
+    return None if grad is None else torch.view_as_real(grad.resolve_conj())
+
+
+def _real_layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (*shape, 2), (*(2 * step for step in stride), 1)
 
 
 def _ranged(name: str, label: str) -> AbstractContextManager[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -105,11 +104,10 @@ class FlatBroadcast:
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self.tensors = list(tensors)
         self._group = group
         self._device = group_device(group)
         kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-        for tensor in self.tensors:
+        for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.dim() == 1), []).append(tensor)
         counts = [sum(tensor.numel() for tensor in same) for same in kinds.values()]
         # A dtype's bytes must start where its elements may.
@@ -117,7 +115,7 @@ class FlatBroadcast:
             -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, (dtype, _) in zip(counts, kinds, strict=True)
         ]
         # Bytes know no dtype: back ends differ in what they can send (bool, complex, float8).
-        device = self.tensors[0].device if self.tensors else self._device
+        device = tensors[0].device if tensors else self._device
         self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -133,10 +131,6 @@ class FlatBroadcast:
                 self._others.append((pieces, same))
             self._targets += same
             self._pieces += pieces
-
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is these very tensors that a call would overwrite."""
-        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def __call__(self, source: int = 0) -> None:
         """Overwrite the tensors with those of rank `source`."""

@@ -47,7 +47,7 @@ class CommBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, [elements]; or the sparse gradient of the bucket's one parameter."""
+        """All gradients, [elements], complex ones as pairs of real numbers; or one sparse gradient."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -63,12 +63,17 @@ class CommBucket:
     def gradients(self) -> list[Tensor]:
         """Per parameter, its part of `buffer()` in its shape; none if the bucket is sparse.
 
-        As torch has it, elements come in the order of memory: of a channels-last weight they are permuted.
+        Those of complex parameters are complex, although the buffer holds pairs of real numbers. As torch has it,
+        elements come in the order of memory: of a channels-last weight they are permuted.
         """
         if self._buffer.layout is not torch.strided:
             return []
         flat, views, start = self._buffer.view(-1), [], 0
         for param in self._params:
-            views.append(flat[start : start + param.numel()].view(param.shape))
-            start += param.numel()
+            numel = param.numel() * (2 if param.is_complex() else 1)
+            part = flat[start : start + numel]
+            views.append(
+                torch.view_as_complex(part.view(*param.shape, 2)) if param.is_complex() else part.view(param.shape)
+            )
+            start += numel
         return views

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from dpfuse.agreement import report_failure
-from dpfuse.collective import resolve_group
-from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import SyncOptions
 from dpfuse.join_hook import UnevenInputs, UnevenInputsHook
-from dpfuse.placement import device_index, refuse_sync_batch_norm_on_cpu, single_device
-from dpfuse.plan import MB
+from dpfuse.mixed_precision import MixedPrecision
+from dpfuse.placement import (
+    device_index,
+    group_of,
+    refuse_sync_batch_norm_on_cpu,
+    shard_as_tensor_parallel,
+    single_device,
+)
 from dpfuse.state_dict import accept_unprefixed
-from dpfuse.torch_names import TorchNames
+from dpfuse.torch_buckets import BucketSizes, rule_of
+from dpfuse.torch_hooks import TorchHooks
 from dpfuse.tracing import leave_untraced
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DistributedDataParallel"]
 
-DEFAULT_CAP_MB = 25
-SMALL_CAP_MB = 1
 TORCH_CLASS = nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(TorchNames, Joinable):
+class DistributedDataParallel(TorchHooks, Joinable):
     """`torch.nn.parallel.DistributedDataParallel`, on dpfuse's buckets: change the import, and nothing else.
 
     Names, order, defaults and errors of the arguments are those of torch 2.13. What dpfuse does better is in
@@ -56,8 +58,14 @@ class DistributedDataParallel(TorchNames, Joinable):
         check_reduction: deprecated in torch, ignored.
         gradient_as_bucket_view: True makes `.grad` a view of the buffers and saves a copy.
         static_graph: accepted; nothing has to be known beforehand.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients travel in buckets of their own.
+        param_to_hook_all_reduce: the parameter behind whose bucket they are sent.
+        mixed_precision: a `torch.nn.parallel.distributed._MixedPrecision`: inputs, and for the time of a forward
+            parameters, are cast to its `param_dtype`, buffers at once to `buffer_dtype`; gradients travel in
+            `reduce_dtype` and arrive in the parameter's own.
         device_mesh: a 1-D mesh instead of `process_group`.
         skip_all_reduce_unused_params: accepted; ranks may differ in what they use.
+        bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
 
@@ -103,29 +111,27 @@ class DistributedDataParallel(TorchNames, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce must be given together")
-        for name, value in (
-            ("delay_all_reduce_named_params", delay_all_reduce_named_params),
-            ("mixed_precision", mixed_precision),
-            ("bucket_cap_mb_list", bucket_cap_mb_list),
-        ):
-            if value is not None:
-                raise ValueError(f"{name} is not supported yet, got {value!r}; leave it out")
         if check_reduction:
             warnings.warn("check_reduction is deprecated and ignored; leave it out", FutureWarning, stacklevel=2)
-        group = _group_of(process_group, device_mesh)
+        group = group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            _shard_as_tensor_parallel(module, device_mesh)
+            shard_as_tensor_parallel(module, device_mesh)
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = {name: param for name, param in module.named_parameters() if name not in ignored}
         for name, param in module.named_parameters():
-            param._ddp_ignored = name in ignored  # type: ignore[attr-defined]  # torch.compile reads it
+            # What torch.compile reads; others only ask whether it is there.
+            if name in ignored:
+                param._ddp_ignored = True  # type: ignore[attr-defined]
+            elif hasattr(param, "_ddp_ignored"):
+                del param._ddp_ignored
         try:
+            sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
+            rule = rule_of(sizes, module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            precision = None if mixed_precision is None else MixedPrecision(mixed_precision, ignored)
             single_device(params, device_ids, output_device)
             refuse_sync_batch_norm_on_cpu(module)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:
                 report_failure(error, group, "the wrapped module")
             raise
@@ -148,30 +154,40 @@ class DistributedDataParallel(TorchNames, Joinable):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = None
-        self.parameters_to_ignore = set(ignored)
+        self.mixed_precision = mixed_precision
+        self._around = precision
+        if precision is not None:
+            precision.cast_buffers(module)
+        self.parameters_to_ignore = {*ignored, *rule.delayed}
         self.require_forward_param_sync = True
         self.forward_sync_buffers = each_forward
-        cap = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self._options = SyncOptions(
-            cap,
-            SMALL_CAP_MB if bucket_cap_mb is None else cap,
+            sizes.cap_mb,
+            sizes.small_mb,
             find_unused_parameters,
             gradient_as_bucket_view,
             each_forward,
+            wire_dtype=None if precision is None else precision.wire_dtype,
             ignored=ignored,
             send_buffers_at_start=at_start,
+            rule=rule,
         )
-        # What torch.compile splits the graph by; its optimizer refuses less than one MB.
-        self.bucket_bytes_cap = max(MB, int(min(cap, 1 << 40) * MB))
+        self.bucket_bytes_cap = sizes.in_bytes
+        self.bucket_bytes_cap_list = list(sizes.caps)
+        self.bucket_bytes_cap_default = sizes.small_mb < sizes.cap_mb
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
-        sync = self._sync
+        sync, hook = self._sync, self._buffer_hook
         assert sync is not None
-        sync.broadcast_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+        if not self._optimizers_found:
+            self._find_optimizers()
+        if hook is not None:
+            self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
+        send_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+        sync.broadcast_buffers = send_buffers and (hook is None or hook.before_forward)
         if self.device_ids:
             moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
             inputs, kwargs = moved[0], moved_kwargs[0]
@@ -182,6 +198,8 @@ class DistributedDataParallel(TorchNames, Joinable):
             outputs = SyncedModule.forward(self, *inputs, **kwargs)
         finally:
             TORCH_CLASS._active_ddp_module = before
+        if hook is not None and not hook.before_forward and send_buffers and torch.is_grad_enabled():
+            self._run_buffer_hook()
         # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
         if torch.is_grad_enabled() and self.require_forward_param_sync != sync.reducer.require_sync:
             self.require_forward_param_sync = sync.reducer.require_sync
@@ -218,6 +236,11 @@ class DistributedDataParallel(TorchNames, Joinable):
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """This module's part in a `Join`; takes its keyword argument `divide_by_initial_world_size`."""
         assert self._sync is not None
+        if self._buffer_hook is not None and not self._buffer_hook.before_forward:
+            raise DPFuseError(
+                f"rank {self._distributed_rank} has a buffer hook that runs after the forward, which ranks without "
+                "input do not run; expected one before it, or none. Register it with PRE_FORWARD."
+            )
         mean_of_all = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, self._sync, divide_by_initial_world_size=mean_of_all)
 
@@ -230,50 +253,6 @@ class DistributedDataParallel(TorchNames, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The ranks of `Join`."""
         return self.process_group
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook` communicate the gradients, in place of the all-reduce of their means.
-
-        It is called as `hook(state, bucket)` when a bucket is complete, in the order of communication, and returns
-        a `torch.futures.Future` of the new buffer. `bucket` has the methods of `torch.distributed.GradBucket`;
-        its gradients are not divided by the number of ranks. The hooks of
-        `torch.distributed.algorithms.ddp_comm_hooks` run as they are, and those of `dpfuse.hooks`.
-
-        Buckets are rebuilt once, after the first synchronised backward; the hook stays. It is called for a
-        bucket when the future of the one before is complete, unless the back end completes futures at once
-        (NCCL), so one future must not wait for the next call. An exception of the hook surfaces from
-        `backward()`, and the module must be wrapped again after it; one of its future's callbacks, and a result
-        that does not fit, is an error on every rank. A copy of the module has no hook.
-
-        Args:
-            state: given to the hook; many expect the process group here, or None.
-            hook: a callable with parameters `state` and `bucket`.
-
-        Raises:
-            TypeError, KeyError, ValueError: `hook` is no such callable.
-            RuntimeError: there is a hook already, or a backward is running.
-
-        Example:
-            >>> import torch, dpfuse
-            >>> import torch.distributed as dist
-            >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            >>> model = dpfuse.DistributedDataParallel(torch.nn.Linear(4, 2))
-            >>> model.register_comm_hook(None, fp16_compress_hook)
-            >>> model(torch.ones(3, 4)).sum().backward()
-            >>> model.module.bias.grad
-            tensor([3., 3.])
-            >>> dist.destroy_process_group()
-
-        Source: `torch.nn.parallel.DistributedDataParallel.register_comm_hook`.
-        """
-        assert self._sync is not None
-        self._sync.set_hook(CommHook(state, hook, self.process_group.rank()))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Use a hook that torch has built in, by its name there."""
-        assert self._sync is not None
-        self._sync.set_hook(CommHook.built_in(comm_hook_type, self.process_group))
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -296,27 +275,6 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about the wrapper, under torch's keys where they mean the same here."""
-        plan, group = self.bucket_plan, self.process_group
-        sizes = ", ".join(str(bucket.nbytes) for bucket in plan.buckets)
-        return {
-            "world_size": group.size(),
-            "rank": group.rank(),
-            "module_name": type(self.module).__name__,
-            "backend_name": dist.get_backend(group),
-            "num_parameter_tensors": len(plan.specs),
-            "total_parameter_size_bytes": plan.nbytes,
-            "bucket_sizes": sizes,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "static_graph": int(self.static_graph),
-            "can_set_static_graph": True,
-            **({"comm_hook": self._sync.hook.name} if self._sync is not None and self._sync.hook is not None else {}),
-        }
-
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
             raise DPFuseError(
@@ -329,36 +287,12 @@ class DistributedDataParallel(TorchNames, Joinable):
         return {key: value for key, value in super()._portable_state().items() if key != "process_group"}
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        self.process_group = _group_of(group, None)
+        self.process_group = group_of(group, None)
         super()._restore(state, self.process_group)
 
 
 # Whoever asks isinstance(model, torch's class), to unwrap it or to switch its synchronisation, gets a yes.
 TORCH_CLASS.register(DistributedDataParallel)
-
-
-def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments; leave one out")
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, got {device_mesh}; slice it by a name")
-        process_group = device_mesh.get_group(mesh_dim=0)
-    group = resolve_group(process_group)
-    if group is None:
-        raise ValueError(
-            "Default process group has not been initialized; call dpfuse.init_parallel_env() or "
-            "torch.distributed.init_process_group() before wrapping"
-        )
-    return group
-
-
-def _shard_as_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Where the mesh is a slice, the module's parameters are DTensors of another slice; torch knows what to do."""
-    if mesh._get_root_mesh() != mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
 
 
 def _buffer_options(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

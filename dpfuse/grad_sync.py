@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from dpfuse import agreement, collective
 from dpfuse.autograd import BackwardWatch, ReadyHooks
 from dpfuse.averaging import WIRES, averaging_for
 from dpfuse.bucket import GradBucket
+from dpfuse.bucket_rule import BucketRule
 from dpfuse.buckets import make_buckets, make_hooked_buckets
+from dpfuse.buffer_sync import BufferSync
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
-from dpfuse.param_spec import describe_parameters
-from dpfuse.plan import BucketPlan, plan_buckets, rebuild_plan
+from dpfuse.model_change import ModelChange
+from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
+from dpfuse.plan import NO_WISHES, BucketPlan, rebuild_plan
 from dpfuse.reducer import Phase, Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.timing import CommunicationTimes
-from dpfuse.version import __version__
 
-__all__ = ["GradSync", "SyncOptions", "agree_on_model", "check_module"]
+__all__ = ["GradSync", "SyncOptions", "agree_on_model"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class SyncOptions:
     wire_dtype: torch.dtype | None = None
     ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
     send_buffers_at_start: bool = True
+    rule: BucketRule = NO_WISHES  # for the buckets
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -91,27 +93,27 @@ class GradSync:
     ) -> None:
         self.plan = plan
         self.group = group
-        named = dict(module.named_parameters())
-        self._params = [named[spec.name] for spec in plan.specs]
         self._module = module
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
         self.source = 0  # the rank whose buffers and ready order all ranks take
         self.before_collectives: Callable[[], None] | None = None  # called in before_forward, once all is well
-        self._buffer_dicts = {prefix: child._buffers for prefix, child in module.named_modules()}
-        self._buffer_counts: list[int] = []  # what the places below were made for
-        self._buffer_places: list[tuple[dict[str, Tensor | None], str]] = []
-        self._broadcast = collective.FlatBroadcast((), group)
+        self.buffer_hook: Callable[[], None] | None = None  # what synchronises the buffers in our place
+        self._buffers = BufferSync(module, options.ignored, group)
+        if options.broadcast_buffers:
+            self._buffers.look()
         self.hook: CommHook | None = None  # what reduces the gradients in our place
-        self._marks = [1] * len(self._params)  # how often each parameter becomes ready in a backward
         self._times: CommunicationTimes | None = None
         self._signature = ModelSignature(module, options.ignored)
+        self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
+        self._planned = _params_of(module, plan)
+        self._use_params(self._planned)
+        self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
-        indices = {id(param): index for index, param in enumerate(self._params)}
         self.reducer = Reducer(
-            self._make_buckets(),
-            [spec.name for spec in plan.specs],
-            index_of=lambda param: indices[id(param)],
+            self._make_buckets(plan),
+            _names(plan),
+            index_of=lambda param: self._indices[id(param)],
             warn_unused=not options.find_unused_parameters,
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
@@ -123,15 +125,12 @@ class GradSync:
         """To be called before a forward with gradients enabled.
 
         Raises:
-            DPFuseError: the module's parameters have changed; the last backward was interrupted here only.
+            DPFuseError: the last backward was interrupted here only.
         """
-        if (change := self._signature.change()) is not None:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: {change} after the module was wrapped; expected the parameters of "
-                "the time of wrapping. Wrap the module again, on every rank."
-            )
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
+        if not self._signature.unchanged() and self.reducer.phase is Phase.IDLE:
+            self._follow_module()
         if self.before_collectives is not None:
             self.before_collectives()
         if self.broadcast_buffers:
@@ -143,25 +142,18 @@ class GradSync:
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 
     def send_buffers(self) -> None:
-        """Overwrite the buffers with those of rank `source`."""
-        # Looked up each time, since buffers may be added, or replaced by hand or by .to(), at any time.
-        counts = list(map(len, self._buffer_dicts.values()))
-        if counts != self._buffer_counts:
-            self._buffer_counts = counts
-            self._buffer_places = [
-                (buffers, key)
-                for prefix, buffers in self._buffer_dicts.items()
-                for key in buffers
-                if _joined(prefix, key) not in self._options.ignored
-            ]
-        buffers = [buffer for place, key in self._buffer_places if (buffer := place.get(key)) is not None]
-        if not self._broadcast.fits(buffers):
-            self._broadcast = collective.FlatBroadcast(buffers, self.group)
-        self._broadcast(self.source)
+        """Overwrite the buffers with those of rank `source`, or do what the user has registered instead."""
+        if self.buffer_hook is not None:
+            self.buffer_hook()
+            return
+        if self._change is None:
+            self._buffers.send(self.source)
+        else:
+            self._buffers.send_as_before(self.source)  # which ranks have changed is not known before the backward ends
 
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
-        params, others = _tensors_of(self._module, self._options)
+        params, others = tensors_of(self._module, self._options)
         _send([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
 
     def average_over(self, rank_count: int) -> None:
@@ -192,6 +184,11 @@ class GradSync:
                 f"rank {self.group.rank()}: a communication hook was registered while a backward is "
                 f"{self.reducer.phase.name}, expected it between backwards. Register it right after wrapping."
             )
+        if self._change is not None:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a communication hook was registered after {self._change.text} and before a "
+                "backward synchronised since. Register it before the change, or after that backward."
+            )
         self.hook = hook
         self._use_buckets(self._marks)
 
@@ -199,12 +196,16 @@ class GradSync:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
 
-    def _make_buckets(self) -> list[GradBucket]:
+    def _use_params(self, params: list[nn.Parameter]) -> None:
+        self._params = params
+        self._indices = {id(param): index for index, param in enumerate(params)}
+
+    def _make_buckets(self, plan: BucketPlan) -> list[GradBucket]:
         if self.hook is not None:
             views = self._options.gradient_as_bucket_view
-            return make_hooked_buckets(self.plan, self._params, self.group, self.hook, views=views)
+            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views)
         return make_buckets(
-            self.plan,
+            plan,
             self._params,
             self.group,
             scale=self._options.gradient_scale,
@@ -222,9 +223,64 @@ class GradSync:
 
     def _use_buckets(self, marks: list[int]) -> None:
         self._marks = marks
-        self.reducer.adopt(self._make_buckets(), marks)
+        self.reducer.adopt(self._make_buckets(self.plan), marks)
+        self._equip_buckets()
+
+    def _equip_buckets(self) -> None:
+        """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
-        self._hooks.replace(self._markers())
+        self._hooks.replace(self._params, self._markers())
+
+    def _follow_module(self) -> None:
+        """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
+        text = self._signature.change()
+        if text is None:
+            if self._change is not None:
+                self._change = None
+                self._use_params(self._planned)
+                self.reducer.unfollow(_names(self.plan), self._marks)
+                self._equip_buckets()
+            return
+        if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
+            return  # nothing of it trains; once something does again, it will be seen
+        self._change = self._describe_change(text)
+        plan = self._change.plan
+        if isinstance(plan, BucketPlan):
+            self._use_params(_params_of(self._module, plan))
+        else:
+            plan = self.plan
+            self._use_params(self._planned)
+        self.reducer.follow(self._make_buckets(plan), _names(plan), text, self._agree_on_change)
+        self._equip_buckets()
+
+    def _describe_change(self, text: str) -> ModelChange:
+        plan: BucketPlan | Exception
+        if self.hook is not None:
+            plan = DPFuseError(
+                f"rank {self.group.rank()}: {text} after the module was wrapped; expected no such change once the "
+                f"communication hook {self.hook.name} is registered, whose state may depend on the buckets. Wrap the "
+                "module again, on every rank, and register the hook there."
+            )
+        else:
+            try:
+                plan = check_module(self._module, self._options, self.group, ours=self._indices)
+            except (TypeError, ValueError) as error:
+                plan = error
+        if isinstance(plan, Exception):
+            return ModelChange(text, plan, [], {})
+        facts = describe_model(self._module, plan, self._options, buffers=self._options.broadcast_buffers)
+        return ModelChange(text, plan, facts, self._signature.new_parameters())
+
+    def _agree_on_change(self) -> None:
+        assert self._change is not None
+        self.plan = self._change.agree(self.group)
+        self._planned = self._params
+        self._marks = [1] * len(self._params)
+        self._signature.agree()
+        self._change = None
+        self._buffers = BufferSync(self._module, self._options.ignored, self.group)
+        if self._options.broadcast_buffers:
+            self._buffers.look()
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()
@@ -233,85 +289,13 @@ class GradSync:
         return markers
 
 
-def check_module(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup | None) -> BucketPlan:
-    """The plan of a module that can be synchronised.
-
-    Raises:
-        TypeError, ValueError: an option, parameter, dtype or device that cannot be used; the text names it.
-    """
-    options.check()
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"layers must be a torch.nn.Module, got {type(module).__name__}; pass the model instance")
-    params, buffers = _tensors_of(module, options)
-    for name, param in params.items():
-        _check_data(f"parameter {name!r}", param)
-    for name, buffer in buffers.items():
-        _check_data(f"buffer {name!r}", buffer)
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
-    _check_alone(trainable, options)
-    if not trainable:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to "
-            "average; use the module without the wrapper"
-        )
-    specs = [spec for spec in describe_parameters(module) if spec.name in trainable]
-    plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size)
-    devices = {str(param.device): name for name, param in reversed(trainable.items())}
-    if len(devices) > 1:
-        raise ValueError(
-            "the parameters are on several devices: "
-            + ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-            + "; expected one device per process. Move the module to one, or wrap its parts."
-        )
-    device = next(iter(trainable.values())).device
-    if group is not None and all(device.type != usable.type for usable in group._device_types):
-        raise ValueError(
-            f"the parameters are on {device}, but the {dist.get_backend(group)} group reduces tensors on "
-            f"{', '.join(usable.type for usable in group._device_types)}; move the module, or use another "
-            "backend (gloo for the CPU, nccl for GPUs)"
-        )
-    for spec in plan.specs:
-        try:
-            averaging_for(spec.dtype, 1)
-        except TypeError as error:
-            raise TypeError(f"parameter {spec.name!r}: {error}") from None
-    return plan
+def _names(plan: BucketPlan) -> list[str]:
+    return [spec.name for spec in plan.specs]
 
 
-def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
-    """Raises ValueError where two wrappers would both reduce a gradient and not both take the mean.
-
-    The mean of means is the mean, so those do no harm; a sum over a sum counts every rank twice.
-    """
-    for name, param in trainable.items():
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            scales = getattr(hook, "scales", None)
-            if scales is not None and (scales or options.gradient_scale is not None):
-                raise ValueError(
-                    f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
-                    "gradient_scale set; expected one wrapper. Delete the old one first."
-                )
-
-
-def _check_data(what: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that rank 0's data cannot be written into."""
-    if is_lazy(tensor):
-        raise ValueError(
-            f"{what} is uninitialized (a lazy module); expected a known shape. Run one forward with a sample batch "
-            "before wrapping."
-        )
-    if tensor.is_meta:
-        raise ValueError(
-            f"{what} is on the meta device; expected data. Use module.to_empty(device=…) and initialise it before "
-            "wrapping."
-        )
-    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    if shared or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{what} is {'expanded' if shared else 'a conjugate or negative view'}, with strides {tensor.stride()}; "
-            "expected memory of its own for each element, since rank 0's data is written into it. Register a "
-            ".clone(memory_format=torch.contiguous_format) of it, after .resolve_conj() where it is complex."
-        )
+def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
+    named = dict(module.named_parameters())
+    return [named[name] for name in _names(plan)]
 
 
 def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
@@ -320,23 +304,8 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     Raises:
         DPFuseError: on every rank alike, naming rank and first difference.
     """
-    lines = [f"dpfuse {__version__}"]
-    for name, value in asdict(options).items():
-        # 25 and 25.0 are one size, and a set has no order of its own.
-        value = float(value) if type(value) is int else sorted(value) if isinstance(value, frozenset) else value
-        lines.append(f"option {name} = {value}")
-    lines += [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if name in options.ignored:
-            continue
-        if id(param) in first:
-            lines.append(f"parameter {name} is tied to {first[id(param)]}")
-            continue
-        first[id(param)] = name
-        lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
-    params, buffers = _tensors_of(module, options)
-    lines += [f"buffer {name} {_facts(buffer)} device={buffer.device.type}" for name, buffer in buffers.items()]
+    lines = [*describe_options(options), *describe_model(module, plan, options)]
+    params, buffers = tensors_of(module, options)
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
@@ -348,20 +317,3 @@ def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) 
     with torch.no_grad():
         for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
             collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)
-
-
-def _tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Parameters and buffers by name, without those to ignore."""
-    params = {name: param for name, param in module.named_parameters() if name not in options.ignored}
-    return params, {name: buffer for name, buffer in module.named_buffers() if name not in options.ignored}
-
-
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
-
-
-def _facts(tensor: Tensor) -> str:
-    # The stride of a dimension of one element addresses nothing and may differ.
-    stride = tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"shape={tuple(tensor.shape)} strides={stride} dtype={dtype}"

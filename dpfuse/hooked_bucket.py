@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dpfuse.averaging import Averaging
+from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.bucket import BucketState, GradBucket
 from dpfuse.comm_bucket import CommBucket
 from dpfuse.comm_hook import CommHook
@@ -70,13 +70,15 @@ class HookedBucket(GradBucket):
         is_last: bool,
         views: bool,
     ) -> None:
-        averaging = Averaging(bucket.dtype, 1.0)
+        averaging = Averaging(real_dtype(bucket.dtype), 1.0)
         super().__init__(bucket, params, names, group, averaging=averaging, views=views, label=f"bucket {index}")
         self._hook = hook
         self._index = index
         self._is_last = is_last
 
-    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
+    def launch(
+        self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
+    ) -> None:
         """Pack the gradients and call the hook; arguments as for `GradBucket.launch`.
 
         Raises:
@@ -84,7 +86,7 @@ class HookedBucket(GradBucket):
             Exception: what the hook raised.
         """
         self._hook.check()
-        super().launch(complete=complete, unused=unused, failed=failed)
+        super().launch(complete=complete, unused=unused, failed=failed, empty=empty)
 
     def wait(self) -> None:
         """Wait for the hook's future, and write what it holds to the buffer; `error` says what went wrong."""
@@ -94,6 +96,7 @@ class HookedBucket(GradBucket):
         if self._table is not None and self._table.flat.data_ptr() != self._table.address:
             # The hook has resized the buffer, as batched PowerSGD does, which moved it.
             self._table = PointerTable(self._table.flat, self._table.slots, self._table.dtype)
+            self._views = self._gradient_views(self._table)
         self._finish(work)
 
     def average_by(self, averaging: Averaging) -> None:
@@ -141,9 +144,9 @@ class HookedBucket(GradBucket):
     def _places(self) -> tuple[list[Slot], int]:
         # One behind the other: what a hook computes of the whole buffer must not depend on padding.
         slots, numel = [], 0
-        for index, param in zip(self.plan.params, self.params, strict=True):
-            slots.append(Slot(index, numel, param.numel()))
-            numel += param.numel()
+        for planned in self.plan.slots:
+            slots.append(Slot(planned.param, numel, self._width * planned.numel))
+            numel += slots[-1].numel
         return slots, numel
 
 
@@ -153,12 +156,14 @@ class HookedSparseBucket(HookedBucket):
     Where there is no gradient, the hook gets one without rows.
     """
 
-    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
+    def launch(
+        self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
+    ) -> None:
         """Call the hook with the gradient; arguments as for `GradBucket.launch`."""
         self._hook.check()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         (param,), (name,) = self.params, self._names
-        grad = param.grad
+        grad = None if empty else param.grad
         self.missing = list(self.plan.params) if grad is None else []
         self.error = None
         self._result = self._without_rows()
@@ -211,7 +216,7 @@ class HookedSparseBucket(HookedBucket):
             self._result = self._result.coalesce()
 
     def _without_rows(self) -> Tensor:
-        (param,) = self.params
-        indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-        values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
-        return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False, is_coalesced=True)
+        ((shape, _),) = self._shapes
+        indices = torch.empty(1, 0, dtype=torch.int64, device=self.plan.device)
+        values = torch.empty(0, *shape[1:], dtype=getattr(torch, self.plan.dtype), device=self.plan.device)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)

@@ -135,6 +135,7 @@ class UnevenInputsHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that had inputs to the last."""
         self._exchange(Turn.ACTIVE if is_last_joiner else 0)
+        self._model._authoritative_rank = self._sync.source
         self._sync.send_model(buffers=self._model.forward_sync_buffers)
         self.end()
 

@@ -1,14 +1,18 @@
-"""On which device a module lives, and whether that suits the arguments of torch's wrapper. Knows no collective."""
+"""On which device and between which ranks a module lives, by the arguments of torch's wrapper. Sends nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-__all__ = ["device_index", "refuse_sync_batch_norm_on_cpu", "single_device"]
+from dpfuse.collective import resolve_group
+
+__all__ = ["device_index", "group_of", "refuse_sync_batch_norm_on_cpu", "shard_as_tensor_parallel", "single_device"]
 
 
 def device_index(device: int | str | torch.device) -> int:
@@ -60,7 +64,7 @@ def single_device(
             "DistributedDataParallel's input module must be on the same type of devices, got parameters on "
             f"{', '.join(sorted(kinds))}"
         )
-    if kinds == {"cpu"} and (device_ids or output_device is not None):
+    if kinds == {"cpu"} and (device_ids or output_device):  # as torch asks: 0, too, says nothing
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with GPU modules, got device_ids "
             f"{device_ids}, output_device {output_device}, and a module on the CPU; leave them out"
@@ -76,3 +80,33 @@ def refuse_sync_batch_norm_on_cpu(module: nn.Module) -> None:
                 f"SyncBatchNorm layers only work with GPU modules, got {name!r} on the CPU; move the module, or leave "
                 "BatchNorm layers as they are"
             )
+
+
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The ranks to average over; None and None are the default group.
+
+    Raises:
+        RuntimeError: both arguments are given; the mesh has more than one dimension.
+        ValueError: there is no default group.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments; leave one out")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, got {device_mesh}; slice it by a name")
+        process_group = device_mesh.get_group(mesh_dim=0)
+    group = resolve_group(process_group)
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized; call dpfuse.init_parallel_env() or "
+            "torch.distributed.init_process_group() before wrapping"
+        )
+    return group
+
+
+def shard_as_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Where the mesh is a slice, the module's parameters are DTensors of another slice; torch knows what to do."""
+    if mesh._get_root_mesh() != mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)

@@ -7,17 +7,19 @@ The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_s
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
+from dpfuse.bucket_rule import BucketRule
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
 
 __all__ = [
     "ALIGNMENT",
     "MB",
+    "NO_WISHES",
     "Bucket",
     "BucketPlan",
     "Slot",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 MB = 1 << 20
+NO_WISHES = BucketRule()
 ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
 
 
@@ -64,6 +67,7 @@ class BucketPlan:
         buckets: in communication order; the last is sent when backward is about to end.
         comm_buffer_size: cap of every bucket but the first closed of each dtype, in bytes.
         last_comm_buffer_size: cap of the first closed bucket of each dtype, in bytes.
+        rule: wishes beyond these two.
 
     Example:
         >>> from dpfuse import ParamSpec, plan_buckets
@@ -77,6 +81,7 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     comm_buffer_size: float
     last_comm_buffer_size: float
+    rule: BucketRule = NO_WISHES
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +222,9 @@ def assign_buckets(
     return [group for _, group in sorted(groups, key=lambda item: item[0])]
 
 
-def plan_buckets(params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> BucketPlan:
+def plan_buckets(
+    params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1, *, rule: BucketRule = NO_WISHES
+) -> BucketPlan:
     """The buckets with which `DataParallel` would start.
 
     The small cap goes to the parameters registered first, whose gradients arrive last: the bucket that is
@@ -228,6 +235,8 @@ def plan_buckets(params: Any, comm_buffer_size: float = 25, last_comm_buffer_siz
         comm_buffer_size: cap of a bucket in MB (1048576 bytes); 0 puts every parameter alone, `inf` makes
             one bucket per dtype.
         last_comm_buffer_size: cap in MB of the first bucket closed of each dtype, the one sent last.
+        rule: wishes beyond these two, a `dpfuse.bucket_rule.BucketRule`: a cap for each bucket, parameters to send
+            later.
 
     Returns:
         The plan; `plan.buckets` is in communication order, `print(plan.explain())` shows it as a table.
@@ -248,8 +257,8 @@ def plan_buckets(params: Any, comm_buffer_size: float = 25, last_comm_buffer_siz
     specs = tuple(describe_parameters(params))
     if not specs:
         raise ValueError("params has no trainable parameter; expected at least one with requires_grad=True")
-    groups = reversed(assign_buckets(specs, [last_cap, cap]))
-    return BucketPlan(specs, tuple(_lay_out(specs, groups)), cap, last_cap)
+    # Gradients come in the reverse of the order in which the parameters were made, until it is known better.
+    return _arrange(BucketPlan(specs, (), cap, last_cap, rule), range(len(specs))[::-1])
 
 
 def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
@@ -260,8 +269,7 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         ready_order: parameter indices, first ready first; a parameter left out never became ready.
 
     Returns:
-        The same rule over the reverse of `ready_order`, and then, sent last, buckets of the parameters
-        that never became ready.
+        The same rules over `ready_order`, and then, sent last, buckets of the parameters that never became ready.
 
     Raises:
         DPFuseError: `ready_order` names a parameter twice or one that is not in the plan.
@@ -282,19 +290,40 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
             f"the ready order names {len(ready_order)} parameters, {len(seen)} distinct, of "
             f"{len(plan.specs)}; expected each at most once. The ranks' models differ, or this is a bug."
         )
-    never = [index for index in range(len(plan.specs)) if index not in seen]
-    limits = [plan.last_comm_buffer_size, plan.comm_buffer_size]
-    groups = [
-        *reversed(assign_buckets(plan.specs, limits, list(reversed(ready_order)))),
-        *reversed(assign_buckets(plan.specs, limits[1:], never)),
-    ]
+    return _arrange(plan, ready_order)
+
+
+def _arrange(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+    """The specs and wishes of `plan` in buckets for this order of gradients."""
+    specs, rule = plan.specs, plan.rule
+    names = {spec.name: index for index, spec in enumerate(specs)} if rule.delayed else {}
+    delayed = [names[name] for name in rule.delayed if name in names]  # some may have been frozen since
+    seen, apart = set(ready_order), set(delayed)
+    walk = [index for index in ready_order if index not in apart]
+    never = [index for index in range(len(specs)) if index not in seen and index not in apart]
+    if rule.caps:
+        groups = [*assign_buckets(specs, rule.caps, walk), *assign_buckets(specs, rule.caps[-1:], never)]
+    else:
+        limits = [plan.last_comm_buffer_size, plan.comm_buffer_size]
+        groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, limits[1:], never)[::-1]]
+    if delayed:
+        ready = {index: position for position, index in enumerate([*ready_order, *never])}
+        last = dict.fromkeys(range(len(specs)), len(specs)) | ready  # a delayed one that was never ready comes last
+        for group in assign_buckets(specs, [math.inf], delayed):
+            _put_behind(group, groups, names.get(rule.behind), last)
     ordered = (_Group(sorted(group.members), group.cap) for group in groups)
-    return BucketPlan(
-        plan.specs,
-        tuple(_lay_out(plan.specs, ordered)),
-        plan.comm_buffer_size,
-        plan.last_comm_buffer_size,
-    )
+    return replace(plan, buckets=tuple(_lay_out(specs, ordered)))
+
+
+def _put_behind(late: _Group, groups: list[_Group], index: int | None, ready: Mapping[int, int]) -> None:
+    """Behind the group of parameter `index`, and so far behind that no other has to wait for it."""
+    due = max(ready[member] for member in late.members)
+    before = [
+        place
+        for place, group in enumerate(groups, start=1)
+        if index in group.members or max(ready[member] for member in group.members) < due
+    ]
+    groups.insert(max(before, default=0), late)
 
 
 def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:

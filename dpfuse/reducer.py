@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from dpfuse import verdict
 from dpfuse.errors import DPFuseError
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
+    from dpfuse.tail import Report, Tail
 
 __all__ = ["Phase", "Reducer"]
 
@@ -23,8 +25,12 @@ class Phase(Enum):
     IDLE = auto()  # none is open; the next ready mark opens one
     LOCAL = auto()  # it does not synchronise; marks mean nothing
     RECORDING = auto()  # the first that synchronises: marks are recorded, all is sent at its end
+    CHANGED = auto()  # like RECORDING, but first the buckets of the model before are sent, empty
     REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
     ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
+
+
+RECORDERS = (Phase.RECORDING, Phase.CHANGED)
 
 
 class _Countdown:
@@ -47,8 +53,8 @@ class Reducer:
         index_of: the registration index of what a ready mark is called with.
         warn_unused: whether to warn, once, of parameters without gradient.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        rebuild: called after the first synchronised backward with the ready order and the number of ready
-            marks per parameter; may call `adopt`.
+        rebuild: called after the first synchronised backward of a model with the ready order and the number of
+            ready marks per parameter; may call `adopt`.
     """
 
     def __init__(
@@ -63,17 +69,24 @@ class Reducer:
     ) -> None:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
+        self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
         self._names = names
         self._index_of = index_of
         self._warn_unused = warn_unused
         self._open_backward = open_backward
-        self._rebuild: Callable[[list[int], list[int]], None] | None = rebuild
+        self._rebuild = rebuild
+        self.rebuilt = False  # whether the buckets are those of the first synchronised backward's ready order
+        self._outdated: list[GradBucket] = []  # those in use, once `follow` has brought others
+        self._change = ""
+        self._agree: Callable[[], None] = lambda: None
         self._recorded: bool | None = None  # did a forward since the last synchronised backward ask for one?
         self._outputs_watched = True
         self._ready: dict[int, int] = {}  # while recording: ready marks by parameter, last ready last
         self._late: list[int] = []  # parameters that became ready after their bucket was sent
         self._missing: list[int] = []  # parameters without gradient, of the buckets sent so far
         self._error: Exception | None = None  # the first of their packs that failed
+        self.completed = 0  # synchronised backwards
+        self.last_error = ""  # of a backward
         self.adopt(buckets, [1] * len(names))
 
     def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int]) -> None:
@@ -84,6 +97,30 @@ class Reducer:
         self.buckets = list(buckets)
         self._countdowns = [_Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
         self._next = 0
+
+    def follow(
+        self, buckets: Sequence[GradBucket], names: Sequence[str], change: str, agree: Callable[[], None]
+    ) -> None:
+        """The model of this rank has changed, and maybe that of others.
+
+        The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
+        Their tail tells who has changed. If all have, the backward goes on as the first one of `buckets`.
+
+        Args:
+            buckets: of the changed model; every marker made before is out of date.
+            names: of its parameters.
+            change: what has changed, for errors.
+            agree: called once all have changed; raises, on all ranks alike, if they have not done so alike.
+        """
+        self._outdated = self._outdated or self.buckets
+        self._names, self._change, self._agree = names, change, agree
+        self.adopt(buckets, [1] * len(names))
+
+    def unfollow(self, names: Sequence[str], marks: Sequence[int]) -> None:
+        """The change was undone: go back to the buckets in use; arguments as for `follow` and `adopt`."""
+        buckets, self._outdated = self._outdated, []
+        self._names = names
+        self.adopt(buckets, marks)
 
     def markers(self) -> list[Callable[[Any], None]]:
         """Per parameter, what to call with it whenever its gradient was accumulated. This is the hot path.
@@ -151,8 +188,10 @@ class Reducer:
             sync = self.require_sync
         if not sync:
             self._enter(Phase.LOCAL, [ENDLESS] * len(self.buckets))
-        elif self._rebuild is not None:
-            self._enter(Phase.RECORDING, [0] * len(self.buckets))
+        elif self._outdated:
+            self._enter(Phase.CHANGED)
+        elif not self.rebuilt:
+            self._enter(Phase.RECORDING)
         else:
             self._enter(Phase.REDUCING, [countdown.expected for countdown in self._countdowns])
 
@@ -171,20 +210,26 @@ class Reducer:
             self._enter(Phase.IDLE)
             return
         try:
+            if self.phase is Phase.CHANGED:
+                self._settle_change()
             self._launch_rest()
             self._deliver()
-        except BaseException:
+        except BaseException as error:
+            self.last_error = f"{type(error)}: {error}"
             # What _deliver itself reports has been cleared up; a collective that failed has not.
             if self.phase is not Phase.IDLE:
                 self.abandon()
             raise
-        if self._rebuild is None:
+        self.completed += 1
+        if self.rebuilt:
             self._reset()
-            return
-        rebuild, self._rebuild = self._rebuild, None
-        order, marks = list(self._ready), [self._ready.get(i, 0) for i in range(len(self._names))]
-        self._reset()
-        rebuild(order, marks)
+        else:
+            self.rebuilt = True
+            order, marks = list(self._ready), [self._ready.get(i, 0) for i in range(len(self._names))]
+            self._reset()
+            self._rebuild(order, marks)
+        for action in self.after_delivery:
+            action()
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
@@ -198,24 +243,16 @@ class Reducer:
         Raises:
             DPFuseError: some ranks completed that backward.
         """
-        self._launch_rest(failed=True)
-        for bucket in self.buckets:
+        buckets = self._outdated or self.buckets
+        self._launch_empty(buckets, failed=True)
+        for bucket in buckets:
             if bucket.busy:  # not delivered before something went wrong
                 bucket.discard()
-        failed = self._tail.failed_ranks(wait=True)
+        failed = _tail_of(buckets).report(wait=True).failed
         self._reset()
         world_size = self._tail.world_size
         if len(failed) < world_size:
-            raise DPFuseError(
-                f"the last backward was interrupted by an exception on rank {_listed(failed)} of "
-                f"{world_size} only; expected all ranks to end it alike. Its gradients are not averaged: "
-                "zero them on every rank and repeat the step."
-            )
-
-    @property
-    def rebuilt(self) -> bool:
-        """Whether the first synchronised backward is over, and the buckets are those of its ready order."""
-        return self._rebuild is None
+            raise DPFuseError(verdict.interrupted(failed, world_size))
 
     @property
     def owes_backward(self) -> bool:
@@ -223,8 +260,8 @@ class Reducer:
         return bool(self._recorded)
 
     @property
-    def _tail(self) -> Any:
-        return self.buckets[-1].tail
+    def _tail(self) -> Tail:
+        return _tail_of(self.buckets)
 
     def _decide(self, param: Any, countdown: _Countdown) -> None:
         if self.phase is Phase.REDUCING:
@@ -232,7 +269,7 @@ class Reducer:
                 self._launch_complete()
             elif countdown.launched:
                 self._late.append(self._index_of(param))
-        elif self.phase is Phase.RECORDING:
+        elif self.phase in RECORDERS:
             index = self._index_of(param)
             self._ready[index] = self._ready.pop(index, 0) + 1
         else:
@@ -249,17 +286,40 @@ class Reducer:
         while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
             self._launch(self._next, complete=True)
 
-    def _launch_rest(self, *, failed: bool = False) -> None:
-        recording = self.phase is Phase.RECORDING
+    def _launch_rest(self) -> None:
         for order in range(self._next, len(self.buckets)):
-            complete = not recording and self._countdowns[order].pending <= 0
-            self._launch(order, complete=complete, failed=failed)
+            complete = self.phase is Phase.REDUCING and self._countdowns[order].pending <= 0
+            self._launch(order, complete=complete)
 
-    def _launch(self, order: int, *, complete: bool, failed: bool = False) -> None:
+    def _launch_empty(self, buckets: Sequence[GradBucket], *, failed: bool) -> None:
+        for bucket in buckets[self._next :]:
+            self._next += 1
+            bucket.launch(empty=True, failed=failed)
+
+    def _settle_change(self) -> None:
+        """Hear who has changed, and go on with the new buckets if all have, alike."""
+        buckets = self._outdated
+        self._launch_empty(buckets, failed=False)
+        for bucket in buckets:
+            bucket.wait()
+        error = next((bucket.error for bucket in buckets if bucket.error is not None), None)
+        for bucket in buckets:
+            bucket.discard()
+        report = _tail_of(buckets).report(wait=True)
+        try:
+            if report.failed or len(report.changed) < self._tail.world_size:
+                raise DPFuseError(self._verdict(report, error)) from error
+            self._agree()
+        except BaseException:
+            self._reset()
+            raise
+        self._outdated, self.rebuilt, self._next = [], False, 0
+
+    def _launch(self, order: int, *, complete: bool) -> None:
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
-        failed = failed or bool(self._late) or self._error is not None
+        failed = bool(self._late) or self._error is not None
         bucket.launch(complete=complete, unused=self._missing, failed=failed)
         self._missing += bucket.missing
         self._error = self._error or bucket.error
@@ -276,11 +336,11 @@ class Reducer:
                 held.append(bucket)
             else:
                 bucket.deliver()
-        failed = self._tail.failed_ranks(wait=here or bool(missing))
-        if failed:
+        report = self._tail.report(wait=here or bool(missing))
+        if report.failed or report.changed:
             for bucket in held:
                 bucket.discard()
-            message = self._failure(failed, error)
+            message = self._verdict(report, error)
             self._reset()
             raise DPFuseError(message) from error
         if not held:
@@ -290,41 +350,18 @@ class Reducer:
             bucket.deliver(untouched)
         if self._warn_unused:
             self._warn_unused = False
-            self._warn(missing, untouched)
+            names = [self._names[index] for index in sorted(missing)]
+            warnings.warn(verdict.unused(self._tail.rank, names, len(untouched)), stacklevel=2)
 
-    def _failure(self, failed: list[int], error: Exception | None) -> str:
-        rank = self._tail.rank
-        consequence = "No rank's gradients of this backward are averaged: zero them before the next one."
-        if rank not in failed:
-            return (
-                f"the backward failed on rank {_listed(failed)} of {self._tail.world_size}, and rank {rank} "
-                f"cannot have its gradients; see the error there. {consequence}"
-            )
-        if isinstance(error, DPFuseError):
-            return f"rank {rank}: {str(error).rstrip('.')}. {consequence}"
-        if error is not None:
-            return f"rank {rank} could not pack its gradients: {str(error).rstrip('.')}. {consequence}"
-        return (
-            f"on rank {rank} {self._named(set(self._late))} became ready after its bucket was sent; expected "
-            "as many times in a backward as in the first synchronised one. Use it equally often in every "
-            "step, or run such steps inside no_sync() and call dpfuse.fused_allreduce_gradients(). " + consequence
-        )
-
-    def _warn(self, unused: list[int], untouched: Collection[int]) -> None:
-        warnings.warn(
-            f"rank {self._tail.rank}: {self._named(unused)} got no gradient in this backward; "
-            f"{len(untouched)} of these were used on no rank and stay without, the others got the mean over "
-            "all ranks with zero from here. Pass find_unused_parameters=True if that is meant.",
-            stacklevel=2,
-        )
-
-    def _named(self, indices: Collection[int]) -> str:
-        names = [repr(self._names[index]) for index in sorted(indices)]
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        return f"parameter{'s' * (len(names) > 1)} {', '.join(names[:10])}{more}"
+    def _verdict(self, report: Report, error: Exception | None) -> str:
+        rank, size = self._tail.rank, self._tail.world_size
+        if not report.failed:
+            return verdict.changed(rank, size, report.changed, self._change)
+        late = [self._names[index] for index in sorted(set(self._late))]
+        return verdict.failed(rank, size, report.failed, error, late)
 
     def _any_mark(self) -> bool:
-        if self.phase is Phase.RECORDING:
+        if self.phase in RECORDERS:
             return bool(self._ready)
         return any(countdown.pending != countdown.expected for countdown in self._countdowns)
 
@@ -345,5 +382,7 @@ class Reducer:
         self._enter(Phase.IDLE)
 
 
-def _listed(ranks: Collection[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _tail_of(buckets: Sequence[GradBucket]) -> Tail:
+    tail = buckets[-1].tail
+    assert tail is not None
+    return tail

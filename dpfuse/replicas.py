@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfuse.averaging import averaging_for
+from dpfuse.averaging import averaging_for, real_dtype
 from dpfuse.bucket import dense_stride
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import MB, Bucket, plan_groups
@@ -162,6 +162,8 @@ def _describe(name: str, params: list[Tensor]) -> ParamSpec:
     (dtype,) = dtypes
     try:
         averaging_for(dtype, 1)
+        if dtype != real_dtype(dtype):
+            raise TypeError(f"gradients of dtype {dtype} cannot be averaged between replicas; expected real ones")
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     # A bucket has one buffer per replica, so it ends where the device changes on any of them.

@@ -28,25 +28,29 @@ class SparseBucket(GradBucket):
     whose weight is used elsewhere too). Arguments are those of `GradBucket`; `views` means nothing here.
     """
 
-    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
+    def launch(
+        self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
+    ) -> None:
         """Start to exchange the number of rows; arguments as for `GradBucket.launch`."""
         self._move(BucketState.FREE, BucketState.FLIGHT)
         (param,) = self.params
-        grad = param.grad
+        grad = None if empty else param.grad
         self.missing = list(self.plan.params) if grad is None else []
         is_dense = grad is not None and grad.layout is torch.strided
         self.error = None
-        self._rows = torch.empty(0, self._row_bytes, dtype=torch.uint8, device=param.device)
+        self._rows = torch.empty(0, self._row_bytes, dtype=torch.uint8, device=self.plan.device)
         with torch.no_grad():
             try:
                 if grad is not None:
                     self._rows = self._pack(grad)
             except (ValueError, TypeError, RuntimeError) as error:
                 self.error = error  # the peers wait for this bucket whatever happened here
-            header = [torch.tensor([len(self._rows), is_dense], dtype=torch.float64, device=param.device)]
+            header = [torch.tensor([len(self._rows), is_dense], dtype=torch.float64, device=self.plan.device)]
             if self.tail is not None:
                 failed = failed or self.error is not None
-                header.append(self.tail.source(torch.float64, param.device, [*unused, *self.missing], failed))
+                unused = [*unused, *self.missing]
+                device = torch.device(self.plan.device)
+                header.append(self.tail.source(torch.float64, device, unused, failed, changed=empty))
             row = torch.cat(header)
         self._headers, self._work = collective.start_all_gather(row, self._group)
         if self.times is not None:
@@ -92,7 +96,7 @@ class SparseBucket(GradBucket):
 
     @property
     def _row_bytes(self) -> int:
-        return INDEX.itemsize + math.prod(self.params[0].shape[1:]) * self._wire.itemsize
+        return INDEX.itemsize + math.prod(self._shapes[0][0][1:]) * self._wire.itemsize
 
     @property
     def _compute(self) -> torch.dtype:
@@ -111,8 +115,8 @@ class SparseBucket(GradBucket):
         """The scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
         if grad.dtype != self._dtype:
             raise ValueError(
-                f"parameter {self._names[0]!r} has a gradient of dtype {grad.dtype}, expected {self._dtype} as when it "
-                "was wrapped. Wrap the module again after converting it."
+                f"parameter {self._names[0]!r} has a gradient of dtype {grad.dtype}, expected {self._dtype} as the "
+                "parameter had in forward. Convert a module between steps, not between forward and backward."
             )
         if grad.layout is torch.strided:
             indices, values = torch.arange(len(grad), device=grad.device), grad

@@ -1,4 +1,4 @@
-"""What travels behind the last slot of the last bucket: who failed, and which parameters were used somewhere.
+"""What travels behind the last slot of the last bucket: how each rank is, and which parameters were used somewhere.
 
 It is summed with the gradients, so it costs no collective of its own; it counts neither in a plan nor in its bytes.
 """
@@ -6,19 +6,31 @@ It is summed with the gradients, so it costs no collective of its own; it counts
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Tail"]
+__all__ = ["Report", "Tail"]
+
+
+class Report(NamedTuple):
+    """What the ranks tell each other."""
+
+    failed: Sequence[int]
+    changed: Sequence[int]  # their model is no longer that of the plan
+
+
+ALL_WELL = Report((), ())
 
 
 class Tail:
-    """One element per rank, above zero where that rank failed, then one per parameter, above zero where used.
+    """One element per rank, zero if all is well there, then one per parameter, above zero where used.
 
-    The elements are scaled like gradients, and summed in the buffer's dtype. Only zero or not zero is ever
-    read from them, and that survives both, since they start as the reciprocal of that factor.
+    A rank that failed has one above zero, and a rank whose model is no longer that of the plan one below. The
+    elements are scaled like gradients, and summed in the buffer's dtype. Only their signs are ever read, and
+    those survive both, since they start as the reciprocal of that factor.
 
     Args:
         rank: of this process in the group.
@@ -34,10 +46,17 @@ class Tail:
         self._one = 1.0 / scale
         self._all_well: Tensor | None = None
         self._landed: Tensor | None = None
-        self._copy: Tensor | None = None  # of an earlier step's failures, in pinned memory
+        self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
         self._copied: torch.cuda.Event | None = None
 
-    def source(self, dtype: torch.dtype, device: torch.device, unused: Collection[int], failed: bool) -> Tensor:
+    def source(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        unused: Collection[int],
+        failed: bool,
+        changed: bool = False,
+    ) -> Tensor:
         """What this rank packs, [numel].
 
         Args:
@@ -45,6 +64,7 @@ class Tail:
             device: theirs.
             unused: registration indices of parameters without a contribution from this rank.
             failed: whether this rank's backward was interrupted or met an error.
+            changed: whether its model is no longer that of the plan; a failure is told instead.
         """
         if self._all_well is None:
             limits = torch.finfo(dtype)
@@ -52,10 +72,10 @@ class Tail:
             self._one = math.copysign(size, self._one)
             self._all_well = torch.full((self.numel,), self._one, dtype=dtype, device=device)
             self._all_well[: self.world_size] = 0
-        if not unused and not failed:
+        if not unused and not failed and not changed:
             return self._all_well
         source = self._all_well.clone()
-        source[self.rank] = self._one if failed else 0.0
+        source[self.rank] = self._one if failed else -self._one if changed else 0.0
         if unused:
             source[[self.world_size + index for index in unused]] = 0
         return source
@@ -70,8 +90,8 @@ class Tail:
         flags = self._landed[self.world_size :].tolist()
         return {index for index in indices if flags[index]}
 
-    def failed_ranks(self, *, wait: bool) -> list[int]:
-        """The ranks that reported a failure.
+    def report(self, *, wait: bool) -> Report:
+        """Which ranks failed, and which have another model.
 
         Args:
             wait: read this step's report even if that means waiting for the device. Otherwise a CUDA
@@ -79,24 +99,29 @@ class Tail:
         """
         assert self._landed is not None
         if self.world_size == 1 and not wait:
-            return []  # nobody else could have failed
-        failures = self._landed[: self.world_size]
-        if wait or not failures.is_cuda:
-            return self._ranks(failures)
+            return ALL_WELL  # nobody else could have anything to tell
+        states = self._landed[: self.world_size]
+        if wait or not states.is_cuda:
+            return _read(states)
         if torch.cuda.is_current_stream_capturing():
-            return []
-        failed: list[int] = []
+            return ALL_WELL
+        before = ALL_WELL
         if self._copy is None or self._copied is None:
-            self._copy = torch.zeros(self.world_size, dtype=failures.dtype, pin_memory=True)
+            self._copy = torch.zeros(self.world_size, dtype=states.dtype, pin_memory=True)
             self._copied = torch.cuda.Event()
         else:
             self._copied.synchronize()
-            failed = self._ranks(self._copy)
-        self._copy.copy_(failures, non_blocking=True)
+            before = _read(self._copy)
+        self._copy.copy_(states, non_blocking=True)
         self._copied.record()
-        return failed
+        return before
 
-    def _ranks(self, failures: Tensor) -> list[int]:
-        if not failures.any():
-            return []
-        return [rank for rank, value in enumerate(failures.tolist()) if value]
+
+def _read(states: Tensor) -> Report:
+    if not states.any():
+        return ALL_WELL
+    values = states.tolist()
+    return Report(
+        [rank for rank, value in enumerate(values) if value > 0],
+        [rank for rank, value in enumerate(values) if value < 0],
+    )

@@ -56,7 +56,9 @@ class TailBucket(GradBucket):
         self._hook = hook
         self._device = torch.device(device)
 
-    def launch(self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False) -> None:
+    def launch(
+        self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
+    ) -> None:
         """Note what to tell; arguments as for `GradBucket.launch`.
 
         Raises:
@@ -64,14 +66,15 @@ class TailBucket(GradBucket):
         """
         self._hook.check()
         self._move(BucketState.FREE, BucketState.FLIGHT)
-        self._report = (list(unused), failed)
+        self._report = (list(unused), failed, empty)
 
     def wait(self) -> None:
         """Tell it, and hear what the others tell."""
         self._move(BucketState.FLIGHT, BucketState.LANDED)
-        unused, failed = self._report
+        unused, failed, changed = self._report
         errors = [bucket.error for bucket in self._others if bucket.error is not None]
-        flat = self.tail.source(torch.float32, self._device, unused, failed or bool(errors)).clone()
+        failed = failed or bool(errors)
+        flat = self.tail.source(torch.float32, self._device, unused, failed, changed).clone()
         if self.times is not None:
             self.times.wait_begins(flat)
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dpfuse.collective import BROADCAST_BYTES
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import GradSync
+from dpfuse.logging_data import logging_data
 from dpfuse.reducer import Phase
 from dpfuse.wrapper import SyncedModule
 
@@ -76,8 +78,16 @@ class TorchNames(SyncedModule):
     """The smaller names of torch's class, each with what it means here."""
 
     process_group: dist.ProcessGroup
+    device_ids: list[int] | None
+    output_device: int | None
+    bucket_bytes_cap: int
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
     forward_sync_buffers: bool
     require_forward_param_sync: bool
+    _authoritative_rank: int | None = None  # whose model all took when the last join() ended
+    _registration_error = ""
     broadcast_bucket_size = BROADCAST_BYTES
     _ddp_sink_clone = False  # outputs are watched, neither wrapped nor cloned
 
@@ -109,6 +119,64 @@ class TorchNames(SyncedModule):
     @property
     def _distributed_rank(self) -> int:
         return self.process_group.rank()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters that train, and for each whether its gradients are sparse."""
+        specs = self.bucket_plan.specs
+        params = dict(self.module.named_parameters())
+        return [params[spec.name] for spec in specs], [spec.sparse for spec in specs]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
+        """The names of `parameters`, which must be those of `_build_params_for_reducer`, by their position."""
+        names = {param: name for name, param in self.module.named_parameters()}
+        expected, _ = self._build_params_for_reducer()
+        given = set(parameters)
+        for param in expected:
+            if param not in given:
+                raise ValueError(f"Param with name {names[param]} is missing in parameters; pass all that train")
+        if len(given) != len(expected):
+            raise ValueError(
+                f"Expected param to name mapping of {len(expected)} parameters, got {len(given)}; pass those of "
+                "_build_params_for_reducer()"
+            )
+        return {position: names[param] for position, param in enumerate(parameters)}
+
+    @staticmethod
+    @overload
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: Literal[True]
+    ) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    @staticmethod
+    @overload
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: Literal[False] = False
+    ) -> Iterator[nn.Parameter]: ...
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[tuple[str, nn.Parameter]] | Iterator[nn.Parameter]:
+        """The parameters of `module` that a wrapper around it does not ignore."""
+        named = ((n, p) for n, p in module.named_parameters() if not getattr(p, "_ddp_ignored", False))
+        return named if named_params else (param for _, param in named)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about the wrapper, under torch's keys where they mean the same here."""
+        return logging_data(self)
+
+    @property
+    def _logged_error(self) -> str:
+        """What went wrong last, in a backward or when a hook was registered."""
+        return self._registration_error or ("" if self._sync is None else self._sync.reducer.last_error)
+
+    @contextmanager
+    def _log_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._registration_error = f"{type(error)}: {error}"
+            raise
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward with gradients enabled sends buffers."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -15,7 +16,8 @@ from torch import nn
 from dpfuse import agreement
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model, check_module
+from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model
+from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
 from dpfuse.timing import CommunicationTimes
@@ -35,6 +37,7 @@ class SyncedModule(nn.Module):
 
     module: nn.Module
     _options: SyncOptions
+    _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
@@ -59,20 +62,20 @@ class SyncedModule(nn.Module):
         """The module's forward. Under `torch.no_grad()` nothing is recorded and nothing is communicated.
 
         Raises:
-            DPFuseError: the module's parameters have changed since it was wrapped, or the last backward was
-                interrupted on some ranks only.
+            DPFuseError: the last backward was interrupted on some ranks only.
         """
         # Straight from the dict: an attribute that is a module is looked up in Python.
         sync, module = self._sync, self._modules["module"]
         assert module is not None
+        call = module if self._around is None else partial(self._around, module)
         if sync is None or not torch.is_grad_enabled():
-            return module(*inputs, **kwargs)
+            return call(*inputs, **kwargs)
         # Dynamo, where it is on, compiles the module, not what happens around it.
         tracer = set_tracer(None)
         try:
             sync.before_forward()
             set_tracer(tracer)
-            outputs = module(*inputs, **kwargs)
+            outputs = call(*inputs, **kwargs)
             set_tracer(None)
             sync.after_forward(outputs)
         finally:

@@ -52,13 +52,14 @@ class RankPool:
 
     Args:
         size: number of ranks.
+        start_method: of `multiprocessing`.
 
     Example:
         pool = RankPool(2); pool.run(function, "argument"); pool.close()
     """
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, size: int, start_method: str = "spawn") -> None:
+        context = multiprocessing.get_context(start_method)
         self.size = size
         self.healthy = True
         self._folder = tempfile.TemporaryDirectory(prefix="dpfuse-test-")

@@ -83,8 +83,8 @@ def unreachable_device() -> nn.Module:
     return nn.ParameterList([OnXpu(torch.ones(2))])
 
 
-def complex_weight() -> nn.Module:
-    return nn.Linear(2, 2, dtype=torch.complex64)
+def eight_bit_weight() -> nn.Module:
+    return nn.ParameterList([nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))])
 
 
 def linear() -> nn.Module:
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "meta buffer": (meta_buffer, {}, ValueError, ["'scale'", "meta", "to_empty"]),
     "two devices": (two_devices, {}, ValueError, ["'weight' on cpu", "'bias' on cuda:1", "one device"]),
     "device without backend": (unreachable_device, {}, ValueError, ["xpu", "gloo", "cpu"]),
-    "complex parameter": (complex_weight, {}, TypeError, ["'weight'", "complex64", "float32", "Freeze"]),
+    "8-bit parameter": (eight_bit_weight, {}, TypeError, ["'0'", "float8_e4m3fn", "float32", "Freeze"]),
 }
 
 

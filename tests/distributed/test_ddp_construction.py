@@ -105,10 +105,11 @@ def test_wrong_arguments_are_errors_of_torchs_type_and_gist(case):
 
 
 @pytest.mark.parametrize("device_ids", [None, []])
-def test_no_device_ids_mean_that_inputs_stay_where_they_are(device_ids):
+@pytest.mark.parametrize("output_device", [None, 0])
+def test_no_device_ids_mean_that_inputs_stay_where_they_are(device_ids, output_device):
     for cls in (DistributedDataParallel, TorchDDP):
-        model = cls(nn.Linear(2, 2), device_ids=device_ids)
-        assert (model.device_ids, model.output_device) == (None, None)
+        model = cls(nn.Linear(2, 2), device_ids=device_ids, output_device=output_device, dim=1)
+        assert (model.device_ids, model.output_device, model.dim) == (None, None, 1)
 
 
 def test_the_constructors_arguments_are_those_of_torch():
@@ -182,6 +183,18 @@ def test_attributes_are_those_of_torch():
     assert list(ours.named_module_buffers) == list(theirs.named_module_buffers)
     assert len(ours.modules_buffers) == len(theirs.modules_buffers) == 2
     assert len(ours._module_parameters) == len(theirs._module_parameters) == 3
+
+
+def test_torch_finds_the_parameters_of_a_module_that_we_have_wrapped():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for ignored in (["0.bias"], []):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        DistributedDataParallel(module)
+        for cls in (DistributedDataParallel, TorchDDP):
+            found = list(map(id, cls._get_data_parallel_params(module)))
+            assert found == [id(param) for name, param in module.named_parameters() if name not in ignored]
+        named = dict(DistributedDataParallel._get_data_parallel_params(module, named_params=True))
+        assert [name for name, _ in module.named_parameters() if name not in named] == ignored
 
 
 @pytest.mark.parametrize("cap", [None, 1, 2.5, 100])

@@ -357,14 +357,3 @@ def use_no_parameter(rank, size):
 
 def test_a_rank_that_uses_no_parameter_takes_part_with_zeros(ranks):
     ranks(use_no_parameter)
-
-
-def convert_after_wrapping(rank, size):
-    model = DistributedDataParallel(built(Mlp, rank)).double()
-    with pytest.raises(DPFuseError, match=f"rank {rank} could not pack.*'layers.0.weight' got dtype torch.float64"):
-        model(batch(rank, 0, torch.float64), 0).sum().backward()
-
-
-def test_converting_after_wrapping_is_an_error_on_every_rank(ranks):
-    """Torch's ranks go on there, each with gradients of its own, and without an error."""
-    ranks(convert_after_wrapping)

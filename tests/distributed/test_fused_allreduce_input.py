@@ -74,9 +74,9 @@ def bad_list(kind: str) -> tuple[Any, dict[str, Any]]:
     match kind:
         case "sparse":
             params[0].grad = torch.sparse_coo_tensor([[0], [1]], [1.0], (3, 4), check_invariants=True)
-        case "complex":
-            params[1] = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-            params[1].grad = torch.ones(2, dtype=torch.complex64)
+        case "8 bits":
+            params[1] = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2))
+            params[1].grad = torch.ones(2).to(torch.float8_e5m2)
         case "text":
             params.append("weight")
         case "not iterable":
@@ -100,7 +100,7 @@ def bad_list(kind: str) -> tuple[Any, dict[str, Any]]:
 
 BAD: dict[str, tuple[type[Exception], list[str]]] = {
     "sparse": (TypeError, ["parameter_list[0]", "(3, 4)", "sparse", "expected a dense", "sparse=False"]),
-    "complex": (TypeError, ["parameter_list[1]", "complex64", "expected one of float16"]),
+    "8 bits": (TypeError, ["parameter_list[1]", "float8_e5m2", "expected one of float16"]),
     "text": (TypeError, ["parameter_list[7]", "str", "expected a parameter"]),
     "not iterable": (TypeError, ["parameter_list", "int", "model.parameters()"]),
     "tensor": (TypeError, ["parameter_list", "Parameter", "model.parameters()"]),

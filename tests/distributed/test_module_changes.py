@@ -1,4 +1,4 @@
-"""The module after wrapping: buffers that are to stay equal, and parameters that are not what they were."""
+"""The module after wrapping: buffers that are to stay equal, and changes that are none for the parameters."""
 
 from __future__ import annotations
 
@@ -55,58 +55,6 @@ def test_every_rank_computes_with_the_buffers_of_rank_0(ranks):
     assert ranks(equal_before_forward) == [[*sent, sent[-1]]] * 2
 
 
-def replace(model):
-    model.module[0].bias = nn.Parameter(torch.zeros(4))
-    return "parameter '0.bias' was replaced"
-
-
-def unfreeze(model):
-    model.module[1].weight.requires_grad_(True)
-    return "parameter '1.weight' was unfrozen"
-
-
-def add(model):
-    model.module[1].register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    return "parameter '1.extra' was added"
-
-
-def replace_layer(model):
-    model.module[0] = nn.Linear(3, 4)
-    return "parameter '0.weight' was replaced"
-
-
-def add_layer(model):
-    model.module.append(nn.Linear(1, 1))
-    return "parameter '2.weight' was added"
-
-
-def replace_nested_layer(model):
-    model.module[2][0] = nn.Linear(1, 1)
-    return "parameter '2.0.weight' was replaced"
-
-
-def changed(rank, size, change):
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    if change is replace_nested_layer:
-        net.append(nn.Sequential(nn.Linear(1, 1)))
-    net[1].weight.requires_grad_(False)
-    model = dpfuse.DataParallel(net)
-    model(torch.ones(2, 3)).sum().backward()
-    text = f"rank {rank}: {change(model)} after the module was wrapped"
-    with pytest.raises(dpfuse.DPFuseError, match=text) as error:
-        model(torch.ones(2, 3))
-    assert "Wrap the module again, on every rank" in str(error.value)
-    with torch.no_grad():
-        model(torch.ones(2, 3))  # evaluation communicates nothing and may go on
-    model = dpfuse.DataParallel(model.module)
-    model(torch.full((2, 3), 1.0 + rank)).sum().backward()
-
-
-@pytest.mark.parametrize("change", [replace, unfreeze, add, replace_layer, add_layer, replace_nested_layer])
-def test_a_change_of_the_parameters_is_a_named_error(ranks, change):
-    ranks(changed, change)
-
-
 def harmless(rank, size):
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
     model = dpfuse.DataParallel(net, find_unused_parameters=True)
@@ -131,33 +79,8 @@ def harmless(rank, size):
     model.zero_grad()
     model(x).sum().backward()
     assert net[0].weight.grad is not None
-    replaced = nn.Linear(4, 3)
-    net[3] = replaced
-    with pytest.raises(dpfuse.DPFuseError, match=r"parameter '3.weight' was replaced"):
-        model(x)
+    assert len(model.bucket_plan.specs) == 6  # those of the beginning; nothing has been planned again
 
 
 def test_other_changes_of_a_module_are_none(ranks):
     ranks(harmless)
-
-
-def converted(rank, size, views):
-    """All parameters become float64, on both ranks or on rank 1 only."""
-    for everywhere in (True, False):
-        model = dpfuse.DataParallel(nn.Linear(3, 4), gradient_as_bucket_view=views)
-        x = torch.ones(2, 3)
-        model(x).sum().backward()
-        model.zero_grad()
-        if everywhere or rank == 1:
-            model.double()
-            x = x.double()
-            expected = rf"rank {rank} could not pack its gradients: Slot 'weight' got dtype torch.float64, expected"
-        else:
-            expected = "the backward failed on rank 1 of 2, and rank 0 cannot have its gradients"
-        with pytest.raises(dpfuse.DPFuseError, match=expected):
-            model(x).sum().backward()
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_a_converted_module_is_an_error_on_every_rank(ranks, views):
-    ranks(converted, views)

@@ -195,7 +195,7 @@ def wrong(kind: str):
         ("frozen", ValueError, ["parameter 0", "requires_grad False in replicas[1]"]),
         ("shared", ValueError, ["parameter 0", "the same tensor in several replicas"]),
         ("sparse", TypeError, ["replicas[1], parameter 0", "sparse", "sparse=False"]),
-        ("complex", TypeError, ["parameter 2", "complex64", "expected one of float16"]),
+        ("complex", TypeError, ["parameter 2", "complex64", "expected real ones"]),
         ("text", TypeError, ["replicas[1], parameter 0", "str", "expected a parameter"]),
         ("a module", TypeError, ["replicas", "Linear", "[model]"]),
         ("a generator", TypeError, ["replicas", "list_iterator"]),

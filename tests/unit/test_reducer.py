@@ -15,6 +15,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import plan_buckets
 from dpfuse.reducer import Phase, Reducer
+from dpfuse.tail import Report
 
 
 @dataclass
@@ -22,9 +23,10 @@ class NotedTail:
     rank: int = 0
     world_size: int = 2
     failed: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
 
-    def failed_ranks(self, *, wait):
-        return self.failed
+    def report(self, *, wait):
+        return Report(self.failed, self.changed)
 
     def used_somewhere(self, indices):
         return set()
@@ -38,7 +40,7 @@ class NotedBucket:
         self.tail = NotedTail()
         self.busy = True
 
-    def launch(self, *, complete=False, unused=(), failed=False):
+    def launch(self, *, complete=False, unused=(), failed=False, empty=False):
         self.log.append(("launch", self.order, failed))
 
     def wait(self):
@@ -167,6 +169,75 @@ def test_an_abandoned_local_backward_needs_no_drain():
     reducer.open(announced=True)
     reducer.abandon()
     assert (log, reducer.phase) == ([], Phase.IDLE)
+
+
+def follow(reducer, log, agree):
+    """Three parameters in two buckets take the place of six in four; their log has names of its own."""
+    plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in "abc"], 32 / 2**20, 16 / 2**20)
+    buckets = [NotedBucket(bucket, "new " + str(order), log) for order, bucket in enumerate(plan.buckets)]
+    reducer.follow(buckets, ["a", "b", "c"], "parameter 'c' was added", agree)
+    return [partial(marker, index) for index, marker in enumerate(reducer.markers())]
+
+
+def test_the_buckets_of_a_changed_model_leave_once_all_ranks_have_told_of_it_in_the_old_ones():
+    seen = []
+    reducer, log, markers = make_reducer(rebuild=lambda *order_and_marks: seen.append(order_and_marks))
+    backward(reducer, markers)
+    log.clear()
+    old = reducer.buckets
+    markers = follow(reducer, log, lambda: log.append(("agree", "")))
+    old[-1].tail.changed = [0, 1]
+    reducer.open(announced=True)
+    assert reducer.phase is Phase.CHANGED
+    for index in (2, 0, 1):
+        markers[index]()
+    assert log == []  # nothing is sent before the end
+    reducer.close(lambda: True)
+    assert launches(log) == [0, 1, 2, 3, "new 0", "new 1"]
+    assert [entry[1] for entry in log if entry[0] in ("deliver", "agree")] == ["", "new 0", "new 1"]
+    assert [entry[1] for entry in log if entry[0] == "discard"] == [0, 1, 2, 3]
+    assert seen[1:] == [([2, 0, 1], [1, 1, 1])]
+    backward(reducer, markers)
+    assert launches(log)[6:] == ["new 0", "new 1"]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_change_on_one_rank_is_told_by_the_ranks_and_stays(here):
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    reducer.buckets[-1].tail.changed = [0] if here else [1]
+    if here:
+        markers = follow(reducer, log, lambda: pytest.fail("there is nothing to agree on"))
+    for _ in range(2):
+        with pytest.raises(DPFuseError, match="'c' was added .* and not on rank 1" if here else "^rank 0: the module"):
+            backward(reducer, markers)
+        assert reducer.phase is Phase.IDLE
+    assert launches(log) == [0, 1, 2, 3] * 2
+
+
+def test_a_change_that_was_undone_leaves_the_old_buckets():
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    follow(reducer, log, lambda: None)
+    reducer.unfollow([f"p{index}" for index in range(6)], [1] * 6)
+    backward(reducer, [partial(marker, index) for index, marker in enumerate(reducer.markers())])
+    assert launches(log) == [0, 1, 2, 3]
+
+
+def test_a_changed_model_is_drained_in_the_old_buckets():
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    reducer.buckets[-1].tail.failed = [0]
+    markers = follow(reducer, log, lambda: None)
+    reducer.open(announced=True)
+    markers[0]()
+    reducer.abandon()
+    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 0 of 2 only"):
+        reducer.drain()
+    assert [entry[1:] for entry in log if entry[0] == "launch"] == [(order, True) for order in range(4)]
 
 
 @pytest.fixture

@@ -1,0 +1,95 @@
+"""patch(): who asks for torch's DistributedDataParallel gets dpfuse's. Owns the one attribute that changes for it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import TracebackType
+from typing import Any
+
+from dpfuse.ddp import TORCH_CLASS, DistributedDataParallel
+
+__all__ = ["Patch", "patch"]
+
+# These drive parts of torch's wrapper that ours does not have: `replicate` calls the two halves of its forward.
+TORCH_INTERNAL = "torch.distributed."
+
+_active: set[Patch] = set()
+_installed = False
+_torch_init = TORCH_CLASS.__init__  # what is called in place of ours; found anew whenever ours is installed
+
+
+class Patch:
+    """What `patch()` has changed, as a context manager and with `undo()`."""
+
+    def __init__(self) -> None:
+        self.__enter__()
+
+    def __enter__(self) -> Patch:
+        global _installed, _torch_init
+        _active.add(self)
+        if not _installed:
+            _installed, _torch_init = True, TORCH_CLASS.__init__
+            TORCH_CLASS.__init__ = _construct_ours  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Leave torch's class as it was, unless another patch is active; again, it does nothing."""
+        global _installed
+        _active.discard(self)
+        # Where someone else has wrapped the constructor since, theirs stays; ours below it passes calls on.
+        if not _active and TORCH_CLASS.__init__ is _construct_ours:
+            TORCH_CLASS.__init__ = _torch_init  # type: ignore[method-assign]
+            _installed = False
+
+
+def patch() -> Patch:
+    """From here on `torch.nn.parallel.DistributedDataParallel(...)` makes a `dpfuse.DistributedDataParallel`.
+
+    One line for programs that leave the wrapping to a library: accelerate, transformers' `Trainer`, Lightning, Ray,
+    timm. It is the constructor of torch's class that changes, not a name, so it does not matter who has imported
+    the class, when, and under which name. Wrappers that exist stay what they are; classes that derive from torch's
+    stay torch's, and so does what `torch.distributed` wraps for itself. `isinstance` of torch's class is True for
+    both kinds, `type(model) is` torch's class for its own only.
+
+    It acts on this process: call it in every rank, where the program begins. Call it twice, and it acts until both
+    are undone.
+
+    Returns:
+        A context manager that undoes it at its end, with a method `undo()`.
+
+    Example:
+        >>> import dpfuse, torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel as DDP
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with dpfuse.patch():
+        ...     model = DDP(torch.nn.Linear(4, 2))
+        >>> type(model), isinstance(model, DDP)
+        (<class 'dpfuse.ddp.DistributedDataParallel'>, True)
+        >>> type(DDP(torch.nn.Linear(4, 2)))
+        <class 'torch.nn.parallel.distributed.DistributedDataParallel'>
+        >>> dist.destroy_process_group()
+
+    Source: the one-line habit of `apply_liger_kernel_to_*`.
+    """
+    return Patch()
+
+
+@functools.wraps(_torch_init)  # whoever inspects the signature sees torch's
+def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
+    """The constructor of torch's class while it is patched."""
+    kind: object = type(self)
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if not _active or kind is not TORCH_CLASS or caller.startswith(TORCH_INTERNAL):
+        _torch_init(self, *args, **kwargs)
+        return
+    # Nothing is in the object yet, so it can still become one of ours. A `__new__` that made it one from the start
+    # could not be taken away again: Python then refuses the arguments of every later construction.
+    object.__setattr__(self, "__class__", DistributedDataParallel)
+    DistributedDataParallel.__init__(self, *args, **kwargs)

@@ -1,0 +1,75 @@
+"""How a backward went, in words: what errors and warnings say. Knows names and ranks, no bucket and no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dpfuse.errors import DPFuseError
+
+__all__ = ["changed", "failed", "interrupted", "unused"]
+
+CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
+
+
+def failed(rank: int, size: int, ranks: Collection[int], error: Exception | None, late: Sequence[str]) -> str:
+    """What to say on `rank` when the backward of `ranks` failed.
+
+    Args:
+        rank, size: of this process and its group.
+        ranks: those that failed.
+        error: what happened here, if anything.
+        late: parameters of this rank that became ready after their bucket was sent.
+    """
+    if rank not in ranks:
+        return (
+            f"the backward failed on rank {_listed(ranks)} of {size}, and rank {rank} "
+            f"cannot have its gradients; see the error there. {CONSEQUENCE}"
+        )
+    if isinstance(error, DPFuseError):
+        return f"rank {rank}: {str(error).rstrip('.')}. {CONSEQUENCE}"
+    if error is not None:
+        return f"rank {rank} could not pack its gradients: {str(error).rstrip('.')}. {CONSEQUENCE}"
+    return (
+        f"on rank {rank} {_named(late)} became ready after its bucket was sent; expected "
+        "as many times in a backward as in the first synchronised one. Use it equally often in every "
+        f"step, or run such steps inside no_sync() and call dpfuse.fused_allreduce_gradients(). {CONSEQUENCE}"
+    )
+
+
+def changed(rank: int, size: int, ranks: Collection[int], change: str) -> str:
+    """What to say on `rank` when only `ranks` have another model; `change` is that of this rank."""
+    here = f"rank {rank}: {change} after the module was wrapped; the" if rank in ranks else f"rank {rank}: the"
+    others = [other for other in range(size) if other not in ranks]
+    return (
+        f"{here} module was changed on rank {_listed(ranks)} of {size} since the last synchronised backward, and not "
+        f"on rank {_listed(others)}; expected the same change on every rank. Make it on all of them, or undo it. "
+        f"{CONSEQUENCE}"
+    )
+
+
+def interrupted(ranks: Collection[int], size: int) -> str:
+    """What to say on every rank when an exception ended the last backward on `ranks` only."""
+    return (
+        f"the last backward was interrupted by an exception on rank {_listed(ranks)} of "
+        f"{size} only; expected all ranks to end it alike. Its gradients are not averaged: "
+        "zero them on every rank and repeat the step."
+    )
+
+
+def unused(rank: int, names: Sequence[str], nowhere: int) -> str:
+    """What to say of parameters without gradient on `rank`, `nowhere` of which were used on no rank."""
+    return (
+        f"rank {rank}: {_named(names)} got no gradient in this backward; "
+        f"{nowhere} of these were used on no rank and stay without, the others got the mean over "
+        "all ranks with zero from here. Pass find_unused_parameters=True if that is meant."
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    quoted = [repr(name) for name in names]
+    more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
+    return f"parameter{'s' * (len(quoted) > 1)} {', '.join(quoted[:10])}{more}"
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return ", ".join(map(str, ranks))
