@@ -1,0 +1,52 @@
+"""Bucket sizes from measurements: record a backward, price the link, plan, compare, look at it."""
+
+from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
+from dpfuse.tune.cost import CostTable
+from dpfuse.tune.groups import plan_from_groups
+from dpfuse.tune.link import ETHERNET, INFINIBAND, NVLINK, Link
+from dpfuse.tune.measure import measure_all_reduce
+from dpfuse.tune.planner import lower_bound, optimal_plan
+from dpfuse.tune.plot import save_plot
+from dpfuse.tune.rivals import (
+    best_cap_plan,
+    capped_plan,
+    ddp_plan,
+    mg_wfbp_plan,
+    one_bucket_plan,
+    paddle_plan,
+    rival_plans,
+    single_plan,
+)
+from dpfuse.tune.simulation import BucketTimes, Schedule, simulate
+from dpfuse.tune.timeline import Timeline
+from dpfuse.tune.trace import save_trace
+
+__all__ = [
+    "ETHERNET",
+    "INFINIBAND",
+    "NVLINK",
+    "RANKS",
+    "BucketTimes",
+    "Comparison",
+    "CostTable",
+    "Link",
+    "Schedule",
+    "Timeline",
+    "best_cap_plan",
+    "capped_plan",
+    "compare_plans",
+    "compare_ranks",
+    "ddp_plan",
+    "lower_bound",
+    "measure_all_reduce",
+    "mg_wfbp_plan",
+    "one_bucket_plan",
+    "optimal_plan",
+    "paddle_plan",
+    "plan_from_groups",
+    "rival_plans",
+    "save_plot",
+    "save_trace",
+    "simulate",
+    "single_plan",
+]

@@ -1,0 +1,175 @@
+"""How long an all-reduce takes, by its bytes: a table that never falls. Knows no network and no process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CostTable", "Floats"]
+
+Floats = NDArray[np.float64]
+FORMAT = "dpfuse cost table 1"
+FAR = 2.0**62  # bytes; up to here the last line of a table is drawn out
+DRAWN = 2.0**30  # bytes; where a straight line gets its second point
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of one bucket's all-reduce, as a function of its bytes.
+
+    Between two points of the table a straight line is drawn, so that a start-up time plus a time per byte is met
+    exactly; beyond the last point the last line goes on, and below the first point its time holds.
+
+    Args:
+        sizes: bytes, each larger than the one before.
+        seconds: for each size, none smaller than the one before.
+
+    Raises:
+        ValueError: no points, or not as said above.
+
+    Example:
+        >>> from dpfuse.tune import CostTable
+        >>> cost = CostTable([0, 1_000_000], [1e-4, 6e-4])
+        >>> round(cost(500_000), 6), round(cost(2_000_000), 6)
+        (0.00035, 0.0011)
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        sizes, seconds = tuple(map(float, self.sizes)), tuple(map(float, self.seconds))
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "seconds", seconds)
+        if not sizes or len(sizes) != len(seconds):
+            raise ValueError(
+                f"got {len(sizes)} sizes and {len(seconds)} times; expected one time per size, at least one"
+            )
+        if any(not 0 <= value < FAR for value in (*sizes, *seconds)):
+            raise ValueError(f"sizes and times must be finite and >= 0, got {sizes} and {seconds}")
+        if any(low >= high for low, high in pairwise(sizes)):
+            raise ValueError(f"sizes must grow from point to point, got {sizes}; CostTable.measured() sorts them")
+        if any(low > high for low, high in pairwise(seconds)):
+            raise ValueError(f"times must not fall, got {seconds}; CostTable.measured() evens them out")
+
+    @classmethod
+    def affine(cls, latency: float, bandwidth: float) -> CostTable:
+        """A start-up time plus a time per byte.
+
+        Args:
+            latency: seconds of an empty all-reduce.
+            bandwidth: bytes per second.
+
+        Raises:
+            ValueError: a negative latency, or a bandwidth that is not above zero.
+
+        Example:
+            >>> from dpfuse.tune import CostTable
+            >>> round(CostTable.affine(20e-6, 100e9)(50_000_000), 6)
+            0.00052
+        """
+        if not (latency >= 0 and bandwidth > 0):
+            raise ValueError(f"expected latency >= 0 s and bandwidth > 0 bytes/s, got {latency!r} and {bandwidth!r}")
+        return cls((0.0, DRAWN), (latency, latency + DRAWN / bandwidth))
+
+    @classmethod
+    def measured(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostTable:
+        """The table nearest to what was measured: where times fall, neighbours are pooled to their geometric mean.
+
+        Args:
+            sizes: bytes, in any order; those measured several times are averaged.
+            seconds: for each size, above zero.
+
+        Raises:
+            ValueError: nothing was measured, or a time is not above zero.
+
+        Example:
+            >>> from dpfuse.tune import CostTable
+            >>> [round(second, 9) for second in CostTable.measured([1, 2, 4], [1.0, 9.0, 4.0]).seconds]
+            [1.0, 6.0, 6.0]
+
+        Source: isotonic regression by pooling adjacent violators, on logarithms, since errors are relative.
+        """
+        if len(sizes) != len(seconds) or not len(sizes) or not all(0 < second < math.inf for second in seconds):
+            raise ValueError(f"expected a time above 0 s for each size, got {list(sizes)} and {list(seconds)}")
+        by_size: dict[float, list[float]] = {}
+        for size, second in zip(sizes, seconds, strict=True):
+            by_size.setdefault(float(size), []).append(math.log(second))
+        blocks: list[tuple[float, int, int]] = []  # sum of logarithms, how many, how many sizes
+        for size in sorted(by_size):
+            total, count, width = sum(by_size[size]), len(by_size[size]), 1
+            while blocks and blocks[-1][0] / blocks[-1][1] >= total / count:
+                before = blocks.pop()
+                total, count, width = total + before[0], count + before[1], width + before[2]
+            blocks.append((total, count, width))
+        pooled = [math.exp(total / count) for total, count, width in blocks for _ in range(width)]
+        return cls(tuple(sorted(by_size)), tuple(pooled))
+
+    @overload
+    def __call__(self, nbytes: float) -> float: ...
+    @overload
+    def __call__(self, nbytes: Floats) -> Floats: ...
+    def __call__(self, nbytes: float | Floats) -> float | Floats:
+        """Seconds for a bucket of so many bytes; an array gives an array."""
+        times = np.interp(nbytes, *self._knots)
+        return times if isinstance(nbytes, np.ndarray) else float(times)
+
+    def plus(self, seconds: float = 0.0, seconds_per_byte: float = 0.0) -> CostTable:
+        """The same with more time for each bucket, such as that of the host, and for each byte, such as packing.
+
+        Example:
+            >>> from dpfuse.tune import CostTable
+            >>> CostTable.affine(0.001, 1e9).plus(0.002)(0)
+            0.003
+        """
+        if not (seconds >= 0 and seconds_per_byte >= 0):
+            raise ValueError(f"expected times >= 0, got {seconds!r} and {seconds_per_byte!r}")
+        sizes, times = self._points
+        return CostTable(tuple(sizes), tuple(times + seconds + seconds_per_byte * sizes))
+
+    def cheapest(self, nbytes: Floats) -> Floats:
+        """The least time in which so many bytes can be sent, in whatever pieces.
+
+        Where large pieces cost more per byte than small ones, that is less than one piece of that size would take.
+        """
+        sizes, times = (knots[1:] if self.sizes[0] == 0 else knots for knots in self._knots)
+        best = np.minimum.accumulate(times / sizes)  # seconds per byte, in pieces of up to that size
+        below = np.searchsorted(sizes, nbytes, side="right") - 1  # points that are not larger, less one
+        whole = self(nbytes)
+        # A line between two points is cheapest per byte at one of its ends.
+        return np.where(below >= 0, np.minimum(whole, best[below] * nbytes), whole)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for `json.dump`."""
+        return {"format": FORMAT, "sizes": list(self.sizes), "seconds": list(self.seconds)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> CostTable:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this what CostTable.to_json gave?")
+        return cls(tuple(data["sizes"]), tuple(data["seconds"]))
+
+    @cached_property
+    def _points(self) -> tuple[Floats, Floats]:
+        """Those of the table, at least two."""
+        sizes, seconds = np.array(self.sizes), np.array(self.seconds)
+        return (sizes, seconds) if len(sizes) > 1 else (np.append(sizes, sizes + DRAWN), np.repeat(seconds, 2))
+
+    @cached_property
+    def _knots(self) -> tuple[Floats, Floats]:
+        """Those points, and one so far out that `np.interp` never holds the last time."""
+        sizes, seconds = self._points
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        return np.append(sizes, FAR), np.append(seconds, seconds[-1] + slope * (FAR - sizes[-1]))

@@ -1,0 +1,69 @@
+"""From groups of parameters to the plan that a wrapper can use. Decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from dpfuse.param_spec import ParamSpec
+from dpfuse.plan import Bucket, BucketPlan, lay_out_slots, size_in_bytes
+
+__all__ = ["plan_from_groups"]
+
+
+def plan_from_groups(
+    specs: Sequence[ParamSpec],
+    groups: Iterable[Iterable[int]],
+    *,
+    comm_buffer_size: float = math.inf,
+    last_comm_buffer_size: float = math.inf,
+) -> BucketPlan:
+    """The plan with these buckets.
+
+    Args:
+        specs: the parameters, by registration index.
+        groups: for each bucket its registration indices in any order; buckets in the order of communication.
+        comm_buffer_size: for the record, the limit in MB under which the groups were made.
+        last_comm_buffer_size: the same for the bucket sent last.
+
+    Returns:
+        A plan in which every bucket's parameters ascend, laid out as `plan_buckets` does it.
+
+    Raises:
+        ValueError: a limit is negative or NaN; a group is empty, mixes dtypes or devices, or puts a sparse parameter
+            beside others; a parameter is in no group, in several, or does not exist.
+
+    Example:
+        >>> import dpfuse
+        >>> from dpfuse.tune import plan_from_groups
+        >>> specs = [dpfuse.ParamSpec(name, (3,), "float32") for name in "abc"]
+        >>> [(bucket.params, bucket.numel) for bucket in plan_from_groups(specs, [[2, 1], [0]]).buckets]
+        [((1, 2), 8), ((0,), 4)]
+    """
+    specs = tuple(specs)
+    buckets = tuple(_bucket(specs, sorted(group)) for group in groups)
+    seen = sorted(index for bucket in buckets for index in bucket.params)
+    if seen != list(range(len(specs))):
+        wrong = next(index for index in [*range(len(specs)), *seen] if seen.count(index) != 1)
+        raise ValueError(
+            f"parameter {specs[wrong].name!r} is in {seen.count(wrong)} groups; expected every parameter in exactly one"
+        )
+    cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
+    return BucketPlan(specs, buckets, cap, size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size"))
+
+
+def _bucket(specs: Sequence[ParamSpec], members: Sequence[int]) -> Bucket:
+    if not members or not 0 <= members[0] <= members[-1] < len(specs):
+        raise ValueError(f"a group must hold parameter indices from 0 to {len(specs) - 1}, got {list(members)}")
+    head = specs[members[0]]
+    for spec in (specs[index] for index in members):
+        if (spec.dtype, spec.device) != (head.dtype, head.device):
+            raise ValueError(
+                f"{head.name!r} is {head.dtype} on {head.device} and {spec.name!r} {spec.dtype} on {spec.device}; "
+                "expected one dtype and one device per group"
+            )
+        if spec.sparse and len(members) > 1:
+            raise ValueError(f"{spec.name!r} has sparse gradients; expected it alone in its group, got {len(members)}")
+    slots, numel = lay_out_slots([(index, specs[index].numel) for index in members], head.dtype)
+    nbytes = sum(specs[index].nbytes for index in members)
+    return Bucket(tuple(members), nbytes, head.dtype, head.device, tuple(slots), numel, None, head.sparse)

@@ -1,0 +1,77 @@
+"""How long this group's all-reduces take, agreed on all ranks. Knows clocks and flat tensors, no plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from dpfuse import collective
+from dpfuse.errors import DPFuseError
+from dpfuse.tune.cost import CostTable
+
+__all__ = ["SIZES", "measure_all_reduce"]
+
+SIZES = tuple(1 << power for power in range(10, 28))  # 1 KiB to 128 MiB
+
+
+def measure_all_reduce(
+    group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES, *, repetitions: int = 9
+) -> CostTable:
+    """Time all-reduces of this group; to be called on all its ranks, while nothing else runs.
+
+    The sizes take turns, so that a disturbance meets all of them. Of each turn the fastest rank counts, since the
+    others were waiting for the last to arrive, and of the turns the median. All ranks return rank 0's table.
+
+    Args:
+        group: process group; None: the default group.
+        sizes: bytes, at least one, each at least 4.
+        repetitions: how often each size takes its turn; one more is thrown away.
+
+    Raises:
+        DPFuseError: there is no process group, or this rank is not in it.
+        ValueError: no sizes, one below 4 bytes, or no repetition.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from dpfuse.tune import measure_all_reduce
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> measure_all_reduce(sizes=[1024, 65536], repetitions=3).sizes
+        (1024.0, 65536.0)
+        >>> dist.destroy_process_group()
+    """
+    group = collective.resolve_group(group)
+    if group is None:
+        raise DPFuseError("there is no process group to measure; call dpfuse.init_parallel_env() first, on every rank")
+    sizes = sorted(set(sizes))
+    if not sizes or sizes[0] < 4 or repetitions < 1:
+        raise ValueError(f"expected sizes of 4 bytes or more and 1 repetition or more, got {sizes}, {repetitions!r}")
+    device = collective.group_device(group)
+    flat = torch.zeros(-(-sizes[-1] // 4), device=device)
+    times = torch.zeros(repetitions + 1, len(sizes), dtype=torch.float64)
+    for turn in range(repetitions + 1):
+        for place, size in enumerate(sizes):
+            times[turn, place] = _time(flat[: -(-size // 4)], group)
+    fastest = -times.to(device)
+    collective.all_reduce_max(fastest, group)
+    median = (-fastest[1:]).median(dim=0).values
+    collective.broadcast(median, group)
+    # A clock may not have moved at all.
+    return CostTable.measured(sizes, [max(second, math.ulp(1.0)) for second in median.tolist()])
+
+
+def _time(flat: torch.Tensor, group: dist.ProcessGroup) -> float:
+    if not flat.is_cuda:
+        begin = perf_counter()
+        collective.all_reduce(flat, group).wait()
+        return perf_counter() - begin
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    collective.all_reduce(flat, group).wait()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

@@ -1,0 +1,202 @@
+"""When each gradient of a backward was ready. Plain data; knows no model, no link and no bucket."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dpfuse.param_spec import ITEM_SIZE, ParamSpec
+
+__all__ = ["Timeline"]
+
+FORMAT = "dpfuse timeline 1"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a planner needs to know of one backward.
+
+    Args:
+        specs: the parameters, by registration index.
+        ready: for each of them the seconds from the begin of backward until its gradient was complete; that of
+            a parameter without gradient is `backward_end`.
+        backward_end: seconds from the begin of backward to its end.
+        wire_dtype: name of the dtype that travels; None sends each gradient in its own.
+
+    Raises:
+        ValueError: no parameters; not one time per parameter; a time that is negative, not finite or after
+            `backward_end`; an unknown `wire_dtype`.
+
+    Example:
+        >>> import dpfuse
+        >>> from dpfuse.tune import Timeline
+        >>> specs = [dpfuse.ParamSpec(name, (1000,), "float32") for name in ("first", "second")]
+        >>> timeline = Timeline(specs, ready=[0.004, 0.001], backward_end=0.005)
+        >>> timeline.order, timeline.nbytes
+        ((1, 0), (4000, 4000))
+    """
+
+    specs: tuple[ParamSpec, ...]
+    ready: tuple[float, ...]
+    backward_end: float
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", tuple(self.specs))
+        object.__setattr__(self, "ready", tuple(map(float, self.ready)))
+        object.__setattr__(self, "backward_end", float(self.backward_end))
+        if not self.specs:
+            raise ValueError("a timeline needs at least one parameter, got none")
+        if len(self.ready) != len(self.specs):
+            raise ValueError(
+                f"got {len(self.ready)} ready times for {len(self.specs)} parameters; expected one for each"
+            )
+        if not (math.isfinite(self.backward_end) and self.backward_end >= 0):
+            raise ValueError(f"backward_end must be seconds >= 0, got {self.backward_end!r}")
+        for spec, ready in zip(self.specs, self.ready, strict=True):
+            if not 0 <= ready <= self.backward_end:
+                raise ValueError(
+                    f"parameter {spec.name!r} was ready after {ready!r} s; expected a time between 0 and the end of "
+                    f"backward at {self.backward_end!r} s, which is also the time of a parameter without gradient"
+                )
+        if self.wire_dtype is not None and self.wire_dtype not in ITEM_SIZE:
+            raise ValueError(f"wire_dtype must be None or one of {', '.join(ITEM_SIZE)}, got {self.wire_dtype!r}")
+
+    @classmethod
+    def from_steps(
+        cls,
+        specs: Sequence[ParamSpec],
+        ready: ArrayLike,
+        backward_end: ArrayLike,
+        *,
+        wire_dtype: str | None = None,
+    ) -> Timeline:
+        """The typical backward of several that were recorded: mean over the ranks, median over the steps.
+
+        Args:
+            specs: the parameters, by registration index.
+            ready: seconds, indexed by step, rank and parameter; NaN where there was no gradient.
+            backward_end: seconds, indexed by step and rank.
+            wire_dtype: name of the dtype that travels.
+
+        Raises:
+            ValueError: the two do not fit together, or to `specs`.
+
+        Example:
+            >>> import dpfuse
+            >>> from dpfuse.tune import Timeline
+            >>> specs = [dpfuse.ParamSpec("weight", (4,), "float32")]
+            >>> steps = [[[1.0], [3.0]], [[9.0], [9.0]], [[1.0], [1.0]]]  # three steps of two ranks, one parameter
+            >>> Timeline.from_steps(specs, steps, [[4.0, 4.0], [9.0, 9.0], [9.0, 9.0]]).ready
+            (2.0,)
+        """
+        times, ends = np.asarray(ready, float), np.asarray(backward_end, float)
+        if times.ndim != 3 or times.shape[:2] != ends.shape or not times.size:
+            raise ValueError(
+                f"ready has shape {times.shape} and backward_end {ends.shape}; expected (steps, ranks, parameters) "
+                "and (steps, ranks), with at least one of each"
+            )
+        # Where a rank has no gradient the bucket waits for the end of its backward.
+        times = np.where(np.isnan(times), ends[:, :, None], times)
+        typical, end = np.median(times.mean(axis=1), axis=0), float(np.median(ends.mean(axis=1)))
+        # Sums of equal numbers in another order may differ in the last place.
+        return cls(tuple(specs), tuple(np.minimum(typical, end).tolist()), end, wire_dtype)
+
+    @classmethod
+    def synthetic(
+        cls,
+        specs: Sequence[ParamSpec],
+        backward: float,
+        *,
+        work: Sequence[float] | None = None,
+        wire_dtype: str | None = None,
+    ) -> Timeline:
+        """The backward that a model might have: gradients in reverse registration order, paced by work.
+
+        Args:
+            specs: the parameters, by registration index.
+            backward: seconds in all.
+            work: for each parameter its share of the computing, in any unit, such as FLOPs; its number of
+                elements by default, which suits networks of matrix products.
+            wire_dtype: name of the dtype that travels.
+
+        Raises:
+            ValueError: not one amount of work per parameter, a negative one, or none above zero.
+
+        Example:
+            >>> import dpfuse
+            >>> from dpfuse.tune import Timeline
+            >>> specs = [dpfuse.ParamSpec(name, (size,), "float32") for name, size in (("a", 100), ("b", 300))]
+            >>> Timeline.synthetic(specs, 0.008).ready
+            (0.008, 0.006)
+        """
+        shares = np.asarray([spec.numel for spec in specs] if work is None else work, float)
+        if shares.shape != (len(specs),) or not (shares >= 0).all() or not 0 < shares.sum() < math.inf:
+            raise ValueError(
+                f"work must be one amount >= 0 for each of {len(specs)} parameters, and some above 0, got {work!r}"
+            )
+        done = np.cumsum(shares[::-1])
+        ready = (done / done[-1])[::-1] * backward
+        return cls(tuple(specs), tuple(ready.tolist()), backward, wire_dtype)
+
+    @cached_property
+    def nbytes(self) -> tuple[int, ...]:
+        """Bytes of each gradient as it travels; a sparse one counts with its full size."""
+        return tuple(spec.numel * ITEM_SIZE[self.wire_dtype or spec.dtype] for spec in self.specs)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Parameter indices, first ready first; of those ready at the same time, the last registered first."""
+        return tuple(sorted(range(len(self.specs)), key=lambda index: (self.ready[index], -index)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for `json.dump`."""
+        return {
+            "format": FORMAT,
+            "backward_end": self.backward_end,
+            "wire_dtype": self.wire_dtype,
+            "params": [
+                {
+                    "name": spec.name,
+                    "shape": list(spec.shape),
+                    "dtype": spec.dtype,
+                    "device": spec.device,
+                    "sparse": spec.sparse,
+                    "ready": ready,
+                }
+                for spec, ready in zip(self.specs, self.ready, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Timeline:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this a file that Timeline.save wrote?")
+        specs = [
+            ParamSpec(row["name"], tuple(row["shape"]), row["dtype"], row["device"], row["sparse"])
+            for row in data["params"]
+        ]
+        ready = tuple(row["ready"] for row in data["params"])
+        return cls(tuple(specs), ready, data["backward_end"], data["wire_dtype"])
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read it from a file that `save` wrote."""
+        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,190 @@
+"""Records of real backwards, on the CPU: what passes is handed on, and the times are those of a clock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dpfuse
+from dpfuse.autograd import BackwardWatch, ReadyHooks
+from dpfuse.errors import DPFuseError
+from dpfuse.tune.recorder import BackwardRecorder
+
+PAUSE = 0.02  # seconds
+
+
+class Pause(torch.autograd.Function):
+    """Backward takes a while."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(PAUSE)
+        return grad
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = (torch.nn.Parameter(torch.ones(8)) for _ in range(3))
+
+    def forward(self, value):
+        return Pause.apply(Pause.apply(Pause.apply(value) * self.first) * self.second)
+
+
+class Listener:
+    """Sends two buckets, one when the second parameter is ready and one at the end, as a reducer would."""
+
+    def __init__(self, group, synchronises=True):
+        self.calls = []
+        self.group = group
+        self.synchronises = synchronises
+        self.recorder = None
+
+    def send(self, is_last):
+        flat = torch.zeros(4)
+        work = self.group.allreduce([flat])
+        self.recorder.sent(flat, work, is_last=is_last)
+        work.wait()
+
+    def open(self, *, announced):
+        self.calls.append(("open", announced))
+
+    def close(self, reached_leaves):
+        self.calls.append(("close", reached_leaves()))
+        if self.synchronises:
+            self.send(True)
+
+    def abandon(self):
+        self.calls.append("abandon")
+
+    def mark(self, name):
+        def mark_ready(param):
+            self.calls.append(name)
+            if name == "second" and self.synchronises:
+                self.send(False)
+
+        return mark_ready
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def recorded(group, synchronises=True, **options):
+    model, watch = Layers(), BackwardWatch()
+    listener = Listener(group, synchronises)
+    recorder = listener.recorder = BackwardRecorder(listener, 3, on_cuda=False, **options)
+    watch.listener = recorder
+    params = [model.first, model.second, model.unused]
+    ReadyHooks(params, recorder.stamped([listener.mark(name) for name in ("first", "second", "unused")]))
+    return model, watch, listener, recorder
+
+
+def step(model, watch):
+    outputs = model(torch.ones(8, requires_grad=True))
+    watch.watch(outputs)
+    outputs.sum().backward()
+
+
+def test_everything_is_handed_on_and_timed(group):
+    model, watch, listener, recorder = recorded(group)
+    for _ in range(3):
+        step(model, watch)
+    assert listener.calls == 3 * [("open", True), "second", "first", ("close", True)]
+    assert recorder.steps == 3
+    plan = dpfuse.tune.plan_from_groups(dpfuse.plan_buckets(model).specs, [[1], [0, 2]])
+    timeline = recorder.timeline(plan, group, wire_dtype="bfloat16")
+    first, second, unused = timeline.ready
+    # Announced by the output's gradient; a pause, the second; a pause, the first; a pause before the end.
+    assert PAUSE <= second <= first - PAUSE
+    assert first + PAUSE <= unused == timeline.backward_end < 1
+    assert timeline.wire_dtype == "bfloat16"
+    early, last = recorder.schedule(plan).buckets
+    assert second <= early.sent <= early.landed
+    assert early.sent < first
+    assert early.exposed == 0.0
+    assert timeline.backward_end <= last.sent <= last.landed
+    assert last.exposed == pytest.approx(last.landed - last.sent)
+
+
+class SilentWork:
+    """One whose landing nobody has told yet when the wait for it is over."""
+
+    def get_future(self):
+        return self
+
+    def add_done_callback(self, callback):
+        self.callback = callback
+
+
+def test_a_wait_that_is_over_tells_that_a_bucket_has_landed(group):
+    _, _, listener, recorder = recorded(group)
+    works = [SilentWork(), SilentWork()]
+
+    def close(reached_leaves):
+        for work in works:
+            recorder.sent(torch.zeros(1), work, is_last=work is works[-1])
+        for _ in works:
+            recorder.wait_begins(torch.zeros(1))
+            time.sleep(PAUSE)
+            recorder.wait_ends()
+
+    listener.close = close
+    recorder.open(announced=True)
+    recorder.close(lambda: True)
+    for work in works:
+        work.callback(work)
+    specs = [dpfuse.ParamSpec(name, (1,), "float32") for name in ("first", "second", "third")]
+    first, second = recorder.schedule(dpfuse.tune.plan_from_groups(specs, [[1, 2], [0]])).buckets
+    assert PAUSE <= first.landed <= second.landed - PAUSE
+
+
+def test_a_backward_that_does_not_synchronise_is_no_record(group):
+    model, watch, _, recorder = recorded(group, synchronises=False)
+    step(model, watch)
+    assert recorder.steps == 0
+    with pytest.raises(DPFuseError, match=r"the ranks recorded \[0\] synchronised backwards"):
+        recorder.timeline(dpfuse.plan_buckets(model), group)
+    with pytest.raises(DPFuseError, match="expected records of 1 collectives"):
+        recorder.schedule(dpfuse.plan_buckets(model))
+
+
+def test_the_first_ones_can_be_left_out(group):
+    seen = []
+    model, watch, _, recorder = recorded(group, skip=2, after=lambda: seen.append(recorder.steps))
+    for _ in range(4):
+        step(model, watch)
+    assert (recorder.steps, seen) == (2, [1, 2])
+
+
+def test_a_backward_that_died_is_no_record(group):
+    model, watch, listener, recorder = recorded(group)
+    step(model, watch)
+    model.second.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model, watch)
+    assert listener.calls[-1] == "abandon"
+    assert recorder.steps == 1
+
+
+def test_an_unannounced_backward_is_opened_by_its_first_ready_mark(group):
+    model, watch, _, recorder = recorded(group)
+    marks = [lambda param: watch.begin() for _ in range(3)]
+    for param in (model.first, model.second):
+        param._post_accumulate_grad_hooks.clear()
+    ReadyHooks([model.first, model.second, model.unused], recorder.stamped(marks))
+    model(torch.ones(8)).sum().backward()
+    assert recorder.steps == 1
+    timeline = recorder.timeline(dpfuse.plan_buckets(model), group)
+    assert timeline.ready[1] == 0.0
+    assert timeline.ready[0] >= PAUSE
