@@ -1,5 +1,6 @@
 """dpfuse: data-parallel gradient averaging for PyTorch through fused buckets."""
 
+from dpfuse.checkpoint import load_checkpoint, save_checkpoint
 from dpfuse.data_parallel import DataParallel
 from dpfuse.ddp import DistributedDataParallel
 from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
@@ -26,9 +27,11 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_parallel_env",
+    "load_checkpoint",
     "patch",
     "plan_buckets",
     "reduce_replicas",
+    "save_checkpoint",
     "spawn",
     "time_communication",
 ]

@@ -68,10 +68,17 @@ ALLOWED = {
         "torch", "wrapper", "agreement", "grad_sync", "join_hook", "placement", "state_dict", "torch_hooks",
         "torch_buckets", "mixed_precision", "tracing",
     },
+    "checkpoint_folder": {"torch"},
+    "random_state": {"torch", "numpy"},
+    "training_state": {"torch", "wrapper"},
+    "checkpoint": {
+        "torch", "agreement", "collective", "checkpoint_folder", "random_state", "training_state", "wrapper",
+    },
     "launch": {"distributed"},
     "patch": {"torch", "ddp"},
     "__init__": {
-        "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed", "public",
+        "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
+        "checkpoint", "public",
     },
     "distributed": {"torch", "distributed"},
     # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.

@@ -8,11 +8,13 @@ import shutil
 import tempfile
 import time
 import weakref
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
+from dpfuse.distributed.descendants import Descendant, descendants, kill_descendants
 from dpfuse.distributed.failure import RankFailure, first_failure, read_record
 from dpfuse.errors import DPFuseError
 
@@ -20,6 +22,7 @@ __all__ = ["RankFolder", "ReturnQueue", "SpawnContext", "error_path", "result_pa
 
 # After a rank fails, its peers get this long to end by themselves, and again after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 2.0
+LOOK_SECONDS = 2.0  # from one look at what the ranks have started to the next
 
 # A context that nobody keeps must live as long as its ranks: it serves their store.
 _running: set[SpawnContext] = set()
@@ -88,6 +91,10 @@ class SpawnContext:
         self._folder = folder
         self._store = store
         self.processes: list[Any] = list(context.processes)
+        # Where torch would look for a rank's traceback, which it unpickles: in a folder that everybody can write to.
+        # Ranks leave theirs as text in ours.
+        context.error_files = [os.path.join(folder.name, "none") for _ in self.processes]
+        self._started: dict[int, set[Descendant]] = {}  # by the rank with this pid, when somebody looked last
         self.return_queues = [ReturnQueue(process, rank, folder) for rank, process in enumerate(self.processes)]
         _running.add(self)
 
@@ -103,13 +110,15 @@ class SpawnContext:
 
         Raises:
             DPFuseError: a rank failed. The text names the rank that failed first and shows its traceback; the
-                cause is what torch raised on the rank whose end it saw first (ProcessRaisedException or
-                ProcessExitedException), which may be a peer's "connection closed".
+                cause is torch's ProcessExitedException for the rank whose end it saw first, which may be that of a
+                peer that found the connection closed.
             KeyboardInterrupt: Ctrl-C; the ranks were ended.
         """
         try:
-            done = self._context.join(timeout, grace_period=GRACE_SECONDS)
+            self._watch(timeout)
+            done = self._context.join(0, grace_period=GRACE_SECONDS)
         except ProcessException as error:
+            kill_descendants(set().union(*self._started.values()))
             self._close()
             first = self._first(error)
             told = first.traceback and not first.error.startswith("SystemExit")
@@ -132,16 +141,36 @@ class SpawnContext:
             self._close()
         return bool(done)
 
+    def _watch(self, timeout: float | None) -> None:
+        """Wait until some rank ends, and see meanwhile what each has started: of one that is gone nobody knows."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._context.sentinels:
+            left = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, deadline - time.monotonic())
+            ended = wait(self._context.sentinels, max(0.0, left))
+            for process in self.processes:
+                known = {each for each in self._started.get(process.pid, ()) if each.running}
+                self._started[process.pid] = known | descendants([process.pid])
+                if process.exitcode and process.sentinel not in ended:
+                    # Its own forks, such as workers, keep the pipe open that tells of its end.
+                    kill_descendants(self._started[process.pid])
+            if ended or left < LOOK_SECONDS:
+                return
+
     def _end(self) -> None:
+        started = descendants(process.pid for process in self.processes).union(*self._started.values())
         for process in self.processes:
             process.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._close()
+        try:
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # Ctrl-C again: then at once
+            for process in self.processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            kill_descendants(started)
+            self._close()
 
     def _close(self) -> None:
         self._store = None

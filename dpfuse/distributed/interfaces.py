@@ -1,13 +1,14 @@
-"""This machine's own network addresses and the interfaces that carry them. Opens no connection."""
+"""Network addresses: this machine's own, the interfaces that carry them, and public ones. Opens no connection."""
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 import sys
 
-__all__ = ["address_towards", "interface_addresses", "interface_of", "is_own_address"]
+__all__ = ["address_towards", "interface_addresses", "interface_of", "is_own_address", "public_address"]
 
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
@@ -51,3 +52,13 @@ def address_towards(host: str, port: int) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def public_address(host: str) -> str | None:
+    """The address of `host` that the whole internet may reach, or None where it has no such or is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = [str(place[0]).partition("%")[0] for *_, place in found]
+    return next((address for address in addresses if ipaddress.ip_address(address).is_global), None)

@@ -10,6 +10,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,13 +23,14 @@ from typing import Any
 from dpfuse.distributed import rank as rank_program
 from dpfuse.distributed.devices import cores_per_rank, select_gpus
 from dpfuse.distributed.failure import RankFailure, first_failure, read_record
-from dpfuse.distributed.interfaces import interface_of
+from dpfuse.distributed.interfaces import interface_of, public_address
 from dpfuse.distributed.nodes import MASTER_PORT, Nodes, add_flags, read_nodes
 from dpfuse.distributed.variables import LOOPBACK_HOSTS, environment, one_machine_variables
 
 __all__ = ["main"]
 
 PROGRAM = "dpfuse.launch"
+SHUTDOWN_SECONDS = 8  # for ranks that shall end, before they are killed; torchrun's own is 30
 # What word processors and web pages make of a hyphen or two.
 TYPOGRAPHIC_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
@@ -105,6 +107,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     try:
         args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
         _settle_ranks(args)
+        _settle_end(args)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -144,6 +147,21 @@ def _settle_ranks(args: argparse.Namespace) -> None:
     args.nproc_per_node = str(count)
 
 
+def _settle_end(args: argparse.Namespace) -> None:
+    """Decide how long ranks that were asked to end, or have failed, may take: `args.seconds_to_end`."""
+    seconds: Any = getattr(args, "shutdown_timeout", None)  # a flag of torch 2.12
+    source = "--shutdown_timeout"
+    if seconds is None:
+        source = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        seconds = os.environ.get(source, SHUTDOWN_SECONDS)
+    try:
+        args.seconds_to_end = int(seconds)
+    except ValueError:
+        args.seconds_to_end = -1
+    if args.seconds_to_end < 0:
+        raise ValueError(f"{source}: got {seconds!r}, expected whole seconds from 0 on")
+
+
 def _on_one_machine(args: argparse.Namespace) -> bool:
     """Whether nothing on the command line speaks of another machine."""
     if args.standalone:
@@ -172,6 +190,18 @@ def _apply(nodes: Nodes, own: str, args: argparse.Namespace) -> None:
         args.local_addr = own or None
 
 
+def _warn_of_public_address(args: argparse.Namespace) -> None:
+    place = args.rdzv_endpoint
+    # An IPv6 address has brackets where a port follows.
+    host = re.sub(r":\d*$", "", place) if place else args.master_addr
+    address = public_address(host.strip("[]"))
+    if address is not None:
+        _say(
+            f"warning: {address} is a public address, and torch's store there lets in whoever connects, who may then "
+            "run code in every rank. Let the machines meet in a private network, or have a firewall admit only them."
+        )
+
+
 def _visible_gpus(args: argparse.Namespace) -> int:
     import torch
 
@@ -197,9 +227,11 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         args.rdzv_endpoint = f"{rendezvous.HOST}:{args.master_port or 0}"
         variables.update(one_machine_variables())
         hosts, own = (rendezvous.HOST,), rendezvous.HOST
-    elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own)):
-        # gloo would take the address that the host name resolves to.
-        variables["GLOO_SOCKET_IFNAME"] = interface
+    else:
+        _warn_of_public_address(args)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own)):
+            # gloo would take the address that the host name resolves to.
+            variables["GLOO_SOCKET_IFNAME"] = interface
     if args.master_port is None:
         args.master_port = MASTER_PORT
     count = int(args.nproc_per_node)
@@ -216,7 +248,9 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         args.log_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dpfuse-launch-"))
     if ours:
         kind = "module" if args.module else "script"
-        launch = rank_program.Launch(os.getpid(), _visible_gpus(args), hosts, own, args.worker_logs is not None)
+        launch = rank_program.Launch(
+            os.getpid(), _visible_gpus(args), hosts, own, args.worker_logs is not None, args.seconds_to_end
+        )
         told = json.dumps(asdict(launch))
         args.training_script_args = [told, kind, args.training_script, *args.training_script_args]
         args.training_script = rank_program.__file__
@@ -224,9 +258,11 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
 
 
 def _run(args: argparse.Namespace) -> None:
-    """What torchrun's own `run` does, with our logs."""
+    """What torchrun's own `run` does, with our logs and our way to end ranks."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
+
+    from dpfuse.distributed.ending import ranks_end_within
 
     config, command, arguments = config_from_args(args)
     if args.worker_logs is not None:
@@ -234,7 +270,8 @@ def _run(args: argparse.Namespace) -> None:
 
         shown = {int(rank) for rank in (args.local_ranks_filter or "0").split(",")}
         config.logs_specs = WorkerLogs(args.worker_logs, args.log_dir, shown)
-    elastic_launch(config=config, entrypoint=command)(*arguments)
+    with ranks_end_within(args.seconds_to_end):
+        elastic_launch(config=config, entrypoint=command)(*arguments)
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-__all__ = ["Launch", "die_with_parent", "end_process", "record_exception", "set_paddle_variables"]
+__all__ = ["Launch", "die_with_parent", "end_process", "end_within", "record_exception", "set_paddle_variables"]
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PADDLE_VARIABLES = (
@@ -52,6 +52,7 @@ class Launch:
     hosts: Sequence[str] = ()  # the address of every node, by node rank, where all are known
     host: str = ""  # the address of this node, where it is known
     one_log: bool = False  # stderr goes where stdout goes
+    seconds_to_end: float = 8.0  # for a rank that has failed
 
 
 def die_with_parent(parent: int) -> None:
@@ -138,6 +139,20 @@ def record_exception(error: BaseException, path: str | None) -> None:
         print(f"dpfuse: could not write {path}: {problem}", file=sys.stderr)
 
 
+def end_within(seconds: float, code: int) -> None:
+    """See to it that this process, which has failed, ends with `code` within so many seconds.
+
+    Otherwise one thread or worker that does not end would keep the whole job from failing.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        print(f"dpfuse: pid {os.getpid()} failed, but did not end in {seconds:g} s; it ends now", file=sys.stderr)
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True, name="dpfuse-end").start()
+
+
 def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     """End this process, after everything that Python does at its end.
 
@@ -207,11 +222,14 @@ def main() -> None:
             record_exception(error, record)
             if not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)  # as Python does with a text
-            end_process(error.code if isinstance(error.code, int) else 1)
+            code = error.code if isinstance(error.code, int) else 1
+            end_within(launch.seconds_to_end, code)
+            end_process(code)
     except BaseException as error:
         error = error.with_traceback(_own_frames_removed(error))
         record_exception(error, record)
         sys.excepthook(type(error), error, error.__traceback__)
+        end_within(launch.seconds_to_end, 1)
         end_process(1)
     end_process()
 

@@ -30,6 +30,7 @@ from dpfuse.distributed.variables import environment, one_machine_variables
 
 __all__ = ["spawn"]
 
+SECONDS_TO_END = 8.0  # for a rank that has failed
 OPTIONS = ("start_method", "backend", "gpus")
 OLDER_NAMES_OF_GPUS = ("selected_gpus", "selected_devices")
 MACHINES = "spawn starts ranks on this machine only; for several use `python -m dpfuse.launch --ips=…`"
@@ -88,10 +89,13 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     except SystemExit as error:
         if error.code is not None and error.code != 0:
             rank_program.record_exception(error, record)
+            rank_program.end_within(SECONDS_TO_END, error.code if isinstance(error.code, int) else 1)
             raise
     except Exception as error:
         rank_program.record_exception(error, record)
-        raise
+        rank_program.end_within(SECONDS_TO_END, 1)
+        # Raised on, torch would pickle the traceback into a file in a folder that everybody can write to.
+        sys.exit(1)
     rank_program.end_process(forked=job.forked)
 
 

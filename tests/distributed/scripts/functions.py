@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -82,3 +83,17 @@ def addresses() -> list[str]:
     found = listening_addresses(family(os.getppid())) if distributed.get_rank() == 0 else []
     dist.barrier()
     return found
+
+
+def in_a_job(function: Callable[..., object], *args: object) -> object:
+    distributed.init_parallel_env()
+    return function(distributed.get_rank(), distributed.get_world_size(), *args)
+
+
+def ends(code: int) -> None:
+    time.sleep(1)
+    os._exit(code)
+
+
+def fails_at_once() -> None:
+    raise ValueError("planted")

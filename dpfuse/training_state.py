@@ -1,0 +1,89 @@
+"""The parts of a training that go into a checkpoint: which of them has what state, and does a saved one fit?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel as TorchDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from dpfuse.wrapper import SyncedModule
+
+__all__ = ["Stateful", "bare_module", "check_fit", "sampler_state", "set_sampler_state"]
+
+
+class Stateful(Protocol):
+    """An optimizer, a learning rate scheduler, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """The module without wrappers, whose names are the same however it is trained."""
+    while True:
+        if isinstance(model, (SyncedModule, TorchDistributedDataParallel, TorchDataParallel)):
+            model = model.module
+        elif isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):
+            model = compiled  # of torch.compile
+        else:
+            return model
+
+
+def sampler_state(sampler: Any) -> dict[str, Any] | None:
+    if sampler is None:
+        return None
+    if callable(getattr(sampler, "state_dict", None)):
+        return {"state": sampler.state_dict()}
+    epoch = getattr(sampler, "epoch", None)
+    if not isinstance(epoch, int):
+        raise TypeError(
+            f"sampler: got a {type(sampler).__name__}, which has neither state_dict() nor an epoch; expected such as a "
+            "DistributedSampler (of a DataLoader: loader.sampler). Leave it out if it has no state."
+        )
+    return {"epoch": epoch}
+
+
+def set_sampler_state(sampler: Any, saved: Mapping[str, Any]) -> None:
+    if "state" in saved:
+        sampler.load_state_dict(saved["state"])
+    elif hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(saved["epoch"])
+    else:
+        sampler.epoch = saved["epoch"]
+
+
+def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, Stateful]) -> None:
+    """Refuse a checkpoint of something else before anything is loaded."""
+    saved, expected = content["model"], model.state_dict()
+    problems = [f"{name!r} is missing in the file" for name in expected if name not in saved]
+    problems += [f"{name!r} is not in the model" for name in saved if name not in expected]
+    for name, value in expected.items():
+        if isinstance(value, Tensor) and name in saved and value.shape != saved[name].shape:
+            shapes = f"{tuple(saved[name].shape)} in the file, expected {tuple(value.shape)}"
+            problems.append(f"{name!r} has shape {shapes}")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"the checkpoint does not fit the model: {'; '.join(problems[:5])}{more}. Nothing was loaded.")
+    for name in asked:
+        if name not in content:
+            raise ValueError(f"{name}: the checkpoint was saved without one; save it, too, or leave it out here")
+    optimizer = asked.get("optimizer")
+    if optimizer is None:
+        return
+    if content["optimizer_type"] != type(optimizer).__name__:
+        raise ValueError(
+            f"optimizer: the checkpoint has the state of {content['optimizer_type']}, got {type(optimizer).__name__}. "
+            "Nothing was loaded."
+        )
+    theirs, ours = (
+        [len(group["params"]) for group in state["param_groups"]]
+        for state in (content["optimizer"], optimizer.state_dict())
+    )
+    if theirs != ours:
+        raise ValueError(
+            f"optimizer: the checkpoint has groups of {theirs} parameters, expected {ours}. Nothing was loaded."
+        )

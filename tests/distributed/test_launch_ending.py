@@ -1,0 +1,164 @@
+"""How the launcher and spawn end ranks that will not end: killed in time, with all that they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.distributed.processes import SCRIPTS, alive, all_gone, pids_in, start
+
+LIMIT = 12.0  # seconds, of which ranks get eight to end by themselves
+DELAY = 3.0  # until rank 1 fails
+SCRIPT = SCRIPTS / "stubborn.py"
+
+
+def started(job, count=6):
+    """The ids of the ranks, their children and their workers, once all have told theirs."""
+    read, pids = "", []
+    while len(pids) < count:
+        line = job.stderr.readline()
+        assert line, f"the job ended early: {read}"
+        read += line
+        pids = pids_in(read)
+    return pids
+
+
+def ended(job, pids, within):
+    """How long it takes from now until none of them is left, and what was printed; the one who started them follows."""
+    began = time.monotonic()
+    try:
+        assert all_gone(pids, within), f"still there after {within} s: {[*filter(alive, pids)]}"
+        seconds = time.monotonic() - began
+        print(f"ended after {seconds:.1f} s")  # shown by pytest -rP
+        return seconds, job.communicate(timeout=20)[1]
+    finally:
+        for pid in (*pids, job.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.communicate(timeout=10)
+
+
+def launched(*words, **variables):
+    return start("-m", "dpfuse.launch", "--nproc_per_node=2", *words, **variables)
+
+
+def cases(first, *others):
+    """The first one in every run of the tests, the others, as they take eight seconds each, in `make test-all`."""
+    return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
+
+
+@pytest.mark.parametrize(
+    ("how", "fault"), cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill"))
+)
+def test_a_peer_failed_and_the_others_will_not_end(how, fault):
+    job = launched(SCRIPT, how, fault)
+    pids = started(job)
+    seconds, told = ended(job, pids, LIMIT + DELAY)
+    assert seconds > DELAY + 7  # the others had their time
+    assert job.returncode == (1 if fault == "raise" else 137)
+    assert "dpfuse.launch: rank 1 " in told
+
+
+@pytest.mark.parametrize(
+    ("how", "number"),
+    cases(("ignores", signal.SIGTERM), ("ignores", signal.SIGINT), ("in C", signal.SIGTERM), ("in C", signal.SIGHUP)),
+)
+def test_the_launcher_is_asked_to_end_and_its_ranks_will_not(how, number):
+    job = launched(SCRIPT, how)
+    pids = started(job)
+    job.send_signal(number)
+    seconds, told = ended(job, pids, LIMIT)
+    assert seconds > 7
+    assert (job.returncode, told.splitlines()[-1]) == (
+        128 + number,
+        f"dpfuse.launch: got {number.name}; every rank was ended",
+    )
+
+
+def test_asked_twice_it_waits_no_longer():
+    job = launched(SCRIPT, "ignores")
+    pids = started(job)
+    job.send_signal(signal.SIGINT)
+    time.sleep(1)
+    job.send_signal(signal.SIGINT)
+    ended(job, pids, within=3)
+    assert job.returncode == 130
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_what_an_obedient_rank_has_started_ends_with_it(fault):
+    job = launched(SCRIPT, "obedient", fault)
+    ended(job, started(job), within=DELAY + 4)
+    assert job.returncode == (1 if fault == "raise" else 137)
+
+
+@pytest.mark.parametrize("words", [["--shutdown_timeout=2"], []])
+def test_the_time_to_end_can_be_chosen(words):
+    job = launched(*words, SCRIPT, "ignores", "raise", **({} if words else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}))
+    seconds, _ = ended(job, started(job), within=DELAY + 5)
+    assert seconds > 2
+
+
+def test_a_rank_that_failed_but_cannot_end_is_ended():
+    job = launched("--shutdown_timeout=2", SCRIPT, "obedient", "thread")
+    _, told = ended(job, started(job), within=DELAY + 5)
+    assert "failed, but did not end in 2 s; it ends now" in told
+    assert "dpfuse.launch: rank 1 " in told
+    assert job.returncode == 1
+
+
+def test_a_restart_leaves_nothing_of_the_attempt_before():
+    job = launched("--max_restarts=1", "--shutdown_timeout=2", SCRIPT, "ignores", "kill")
+    first = started(job)
+    second = started(job)
+    assert all_gone(first, within=0.5)
+    ended(job, second, within=DELAY + 5)
+
+
+def test_what_ranks_leave_behind_after_they_ended_well_is_theirs():
+    job = start("-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "leaves_a_child.py")
+    out, _ = job.communicate(timeout=60)
+    (child,) = pids_in(out)
+    try:
+        assert job.returncode == 0
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "fault"), cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill"))
+)
+def test_spawn_ends_ranks_that_will_not_end(how, fault):
+    job = start(SCRIPTS / "spawn_stubborn.py", how, fault)
+    _, told = ended(job, started(job), LIMIT + DELAY)
+    assert job.returncode == 1
+    assert "spawn: rank 1 " in told
+
+
+def test_spawn_ends_them_on_ctrl_c():
+    job = start(SCRIPTS / "spawn_stubborn.py", "ignores")
+    pids = started(job)
+    job.send_signal(signal.SIGINT)
+    _, told = ended(job, pids, LIMIT)
+    assert "KeyboardInterrupt\n" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nobody_outlives_a_parent_that_cannot_end_its_ranks(number):
+    """The kernel ends the ranks, and DataLoaders' workers that wait for work see that their rank is gone."""
+    job = start(SCRIPTS / "spawn_stubborn.py", "idle")
+    pids = started(job, 4)
+    job.send_signal(number)
+    ended(job, pids, LIMIT)
+
+
+def test_nobody_outlives_a_launcher_that_is_killed():
+    job = launched(SCRIPT, "idle")
+    pids = started(job, 4)
+    job.send_signal(signal.SIGKILL)
+    ended(job, pids, LIMIT)
