@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 __all__ = ["BackwardOptimizers"]
+
+APPLY = "torch.distributed.optim.apply_optimizer_in_backward"  # slow to import; where it is not, nobody has used it
 
 
 class BackwardOptimizers:
@@ -19,33 +22,40 @@ class BackwardOptimizers:
     def __init__(self) -> None:
         self._own: list[Tensor] = []  # parameters with optimizers of their own
         self._fused: Any = None
-        self._fused_params: list[Tensor] = []
+        self._fused_params: list[Tensor] | None = None  # None is all of the model
 
     def __bool__(self) -> bool:
-        return bool(self._own or self._fused_params)
+        return bool(self._own) or self._fused is not None
+
+    @staticmethod
+    def waiting() -> bool:
+        """Whether `_apply_optimizer_in_backward` was called for parameters that nobody has taken over."""
+        applied = sys.modules.get(APPLY)
+        return applied is not None and len(applied.param_to_optim_hook_handle_map) > 0
 
     def take_over(self, params: Iterable[Tensor]) -> None:
         """Step the optimizers that `_apply_optimizer_in_backward` gave to `params`, in place of its hooks."""
-        found = [param for param in params if hasattr(param, "_in_backward_optimizers")]
-        if not found:
-            return
-        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+        self._own = [param for param in params if hasattr(param, "_in_backward_optimizers")]
+        if applied := sys.modules.get(APPLY):
+            for param in self._own:
+                for handle in applied.param_to_optim_hook_handle_map.pop(param, ()):
+                    handle.remove()
 
-        for param in found:
-            for handle in param_to_optim_hook_handle_map.get(param, ()):
-                handle.remove()
-        self._own = found
-
-    def fuse(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """Step a functional optimizer, which has a method `step_param(param, grad)`, on `params`."""
+    def fuse(self, optimizer: Any, params: Iterable[Tensor] | None) -> None:
+        """Step a functional optimizer, which has a method `step_param(param, grad)`, on `params`, or on all."""
         self._fused = optimizer
-        self._fused_params = list(params)
+        self._fused_params = None if params is None else list(params)
 
-    def step(self) -> None:
-        """Update all parameters that have a gradient; those with optimizers of their own have none afterwards."""
-        for param in self._fused_params:
-            if param.grad is not None:
-                self._fused.step_param(param, param.grad)
+    def step(self, params: Iterable[Tensor]) -> None:
+        """Update all parameters that have a gradient; those with optimizers of their own have none afterwards.
+
+        Args:
+            params: those of the model, which may have changed since the last time.
+        """
+        if self._fused is not None:
+            for param in params if self._fused_params is None else self._fused_params:
+                if param.grad is not None:
+                    self._fused.step_param(param, param.grad)
         for param in self._own:
             for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
                 optimizer.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +18,20 @@ class BufferFutures:
         self._pending: list[Any] = []
 
     def add(self, futures: Any) -> None:
-        """Note what a hook returned: futures, or None."""
-        if futures is not None:
-            self._pending += list(futures)
+        """Note what a hook returned: futures, or None.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if futures is None:
+            return
+        kept = list(futures) if isinstance(futures, Iterable) else None
+        if kept is None or not all(hasattr(future, "wait") for future in kept):
+            raise TypeError(
+                f"a buffer hook must return None or a list of futures, got a {type(futures).__name__}; return for "
+                "example [work.get_future()]"
+            )
+        self._pending += kept
 
     def wait(self) -> None:
         """Wait for all of them; an exception of one is raised here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,18 +115,15 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if check_reduction:
             warnings.warn("check_reduction is deprecated and ignored; leave it out", FutureWarning, stacklevel=2)
         group = group_of(process_group, device_mesh)
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-            shard_as_tensor_parallel(module, device_mesh)
-        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        params = {name: param for name, param in module.named_parameters() if name not in ignored}
-        for name, param in module.named_parameters():
-            # What torch.compile reads; others only ask whether it is there.
-            if name in ignored:
-                param._ddp_ignored = True  # type: ignore[attr-defined]
-            elif hasattr(param, "_ddp_ignored"):
-                del param._ddp_ignored
         try:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"module must be a torch.nn.Module, got {type(module).__name__}; pass the model instance"
+                )
+            if device_mesh is not None:
+                self.device_mesh = device_mesh
+                shard_as_tensor_parallel(module, device_mesh)
+            ignored, params = _split_parameters(module)
             sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
             rule = rule_of(sizes, module, delay_all_reduce_named_params, param_to_hook_all_reduce)
             precision = None if mixed_precision is None else MixedPrecision(mixed_precision, ignored)
@@ -155,7 +153,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
-        self._around = precision
+        self._around: MixedPrecision | None = precision
         if precision is not None:
             precision.cast_buffers(module)
         self.parameters_to_ignore = {*ignored, *rule.delayed}
@@ -168,6 +166,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             gradient_as_bucket_view,
             each_forward,
             wire_dtype=None if precision is None else precision.wire_dtype,
+            forward_dtype=None if precision is None else precision.dtype,
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
@@ -178,15 +177,23 @@ class DistributedDataParallel(TorchHooks, Joinable):
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
 
+    def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
+        super()._connect(group, fresh=fresh)
+        if self._around is not None:
+            assert self._sync is not None
+            self._sync.listen_through(partial(self._around.in_backward, self.module))
+            self._sync.module_changed = partial(self._around.cast_buffers, self.module)
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
         sync, hook = self._sync, self._buffer_hook
         assert sync is not None
-        if not self._optimizers_found:
+        if not self._optimizers_found or self._optimizers.waiting():
             self._find_optimizers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
         send_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+        sync.compare_buffers = self.forward_sync_buffers and hook is None
         sync.broadcast_buffers = send_buffers and (hook is None or hook.before_forward)
         if self.device_ids:
             moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
@@ -293,6 +300,21 @@ class DistributedDataParallel(TorchHooks, Joinable):
 
 # Whoever asks isinstance(model, torch's class), to unwrap it or to switch its synchronisation, gets a yes.
 TORCH_CLASS.register(DistributedDataParallel)
+
+
+def _split_parameters(module: nn.Module) -> tuple[frozenset[str], dict[str, nn.Parameter]]:
+    """The names to ignore, and all other parameters by name; every parameter is marked as one or the other."""
+    ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    params = {}
+    for name, param in module.named_parameters():
+        # What torch.compile reads; others only ask whether it is there.
+        if name in ignored:
+            param._ddp_ignored = True  # type: ignore[attr-defined]
+            continue
+        params[name] = param
+        if hasattr(param, "_ddp_ignored"):
+            del param._ddp_ignored
+    return ignored, params
 
 
 def _buffer_options(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse import agreement, collective
-from dpfuse.autograd import BackwardWatch, ReadyHooks
+from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
 from dpfuse.averaging import WIRES, averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.bucket_rule import BucketRule
@@ -40,6 +40,7 @@ class SyncOptions:
     broadcast_buffers: bool
     gradient_scale: float | None = None
     wire_dtype: torch.dtype | None = None
+    forward_dtype: torch.dtype | None = None  # in which the module computes; None is that of its parameters
     ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
@@ -96,12 +97,13 @@ class GradSync:
         self._module = module
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
+        self.compare_buffers = options.broadcast_buffers  # whether some forward sends them, if maybe not this one
         self.source = 0  # the rank whose buffers and ready order all ranks take
         self.before_collectives: Callable[[], None] | None = None  # called in before_forward, once all is well
+        self.module_changed: Callable[[], None] | None = None  # called when it may have, before it is looked at
         self.buffer_hook: Callable[[], None] | None = None  # what synchronises the buffers in our place
         self._buffers = BufferSync(module, options.ignored, group)
-        if options.broadcast_buffers:
-            self._buffers.look()
+        self._buffer_kinds = self._buffers.look()  # those that the description of a change would name
         self.hook: CommHook | None = None  # what reduces the gradients in our place
         self._times: CommunicationTimes | None = None
         self._signature = ModelSignature(module, options.ignored)
@@ -121,6 +123,11 @@ class GradSync:
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """Those whose gradients are averaged, in the order of registration."""
+        return self._params
+
     def before_forward(self) -> None:
         """To be called before a forward with gradients enabled.
 
@@ -129,8 +136,11 @@ class GradSync:
         """
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        if not self._signature.unchanged() and self.reducer.phase is Phase.IDLE:
-            self._follow_module()
+        if self.reducer.phase is Phase.IDLE:
+            unchanged = self._signature.unchanged()
+            # A buffer that only this rank has must not travel: the peers would take it for another.
+            if not unchanged or (self.compare_buffers and self._buffers.look() is not self._buffer_kinds):
+                self._follow_module()
         if self.before_collectives is not None:
             self.before_collectives()
         if self.broadcast_buffers:
@@ -141,15 +151,16 @@ class GradSync:
         watched = self._watch.watch(outputs)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 
+    def listen_through(self, wrap: Callable[[BackwardListener], BackwardListener]) -> None:
+        """Let what `wrap` makes of the reducer hear of backwards, and pass them on."""
+        self._watch.listener = wrap(self.reducer)
+
     def send_buffers(self) -> None:
         """Overwrite the buffers with those of rank `source`, or do what the user has registered instead."""
         if self.buffer_hook is not None:
             self.buffer_hook()
-            return
-        if self._change is None:
-            self._buffers.send(self.source)
         else:
-            self._buffers.send_as_before(self.source)  # which ranks have changed is not known before the backward ends
+            self._buffers.send(self.source)
 
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
@@ -233,7 +244,13 @@ class GradSync:
 
     def _follow_module(self) -> None:
         """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
+        if self.module_changed is not None:
+            self.module_changed()
         text = self._signature.change()
+        kinds = self._buffers.look(again=True)
+        if self.compare_buffers:
+            self._buffer_kinds = kinds
+            text = text or self._buffers.change()
         if text is None:
             if self._change is not None:
                 self._change = None
@@ -268,7 +285,7 @@ class GradSync:
                 plan = error
         if isinstance(plan, Exception):
             return ModelChange(text, plan, [], {})
-        facts = describe_model(self._module, plan, self._options, buffers=self._options.broadcast_buffers)
+        facts = describe_model(self._module, plan, self._options, buffers=self.compare_buffers)
         return ModelChange(text, plan, facts, self._signature.new_parameters())
 
     def _agree_on_change(self) -> None:
@@ -278,9 +295,7 @@ class GradSync:
         self._marks = [1] * len(self._params)
         self._signature.agree()
         self._change = None
-        self._buffers = BufferSync(self._module, self._options.ignored, self.group)
-        if self._options.broadcast_buffers:
-            self._buffers.look()
+        self._buffers.agree_on(self._buffer_kinds, self.source)
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def logging_data(model: TorchNames) -> dict[str, Any]:
         "total_parameter_size_bytes": plan.nbytes,
         "dtypes": ", ".join(sorted({CPP_NAMES.get(spec.dtype, spec.dtype) for spec in plan.specs})),
         "bucket_sizes": _sizes(plan),
-        "bucket_cap_bytes": model.bucket_bytes_cap,
+        "bucket_cap_bytes": int(min(plan.comm_buffer_size, sys.maxsize)),
         "find_unused_parameters": int(model.find_unused_parameters),
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
         "broadcast_buffers": int(model.forward_sync_buffers),

@@ -40,6 +40,11 @@ def check_module(
         raise TypeError(f"layers must be a torch.nn.Module, got {type(module).__name__}; pass the model instance")
     params, buffers = tensors_of(module, options)
     for name, param in params.items():
+        if not param.is_leaf:
+            raise ValueError(
+                f"parameter {name!r} is the result of a computation, as functional_call() puts it there; expected a "
+                "leaf, which accumulates gradients. Replace all parameters by such results, or by leaves, at a time."
+            )
         _check_data(f"parameter {name!r}", param)
     for name, buffer in buffers.items():
         _check_data(f"buffer {name!r}", buffer)

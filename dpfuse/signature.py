@@ -51,7 +51,9 @@ class ModelSignature:
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
         return (
-            all(map(is_, chain(chain.from_iterable(self._places), END), self._held))
+            not self._untold
+            and [*chain.from_iterable(self._child_places)] == self._children
+            and all(map(is_, chain(chain.from_iterable(self._places), END), self._held))
             and not any(self._empty)
             and list(map(Tensor.data_ptr, self._samples)) == self._addresses
             and not any(map(_requires_grad, self._frozen))
@@ -96,15 +98,24 @@ class ModelSignature:
                 torch.Size() if is_lazy(param) else param.shape,
             )
             for name, param in self._module.named_parameters()
-            if name not in self._ignored
+            # functional_call() lets results stand in for parameters, which still get their gradients through these.
+            if name not in self._ignored and param.is_leaf
         }
         self._seen_names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         self._frozen = [known.param for known in self._seen.values() if not known.trainable]
         children = list(self._module.modules())
-        tables: list[dict[str, Any]] = [table for child in children for table in (child._parameters, child._modules)]
-        self._places = [table.values() for table in tables if table]  # each shows what is there whenever it is read
-        self._empty = [table for table in tables if not table]
+        kept = [child._parameters for child in children]
+        below = [child._modules for child in children]
+        self._places = [table.values() for table in kept if table]  # each shows what is there whenever it is read
         self._held = [*chain.from_iterable(self._places), *END]
+        self._child_places = [table.values() for table in below if table]
+        self._children = [*chain.from_iterable(self._child_places)]  # equal only where they are the same
+        tables: list[dict[str, Any]] = [*kept, *below]
+        self._empty = [table for table in tables if not table]
+        # These change without a trace: a lazy parameter that gets its shape, a module that equals another.
+        self._untold = any(map(is_lazy, self._module.parameters())) or any(
+            type(child).__eq__ is not object.__eq__ for child in children
+        )
         owned = [
             [param for param in child.parameters(recurse=False) if id(param) in self._seen and not is_lazy(param)]
             for child in children

@@ -73,6 +73,7 @@ def rule_of(
         behind: a parameter; None if and only if `delayed` is.
 
     Raises:
+        TypeError: `delayed` is not made of pairs.
         ValueError: only one of the two is given; a name or parameter is not the module's.
         RuntimeError: `behind` is frozen.
     """
@@ -95,8 +96,15 @@ def rule_of(
             f"param_to_hook_all_reduce is {hooked!r}, which is frozen, so its gradient never becomes ready: cannot "
             "register a hook on a tensor that doesn't require gradient. Pass a trainable one."
         )
+    try:
+        pairs = [(name, param) for name, param in delayed]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"delay_all_reduce_named_params must be pairs of a name and a parameter, got {type(delayed).__name__}; "
+            "pass some of module.named_parameters()"
+        ) from None
     apart: dict[int, None] = {}
-    for name, param in delayed:
+    for name, param in pairs:
         if named.get(name) is not param:
             raise ValueError(
                 f"delay_all_reduce_named_params has {name!r}, which is not that parameter of the module; expected "

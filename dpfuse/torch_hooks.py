@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from dpfuse import collective
 from dpfuse.backward_optimizers import BackwardOptimizers
 from dpfuse.buffer_hook import BufferFutures, BufferHook
 from dpfuse.comm_hook import CommHook
+from dpfuse.grad_sync import GradSync
 from dpfuse.torch_names import TorchNames
 
 __all__ = ["TorchHooks"]
@@ -36,7 +40,8 @@ class TorchHooks(TorchNames):
             self._buffer_hook: BufferHook | None = None
         super()._connect(group, fresh=fresh)
         assert self._sync is not None
-        self._sync.reducer.after_delivery = (self._buffer_futures.wait, self._optimizers.step)
+        step = partial(_step, self._optimizers, self._sync)
+        self._sync.reducer.after_delivery = (self._buffer_futures.wait, step)
         if self._buffer_hook is not None:
             self._sync.buffer_hook = self._weak_buffer_hook()
 
@@ -93,7 +98,7 @@ class TorchHooks(TorchNames):
 
         Args:
             optim: a class of `torch.optim`; `args` and `kwargs` are what it takes besides parameters.
-            optim_params: those to update; None is all.
+            optim_params: those to update; None is all, also those that come later.
 
         Raises:
             ValueError: there is no functional counterpart of `optim`, or a parameter is not this model's.
@@ -118,17 +123,16 @@ class TorchHooks(TorchNames):
                     f"{optim} does not support overlapped DDP; ask its author, or step it yourself"
                 ) from error
             return
-        ours = [param for param in self._module_parameters if param.requires_grad]
-        known = set(map(id, ours))
+        known = {id(param) for param in self._module_parameters if param.requires_grad}
         if chosen is not None and (strangers := sum(id(param) not in known for param in chosen)):
             raise ValueError(
                 f"{strangers} of the {len(chosen)} optim_params are no trainable parameters of this model; "
                 "expected only such. Pass some of model.parameters()."
             )
-        self._optimizers.fuse(state.functional_optimizer, ours if chosen is None else chosen)
+        self._optimizers.fuse(state.functional_optimizer, chosen)
 
     def _find_optimizers(self) -> None:
-        """Step those that `_apply_optimizer_in_backward` was called for until the first forward."""
+        """Step those that `_apply_optimizer_in_backward` was called for until this forward."""
         self._optimizers_found = True
         self._optimizers.take_over(param for param in self._module_parameters if param.requires_grad)
 
@@ -154,7 +158,10 @@ class TorchHooks(TorchNames):
 
     def _run_buffer_hook(self) -> None:
         assert self._buffer_hook is not None
-        self._buffer_futures.add(self._buffer_hook(self.named_module_buffers))
+        buffers = self.named_module_buffers
+        # The graph of the forward may hold them, and takes what the forward itself wrote just as well.
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers.values())):
+            self._buffer_futures.add(self._buffer_hook(buffers))
 
     def _weak_buffer_hook(self) -> Callable[[], None]:
         # The synchronisation lives as long as the parameters, which must not keep the wrapper alive.
@@ -171,3 +178,7 @@ class TorchHooks(TorchNames):
     def _portable_state(self) -> dict[str, Any]:
         own = ("_optimizers", "_optimizers_found", "_buffer_futures", "_buffer_hook")
         return {key: value for key, value in super()._portable_state().items() if key not in own}
+
+
+def _step(optimizers: BackwardOptimizers, sync: GradSync) -> None:
+    optimizers.step(sync.params)

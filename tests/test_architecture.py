@@ -57,9 +57,11 @@ ALLOWED = {
     "data_parallel": {"torch", "wrapper", "grad_sync", "collective", "state_dict"},
     "backward_optimizers": {"torch"},
     "buffer_hook": {"torch"},
-    "mixed_precision": {"torch", "averaging", "tracing"},
+    "mixed_precision": {"torch", "averaging", "tracing", "autograd (types)"},
     "torch_buckets": {"torch", "bucket_rule", "plan"},
-    "torch_hooks": {"torch", "torch_names", "collective", "comm_hook", "buffer_hook", "backward_optimizers"},
+    "torch_hooks": {
+        "torch", "torch_names", "collective", "comm_hook", "buffer_hook", "backward_optimizers", "grad_sync",
+    },
     "torch_names": {"torch", "wrapper", "grad_sync", "collective", "reducer", "logging_data"},
     "logging_data": {"torch", "plan (types)", "torch_names (types)"},
     "placement": {"torch", "collective"},

@@ -285,6 +285,12 @@ WRONG = {
         ValueError,
         "has '0.weight', which is not that parameter",
     ),
+    "no pairs": (
+        lambda net: ([net[0].weight], net[0].bias),
+        TypeError,
+        "must be pairs of a name and a parameter, got list",
+    ),
+    "no list": (lambda net: (5, net[0].bias), TypeError, "a parameter, got int"),
     "behind a stranger": (
         lambda net: ([("0.weight", net[0].weight)], nn.Parameter(torch.ones(2))),
         ValueError,

@@ -75,6 +75,35 @@ def test_a_buffer_hook_does_what_it_does_for_torch(ranks, before, wait):
     ranks(beside_torch, before, wait)
 
 
+def mean(state, named_buffers):
+    for buffer in named_buffers.values():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= dist.get_world_size()
+
+
+def average_statistics(rank, size, before):
+    """Batch norm's backward holds what the hook writes."""
+    net, models = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), []
+    for cls in BOTH:
+        models.append(cls(copy.deepcopy(net)))
+        models[-1]._register_buffer_comm_hook(None, mean, Location.PRE_FORWARD if before else Location.POST_FORWARD)
+    for step in range(3):
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        for model in models:
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for theirs, ours in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        for theirs, ours in zip(models[0].buffers(), models[1].buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_may_write_what_a_backward_holds(ranks, before):
+    ranks(average_statistics, before)
+
+
 def slow_sum(state, named_buffers):
     """A future that is set long after backward's own work is done."""
     future = dist.all_reduce(named_buffers["local"], async_op=True).get_future()
@@ -152,6 +181,14 @@ def test_what_is_no_hook_is_torchs_error(group):
     for cls in BOTH:
         with pytest.raises(AssertionError, match="hook must be callable, got int"):
             cls(Net())._register_buffer_comm_hook(None, 5)
+
+
+@pytest.mark.parametrize("result", [torch.futures.Future(), [1], 5])
+def test_what_is_no_list_of_futures_is_named(group, result):
+    model = DistributedDataParallel(Net())
+    model._register_buffer_comm_hook(None, lambda state, buffers: result)
+    with pytest.raises(TypeError, match="must return None or a list of futures, got"):
+        model(torch.ones(1, 3))
 
 
 def test_nothing_is_called_where_nothing_would_be_sent(group):

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from dpfuse import DistributedDataParallel
+from dpfuse import DistributedDataParallel, DPFuseError
 
 SMALL = 100 / 2**20  # MB: several buckets
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -143,6 +143,52 @@ def accumulate(rank, size, hooked):
 @pytest.mark.parametrize("hooked", [False, True])
 def test_accumulation_unused_tied_and_recurrent_parameters_and_hooks(ranks, hooked):
     ranks(accumulate, hooked)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, index):
+        return self.head(self.table(index))
+
+
+def train_table(rank, size):
+    net = Table()
+    alone = copy.deepcopy(net)
+    model = DistributedDataParallel(net, mixed_precision=_MixedPrecision(BF16, F32))
+    for step in range(3):
+        index = torch.tensor([rank, 3, step])
+        for each in (model, alone):
+            each.zero_grad()
+        model(index).sum().backward()
+        functional_call(alone, {name: param.to(BF16) for name, param in dense(alone)}, (index,)).sum().backward()
+        for (name, param), other in zip(net.named_parameters(), alone.parameters(), strict=True):
+            assert param.grad.is_sparse == name.startswith("table")
+            mean = other.grad.to_dense() / size
+            dist.all_reduce(mean)
+            assert param.grad.dtype == F32
+            assert torch.equal(param.grad.to_dense(), mean), name
+
+
+def dense(module):
+    module.table.sparse = False
+    return module.named_parameters()
+
+
+def test_sparse_gradients_arrive_sparse_and_in_the_parameters_dtype(ranks):
+    ranks(train_table)
+
+
+def differ(rank, size):
+    for config in (_MixedPrecision((F16, BF16)[rank], F32), _MixedPrecision((None, BF16)[rank], F32)):
+        with pytest.raises(DPFuseError, match="option forward_dtype"):
+            DistributedDataParallel(nn.Linear(2, 2), mixed_precision=config)
+
+
+def test_ranks_that_compute_in_different_dtypes_all_raise(ranks):
+    ranks(differ)
 
 
 @pytest.fixture

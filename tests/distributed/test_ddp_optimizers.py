@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel, DPFuseError
@@ -158,6 +158,92 @@ def compose(rank, size, fused, hook, views):
 @pytest.mark.parametrize("fused", [False, True])
 def test_they_go_with_accumulation_unused_parameters_hooks_and_views(ranks, fused, hook, views):
     ranks(compose, fused, hook, views)
+
+
+def step_what_comes_later(rank, size):
+    """Optimizers for parameters that were unfrozen or replaced, and for all after the first step."""
+    arguments = {"lr": 0.1, "momentum": 0.9}
+    net = Net().layers
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
+    model(batch(rank, 0)).sum().backward()
+    model.zero_grad()
+    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=SMALL)
+    torch.manual_seed(0)
+    new = nn.Linear(9, 3)
+    for each in (model, plain):
+        each.module[0].requires_grad_(True)
+        each.module[4] = copy.deepcopy(new)
+    optimizer = torch.optim.SGD(plain.parameters(), **arguments)
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), arguments)
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            each(batch(rank, step)).square().sum().backward()
+        optimizer.step()
+        assert_same_weights(model.module, plain.module, step=step)
+        assert all(param.grad is None for param in net.parameters())
+
+
+def test_optimizers_applied_after_the_first_step_or_a_change_step_on_means(ranks):
+    ranks(step_what_comes_later)
+
+
+def fuse_what_comes_later(rank, size):
+    net = Net().layers
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    model(batch(rank, 0)).sum().backward()
+    model.zero_grad()
+    torch.manual_seed(0)
+    net[4] = nn.Linear(9, 3)
+    weight = net[4].weight.detach().clone()
+    model(batch(rank, 1)).sum().backward()
+    torch.testing.assert_close(net[4].weight.detach(), weight - 0.1 * net[4].weight.grad)
+    assert not torch.equal(net[4].weight, weight)
+
+
+def test_a_fused_optimizer_for_all_parameters_steps_on_later_ones_too(ranks):
+    ranks(fuse_what_comes_later)
+
+
+def step_tied(rank, size):
+    """Two optimizers for each parameter, a tied and an unused one: each steps once, with a rate that falls."""
+    net = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)])
+    net[1].weight = net[0].weight
+    net.forward = lambda x: net[1](torch.tanh(net[0](x))) + (net[2](x) if rank else 0)
+    plain = copy.deepcopy(list(net.parameters()))
+    for arguments in ({"lr": 0.1}, {"lr": 0.01, "momentum": 0.9}):
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), arguments)
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizers = [torch.optim.SGD(plain, lr=0.1), torch.optim.SGD(plain, lr=0.01, momentum=0.9)]
+    theirs = _get_in_backward_optimizers(net)
+    assert len(theirs) == 2 * len(plain)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (*optimizers, *theirs)]
+    for step in range(4):
+        before = [param.detach().clone() for param in net.parameters()]
+        x = batch(rank, step)
+        y = torch.tanh(x @ plain[0].T + plain[1]) @ plain[0].T + plain[2]
+        y = y + x @ plain[3].T + plain[4] if rank else y
+        y.square().sum().backward()
+        for param in plain:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad / size
+            dist.all_reduce(param.grad)
+        model(x).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers[0].zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        for param, other, old in zip(net.parameters(), plain, before, strict=True):
+            torch.testing.assert_close(param, other)
+            assert not torch.equal(param, old)
+
+
+def test_each_optimizer_of_a_parameter_steps_once(ranks):
+    ranks(step_tied)
 
 
 def fail_on_one_rank(rank, size):

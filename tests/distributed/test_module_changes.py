@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import dpfuse
+from dpfuse.signature import ModelSignature
 
 
 def buffers_follow_rank_0(rank, size, broadcast):
@@ -84,3 +87,124 @@ def harmless(rank, size):
 
 def test_other_changes_of_a_module_are_none(ranks):
     ranks(harmless)
+
+
+class Normed(nn.Module):
+    """A norm without parameters, which only buffers tell from another; `seen` has those that its forwards saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3, affine=False)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append({name: buffer.clone() for name, buffer in self.named_buffers()})
+        return self.norm(self.layer(x))
+
+
+FACES = {
+    "paddle": partial(dpfuse.DataParallel, broadcast_buffers=True),
+    "torch": partial(dpfuse.DistributedDataParallel, forward_sync_buffers=True),
+}
+
+
+def step(model, rank):
+    model(torch.randn(4, 3) + 10 * rank).sum().backward()
+    model.zero_grad()
+
+
+def norm_was_replaced(rank, size, face, local_first):
+    model = FACES[face](Normed())
+    step(model, rank)
+    if local_first:
+        with model.no_sync():
+            step(model, rank)
+    model.module.norm = nn.BatchNorm1d(3, affine=False)
+    if local_first:
+        with model.no_sync():
+            step(model, rank)
+    for _ in range(3):
+        step(model, rank)
+    return [seen["norm.running_mean"].tolist() for seen in model.module.seen[-2:]]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("local_first", [True, False])
+def test_buffers_of_a_module_that_replaced_another_are_those_of_rank_0(ranks, face, local_first):
+    first, second = ranks(norm_was_replaced, face, local_first)
+    assert first[-1] == second[-1] != [0.0] * 3
+    if not local_first:  # torch sends none before the first forward behind no_sync()
+        assert first == second
+
+
+def add_buffer(net):
+    net.register_buffer("extra", torch.full((5,), 7.0))
+
+
+def convert_buffer(net):
+    net.norm.num_batches_tracked = net.norm.num_batches_tracked.int()
+
+
+def remove_buffers(net):
+    net.norm = nn.Identity()
+
+
+CHANGES = {
+    add_buffer: "buffer 'extra' was added",
+    convert_buffer: r"buffer 'norm.num_batches_tracked' was converted from int64 \(\) on cpu to int32 \(\) on cpu",
+    remove_buffers: "buffer 'norm.running_mean' was removed",
+}
+
+
+def buffers_changed_on(changed, change, face, rank):
+    model = FACES[face](Normed())
+    net, kept = model.module, model.module.norm
+    for _ in range(2):
+        step(model, rank)
+    if rank == changed:
+        change(net)
+    mean = [3.0, 4.0, 5.0]
+    kept.running_mean.copy_(torch.tensor(mean))
+    text = CHANGES[change] if rank == changed else f"the module was changed on rank {changed} of 2"
+    with pytest.raises(dpfuse.DPFuseError, match=text):
+        step(model, rank)
+    if "norm.running_mean" in net.seen[-1]:
+        assert net.seen[-1]["norm.running_mean"].tolist() == mean
+    if rank == changed and change is add_buffer:
+        assert net.extra.tolist() == [7.0] * 5
+    if rank != changed:
+        change(net)
+    for _ in range(2):
+        model.zero_grad()
+        step(model, rank)
+    return [(name, buffer.tolist()) for name, buffer in net.seen[-1].items()]
+
+
+def buffers_changed_on_one_rank(rank, size, change, face):
+    return [buffers_changed_on(changed, change, face, rank) for changed in range(size)]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_buffers_that_changed_on_one_rank_are_an_error_on_all_and_overwrite_none(ranks, change, face):
+    first, second = ranks(buffers_changed_on_one_rank, change, face)
+    assert first == second
+
+
+class Alike(nn.Linear):
+    """Equal to any other of its kind."""
+
+    def __eq__(self, other):
+        return isinstance(other, Alike)
+
+    __hash__ = nn.Linear.__hash__
+
+
+def test_a_module_that_equals_another_is_not_taken_for_it():
+    model = nn.Sequential(Alike(2, 2), nn.Linear(2, 2))
+    signature = ModelSignature(model)
+    assert signature.change() is None
+    model[0] = Alike(2, 2)
+    assert not signature.unchanged()
+    assert signature.change() == "parameter '0.weight' was replaced"
