@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.errors import DPFuseError
-from dpfuse.tracing import leave_untraced
+from dpfuse.tracing import EndOfCompiledBackward, compiled_backward, leave_untraced
 
 __all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks"]
+
+WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
 
 
 class ReadyHooks:
@@ -65,17 +67,20 @@ class BackwardListener(Protocol):
 class _Task:
     """The engine holds it as a callback for as long as the backward lives.
 
-    So it dies with the backward, and if it was never called, the backward died of an exception.
+    So it dies with the backward, and if it was never called, the backward died of an exception. Compiled autograd's
+    engine holds it too, but never calls it.
     """
 
-    __slots__ = ("__weakref__", "_end", "node")
+    __slots__ = ("__weakref__", "_end", "_node")
 
-    def __init__(self, end: Callable[[_Task], None], node: Any) -> None:
+    def __init__(self, end: Callable[[Callable[[], bool]], None], node: Any) -> None:
         self._end = end
-        self.node = node
+        self._node = node
 
     def __call__(self) -> None:
-        self._end(self)
+        self._end(lambda: _reaches_leaves(self._node))
+
+    leave_untraced(__call__, calls=True)
 
 
 class BackwardWatch:
@@ -101,15 +106,21 @@ class BackwardWatch:
         if self._task is not None or self.listener is None:
             return
         node = torch._C._current_autograd_node()
-        if node is None:
+        compiled = compiled_backward() if node is None else None
+        if node is None and compiled is None:
             raise DPFuseError(
-                "this backward runs under compiled autograd, which does not tell when a backward ends; expected the "
-                "plain engine. Turn torch._dynamo.config.compiled_autograd off; torch.compile works without it."
+                "this backward runs under compiled autograd, which in this version of torch does not tell when a "
+                "backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
+                "torch.compile works without it."
             )
         self.listener.open(announced=announced)
         task = _Task(self._end, node)
         self._task = weakref.ref(task, self._died)
         torch.autograd.Variable._execution_engine.queue_callback(task)
+        if compiled is not None:
+            EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
+
+    leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
 
     def _watch_tensor(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:
@@ -122,12 +133,12 @@ class BackwardWatch:
     def _announce(self, _grad: Tensor) -> None:
         self.begin(announced=True)
 
-    leave_untraced(_announce)
+    leave_untraced(_announce, calls=True, reason=WHY_UNTRACED)
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, reached_leaves: Callable[[], bool]) -> None:
         self._task = None
         if self.listener is not None:
-            self.listener.close(lambda: _reaches_leaves(task.node))
+            self.listener.close(reached_leaves)
 
     def _died(self, reference: weakref.ref[_Task]) -> None:
         if self._task is reference:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpfuse import verdict
 from dpfuse.errors import DPFuseError
+from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
@@ -285,6 +286,8 @@ class Reducer:
         # gradients are the last to arrive anyway.
         while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
             self._launch(self._next, complete=True)
+
+    leave_untraced(_launch_complete, calls=True, reason="dpfuse sends gradients here")
 
     def _launch_rest(self) -> None:
         for order in range(self._next, len(self.buckets)):

@@ -41,7 +41,7 @@ ALLOWED = {
     },
     "hooks": {"torch", "collective"},
     "verdict": set(),
-    "reducer": {"bucket (types)", "tail (types)", "verdict"},
+    "reducer": {"bucket (types)", "tail (types)", "verdict", "tracing"},
     "fused_allreduce": {"torch", "param_spec", "plan", "averaging", "bucket", "buckets", "agreement", "collective"},
     "replicas": {"torch", "dpfuse_kernels", "param_spec", "plan", "averaging", "bucket"},
     "model_check": {"torch", "averaging", "param_spec", "plan", "grad_sync (types)"},
