@@ -67,12 +67,12 @@ def test_what_is_written_reads_back_with_four_digits(record, tmp_path):
     assert [outcome.met for outcome in outcomes_of(read)] == [False, None]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_quick_run_writes_a_record_and_a_picture(tmp_path):
     command = [sys.executable, "-m", "bench", "--quick", "--only", "flatten", "--results", tmp_path, "--out", tmp_path]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=50
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*-quick.json")
