@@ -47,7 +47,7 @@ def launched(*words, **variables):
 
 
 def cases(first, *others):
-    """The first one in every run of the tests, the others, as they take eight seconds each, in `make test-all`."""
+    """The first one in every run of the tests; the others, which take eight seconds each, in `make test-all`."""
     return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
 
 
@@ -85,17 +85,18 @@ def test_asked_twice_it_waits_no_longer():
     job.send_signal(signal.SIGINT)
     time.sleep(1)
     job.send_signal(signal.SIGINT)
-    ended(job, pids, within=3)
+    ended(job, pids, within=7)  # less than the eight seconds of those who are asked once
     assert job.returncode == 130
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_what_an_obedient_rank_has_started_ends_with_it(fault):
     job = launched(SCRIPT, "obedient", fault)
-    ended(job, started(job), within=DELAY + 4)
+    ended(job, started(job), within=DELAY + 7)
     assert job.returncode == (1 if fault == "raise" else 137)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--shutdown_timeout=2"], []])
 def test_the_time_to_end_can_be_chosen(words):
     job = launched(*words, SCRIPT, "ignores", "raise", **({} if words else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}))
@@ -103,6 +104,7 @@ def test_the_time_to_end_can_be_chosen(words):
     assert seconds > 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_but_cannot_end_is_ended():
     job = launched("--shutdown_timeout=2", SCRIPT, "obedient", "thread")
     _, told = ended(job, started(job), within=DELAY + 5)
@@ -111,6 +113,7 @@ def test_a_rank_that_failed_but_cannot_end_is_ended():
     assert job.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_restart_leaves_nothing_of_the_attempt_before():
     job = launched("--max_restarts=1", "--shutdown_timeout=2", SCRIPT, "ignores", "kill")
     first = started(job)
@@ -140,6 +143,7 @@ def test_spawn_ends_ranks_that_will_not_end(how, fault):
     assert "spawn: rank 1 " in told
 
 
+@pytest.mark.slow
 def test_spawn_ends_them_on_ctrl_c():
     job = start(SCRIPTS / "spawn_stubborn.py", "ignores")
     pids = started(job)
@@ -148,6 +152,7 @@ def test_spawn_ends_them_on_ctrl_c():
     assert "KeyboardInterrupt\n" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nobody_outlives_a_parent_that_cannot_end_its_ranks(number):
     """The kernel ends the ranks, and DataLoaders' workers that wait for work see that their rank is gone."""
