@@ -67,6 +67,7 @@ def test_what_is_written_reads_back_with_four_digits(record, tmp_path):
     assert [outcome.met for outcome in outcomes_of(read)] == [False, None]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_quick_run_writes_a_record_and_a_picture(tmp_path):
     command = [sys.executable, "-m", "bench", "--quick", "--only", "flatten", "--results", tmp_path, "--out", tmp_path]

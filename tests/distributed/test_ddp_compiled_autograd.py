@@ -122,6 +122,7 @@ def compile_steps(rank, size, mode):
             assert_equal(expected, model, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, "python_reducer"])
 def test_a_compiled_step_with_the_switch(ranks, mode):
     ranks(compile_steps, mode, timeout=180)
@@ -238,7 +239,7 @@ def fail_on_one(rank, size, compiler):
             assert_equal(expected, model, step)
 
 
-@pytest.mark.parametrize("compiler", [as_it_is, "eager"])
+@pytest.mark.parametrize("compiler", [as_it_is, pytest.param("eager", marks=pytest.mark.slow)])
 def test_an_exception_on_one_rank_is_heard_of_on_all(ranks, compiler):
     ranks(fail_on_one, compiler, timeout=180)
 

