@@ -98,7 +98,7 @@ class BufferSync:
             self._broadcasts = self._broadcasts_of([self._found[name] for name in self._agreed])
         # The graph of an earlier forward may hold them. Its backward must not fail on the ranks that are written to:
         # batch norm, for one, takes two forwards before a backward, since its own updates do not count either.
-        with _unsafe_preserve_version_counter(self._counted):
+        with _unsafe_preserve_version_counter(() if self._group.rank() == source else self._counted):
             for broadcast in self._broadcasts:
                 broadcast(source)
 
