@@ -167,16 +167,6 @@ def test_ranks_without_input_call_the_hook_too(ranks):
     assert one == other
 
 
-@pytest.fixture
-def group():
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    patch.undo()
-
-
 def test_what_is_no_hook_is_torchs_error(group):
     for cls in BOTH:
         with pytest.raises(AssertionError, match="hook must be callable, got int"):

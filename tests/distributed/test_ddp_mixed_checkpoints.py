@@ -125,16 +125,6 @@ def test_the_parameters_are_back_when_what_runs_again_fails(ranks):
     ranks(fail_where_it_runs_again)
 
 
-@pytest.fixture
-def group():
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    patch.undo()
-
-
 def wrapped(reentrant=False) -> DistributedDataParallel:
     return DistributedDataParallel(Checkpointed(reentrant), mixed_precision=_MixedPrecision(BF16, F32))
 

@@ -191,16 +191,6 @@ def test_ranks_that_compute_in_different_dtypes_all_raise(ranks):
     ranks(differ)
 
 
-@pytest.fixture
-def group():
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    patch.undo()
-
-
 def test_ignored_parameters_and_buffers_keep_their_dtype(group):
     net = Net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["frozen", "norm.running_mean"])

@@ -288,16 +288,6 @@ def test_ignored_parameters_keep_their_local_steps(ranks):
     ranks(ignore_one)
 
 
-@pytest.fixture
-def group():
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    patch.undo()
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_second_optimizer_is_refused_as_in_torch(group):
     for cls in (TorchDDP, DistributedDataParallel):

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
 from dpfuse import DataParallel, DistributedDataParallel
@@ -304,57 +302,6 @@ def test_copies_and_other_groups_work_after_a_change(ranks):
     ranks(copied)
 
 
-class Reading(nn.Module):
-    """Notes the buffers that its forward sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append([(buffer.dtype, buffer.tolist()) for buffer in self.buffers()])
-        return (self.weight * x.to(self.weight.dtype)).sum()
-
-
-def buffers_after_a_change(rank, size, face, early):
-    option = {"broadcast_buffers": True} if face == "paddle" else {"forward_sync_buffers": True}
-    model = FACES[face](Reading(), **option)
-    net = model.module
-
-    def step(value):
-        for buffer in net.buffers():
-            buffer.fill_(value + rank)
-        model(torch.ones(2)).backward()
-        model.zero_grad()
-
-    if not early:
-        step(10)
-    net.double()
-    step(20)
-    net.register_buffer("late", torch.full((2, 2), float(rank)))
-    net.weight = nn.Parameter(torch.ones(2))
-    step(30)
-    step(40)
-    if rank == 0:
-        return net.seen
-    seen = [(torch.float64, [20.0] * 3), (torch.int64, 20)]
-    assert net.seen[-3] == seen
-    return net.seen
-
-
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("early", [True, False])
-def test_buffers_follow_from_the_first_forward_on(ranks, face, early):
-    first, second = ranks(buffers_after_a_change, face, early)
-    assert [row[:2] for row in first] == [row[:2] for row in second]
-    # One that is new itself is sent as soon as all ranks have agreed that it is there.
-    assert first[-1] == second[-1]
-    assert len(first[-1]) == 3
-
-
 def frozen_for_a_while(rank, size):
     """A network whose gradients pass through but not into it, as a GAN's second one."""
     pair = Pair(rank, size, "torch")
@@ -397,69 +344,6 @@ def undone(rank, size):
 
 def test_a_change_that_was_undone_is_none(ranks):
     ranks(undone)
-
-
-def with_stand_ins(rank, size, face):
-    """MAML's step: gradients of the parameters, through results of them that stand in their places."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    models = (copy.deepcopy(net), FACES[face](net))
-    plan = models[1].bucket_plan
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        x = torch.randn(5, 3)
-        for model in models:
-            model.zero_grad()
-            params = dict(model.named_parameters())
-            grads = torch.autograd.grad(model(x).square().sum(), params.values(), create_graph=True)
-            better = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
-            functional_call(model, better, (x,)).square().sum().backward()
-        for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
-            mean = theirs.grad / size
-            dist.all_reduce(mean)
-            torch.testing.assert_close(ours.grad, mean)
-    assert [spec.name for spec in models[1].bucket_plan.specs] == [spec.name for spec in plan.specs]
-    mixed = {name: p * 1 if name.endswith("0.weight") else nn.Parameter(p.detach()) for name, p in params.items()}
-    with pytest.raises((ValueError, dpfuse.DPFuseError), match=r"'0.weight' is the result of a computation"):
-        functional_call(models[1], mixed, (x,)).sum().backward()
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_results_that_stand_in_for_parameters_are_no_change(ranks, face):
-    ranks(with_stand_ins, face)
-
-
-def lazy_layer(rank, size, face):
-    model = FACES[face](nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    x = torch.full((4, 3), 1.0 + rank)
-    model(x).sum().backward()
-    torch.manual_seed(1)
-    model.module[1] = nn.LazyLinear(2)
-    with pytest.raises((ValueError, dpfuse.DPFuseError), match=r"'1.weight' is uninitialized"):
-        model(x).sum().backward()
-    model.zero_grad()
-    model(x).sum().backward()
-    assert torch.equal(model.module[1].bias.grad, torch.full((2,), 4.0))
-    assert any(spec.name.startswith("1.") and spec.shape == (2, 4) for spec in model.bucket_plan.specs)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_lazy_layer_takes_part_once_its_shapes_are_known(ranks, face):
-    ranks(lazy_layer, face)
-
-
-def mixed_precision_norm(rank, size):
-    precision = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), mixed_precision=precision)
-    for _ in range(2):
-        for _ in range(2):
-            model(torch.randn(5, 3)).float().square().sum().backward()
-            assert model.module[1].running_mean.dtype is torch.bfloat16
-        model.module[1] = nn.BatchNorm1d(4)
-
-
-def test_new_buffers_are_converted_as_those_before(ranks):
-    ranks(mixed_precision_norm)
 
 
 def collectives_of(rank, size):
