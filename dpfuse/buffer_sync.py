@@ -100,7 +100,7 @@ class BufferSync:
         # batch norm, for one, takes two forwards before a backward, since its own updates do not count either.
         with _unsafe_preserve_version_counter(() if self._group.rank() == source else self._counted):
             for broadcast in self._broadcasts:
-                broadcast(source)
+                broadcast(source, wait=False)
 
     def _send_stand_ins(self, source: int) -> None:
         stand_ins = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 ALIGNMENT = 16  # bytes; the largest element, complex128
+LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
 
 
@@ -121,6 +125,8 @@ class FlatBroadcast:
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
         self._targets: list[Tensor] = []
         self._pieces: list[Tensor] = []
+        self._sent: list[dist.Work] = []  # not waited for
+        weakref.finalize(self, _wait_for_peers, self._sent)
         for ((dtype, flat), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
             staged = chunk[: count * dtype.itemsize].view(dtype)
             parts = staged.split([tensor.numel() for tensor in same])
@@ -132,13 +138,21 @@ class FlatBroadcast:
             self._targets += same
             self._pieces += pieces
 
-    def __call__(self, source: int = 0) -> None:
-        """Overwrite the tensors with those of rank `source`."""
+    def __call__(self, source: int = 0, *, wait: bool = True) -> None:
+        """Overwrite the tensors with those of rank `source`.
+
+        Args:
+            source: a rank of the group.
+            wait: False lets that rank, on a CPU, go on while its bytes travel, until its next call or its end.
+        """
         if not self._staging.numel():
             return
+        while self._sent:
+            self._sent.pop().wait()
+        sends = self._group.rank() == source
         # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
         with torch.inference_mode():
-            if self._group.rank() == source:
+            if sends:
                 for tensors, staged in self._joined:
                     torch.cat(tensors, out=staged)
                 for pieces, tensors in self._others:
@@ -146,11 +160,22 @@ class FlatBroadcast:
             wire = self._staging.to(self._device)
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._group.broadcast([wire], options).wait()
-            if self._group.rank() != source:
+            work = self._group.broadcast([wire], options)
+            if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
+                self._sent.append(work)
+                return
+            work.wait()
+            if not sends:
                 if wire is not self._staging:
                     self._staging.copy_(wire)
                 torch._foreach_copy_(self._targets, self._pieces)
+
+
+def _wait_for_peers(sent: list[dist.Work]) -> None:
+    """Called when nobody can send again, at the latest at the end of the process: the bytes would end with it."""
+    for work in sent:
+        with suppress(RuntimeError):  # a peer that has ended, or hangs: its own error says more
+            work.wait(LEAVE_WITHIN)
 
 
 def broadcast_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:

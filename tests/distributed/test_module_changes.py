@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dpfuse
 from dpfuse.signature import ModelSignature
+from tests.distributed.processes import start
 
 
 def buffers_follow_rank_0(rank, size, broadcast):
@@ -56,6 +59,33 @@ def equal_before_forward(rank, size):
 def test_every_rank_computes_with_the_buffers_of_rank_0(ranks):
     sent = [([10.0 * step] * 3, 10 * step) for step in range(3)]
     assert ranks(equal_before_forward) == [[*sent, sent[-1]]] * 2
+
+
+def late_receiver(rank, size):
+    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), broadcast_buffers=True)
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(3):
+        if rank:
+            store.wait([f"sent {step}"], timedelta(seconds=30))
+        with torch.no_grad():
+            model.module[1].running_mean.fill_(10.0 * step + rank)
+        model(torch.zeros(8, 3))
+        if not rank:
+            store.set(f"sent {step}", "")
+        # The forward keeps nine tenths of the mean and adds a tenth of the layer's bias; rank 1's own would be 0.9 more.
+        assert (model.module[1].running_mean - 9.0 * step).abs().max() < 0.1
+
+
+def test_the_rank_that_sends_buffers_does_not_wait_for_its_peers(ranks):
+    ranks(late_receiver)
+
+
+def test_buffers_arrive_though_their_sender_has_nothing_left_to_do(tmp_path):
+    arguments = ("-m", "tests.distributed.scripts.last_forward", tmp_path)
+    processes = [start(*arguments, rank) for rank in range(2)]
+    for process in processes:
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, (output, errors)
 
 
 def harmless(rank, size):
