@@ -72,7 +72,7 @@ def late_receiver(rank, size):
         model(torch.zeros(8, 3))
         if not rank:
             store.set(f"sent {step}", "")
-        # The forward keeps nine tenths of the mean and adds a tenth of the layer's bias; rank 1's own would be 0.9 more.
+        # The forward keeps nine tenths of the mean and adds a tenth of the bias; rank 1's own would be 0.9 more.
         assert (model.module[1].running_mean - 9.0 * step).abs().max() < 0.1
 
 
