@@ -1,5 +1,7 @@
 """dpfuse: data-parallel gradient averaging for PyTorch through fused buckets."""
 
+from typing import TYPE_CHECKING, Any
+
 from dpfuse.checkpoint import load_checkpoint, save_checkpoint
 from dpfuse.data_parallel import DataParallel
 from dpfuse.ddp import DistributedDataParallel
@@ -13,6 +15,9 @@ from dpfuse.replicas import reduce_replicas
 from dpfuse.timing import CommunicationTimes, time_communication
 from dpfuse.version import __version__
 
+if TYPE_CHECKING:
+    from dpfuse.tune import autotune
+
 __all__ = [
     "Bucket",
     "BucketPlan",
@@ -23,6 +28,7 @@ __all__ = [
     "ParallelEnv",
     "ParamSpec",
     "__version__",
+    "autotune",
     "fused_allreduce_gradients",
     "get_rank",
     "get_world_size",
@@ -35,3 +41,11 @@ __all__ = [
     "spawn",
     "time_communication",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "autotune":  # with all of dpfuse.tune, which most programs never need
+        from dpfuse.tune import autotune
+
+        return autotune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,9 +6,10 @@ Texts travel as length-checked UTF-8 bytes in uint8 tensors. Nothing that a peer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from dpfuse import collective
 from dpfuse.errors import DPFuseError
 
-__all__ = ["agree_on_order", "agree_on_text", "report_failure"]
+__all__ = ["agree_on_order", "agree_on_success", "agree_on_text", "report_failure"]
 
 FAILURE = "failed: "  # first word of the text of a rank whose own checks failed
+Result = TypeVar("Result")
 MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
 
 
@@ -62,6 +64,21 @@ def report_failure(error: Exception, group: dist.ProcessGroup, what: str) -> Non
     """
     with suppress(DPFuseError):
         agree_on_text(FAILURE + str(error), group, what)
+
+
+def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
+    """What `function`, which communicates nothing, returns here, if it raises on no rank.
+
+    Raises:
+        DPFuseError: it raised somewhere; on every rank, naming the first such rank.
+    """
+    try:
+        result = function()
+    except Exception as error:
+        report_failure(error, group, what)
+        raise DPFuseError(f"{what} failed on rank {group.rank()}: {error}") from error
+    agree_on_text("", group, what)
+    return result
 
 
 def agree_on_order(

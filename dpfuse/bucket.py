@@ -16,7 +16,7 @@ from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
-from dpfuse.timing import CommunicationTimes
+from dpfuse.timing import BucketObserver
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
@@ -74,7 +74,7 @@ class GradBucket:
         self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
         self.tail = tail
-        self.times: CommunicationTimes | None = None
+        self.times: BucketObserver | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._views: list[Tensor] = []  # what gradients become: the table's views, as complex numbers where they are

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ class DataParallel(SyncedModule):
             overwrite those of the others.
         strategy: Paddle's deprecated argument, accepted for its position and ignored with a warning.
         comm_buffer_size: a bucket is sent once its gradients reach this many MB (1048576 bytes; fractions
-            are fine). 0 sends every gradient alone, `inf` one bucket per dtype.
+            are fine). 0 sends every gradient alone, `inf` one bucket per dtype. "auto" begins with 25 and calls
+            `dpfuse.autotune`, whose result is in `tuning`.
         last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
         find_unused_parameters: True if parameters without gradient are expected; nothing is searched and
             nothing slows down, only the warning that names them is left out.
@@ -72,7 +73,7 @@ class DataParallel(SyncedModule):
         self,
         layers: nn.Module,
         strategy: Any = None,
-        comm_buffer_size: float = 25,
+        comm_buffer_size: float | Literal["auto"] = 25,
         last_comm_buffer_size: float = 1,
         find_unused_parameters: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -86,17 +87,23 @@ class DataParallel(SyncedModule):
         if strategy is not None:
             warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)
         self.module = layers
+        auto = isinstance(comm_buffer_size, str) and comm_buffer_size == "auto"
         self._options = SyncOptions(
-            comm_buffer_size,
+            25 if auto else comm_buffer_size,  # type: ignore[arg-type]
             last_comm_buffer_size,
             find_unused_parameters,
             gradient_as_bucket_view,
             broadcast_buffers,
             gradient_scale,
             wire_dtype,
+            autotune=auto,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
+        if auto and self._sync is not None:
+            from dpfuse.tune import autotune  # it takes time to import
+
+            autotune(self)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         super()._connect(group, fresh=fresh)

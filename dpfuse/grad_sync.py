@@ -24,7 +24,7 @@ from dpfuse.model_check import check_module, describe_model, describe_options, t
 from dpfuse.plan import NO_WISHES, BucketPlan, rebuild_plan
 from dpfuse.reducer import Phase, Reducer
 from dpfuse.signature import ModelSignature
-from dpfuse.timing import CommunicationTimes
+from dpfuse.timing import BackwardObserver, BucketObserver
 
 __all__ = ["GradSync", "SyncOptions", "agree_on_model"]
 
@@ -44,9 +44,15 @@ class SyncOptions:
     ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
+    autotune: bool = False  # whether the sizes are only those to begin with
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
+        if isinstance(self.comm_buffer_size, str):
+            raise ValueError(
+                f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r}; pass for example '
+                "comm_buffer_size=25"
+            )
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
@@ -98,6 +104,7 @@ class GradSync:
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
         self.compare_buffers = options.broadcast_buffers  # whether some forward sends them, if maybe not this one
+        self.wire = options.wire  # name of the dtype that travels; None: each gradient's own
         self.source = 0  # the rank whose buffers and ready order all ranks take
         self.before_collectives: Callable[[], None] | None = None  # called in before_forward, once all is well
         self.module_changed: Callable[[], None] | None = None  # called when it may have, before it is looked at
@@ -105,7 +112,9 @@ class GradSync:
         self._buffers = BufferSync(module, options.ignored, group)
         self._buffer_kinds = self._buffers.look()  # those that the description of a change would name
         self.hook: CommHook | None = None  # what reduces the gradients in our place
-        self._times: CommunicationTimes | None = None
+        self._times: BucketObserver | None = None
+        self._recorder: BackwardObserver | None = None
+        self._wish = ""  # what this rank has asked for, until all ranks have
         self._signature = ModelSignature(module, options.ignored)
         self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
         self._planned = _params_of(module, plan)
@@ -173,11 +182,51 @@ class GradSync:
             scale, wire = self._options.gradient_scale, self._options.wire
             bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
 
-    def observe(self, times: CommunicationTimes | None) -> None:
+    def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody."""
         self._times = times
+        if self._recorder is not None:
+            self._recorder.also, times = times, self._recorder
         for bucket in self.reducer.buckets:
             bucket.times = times
+
+    def record(self, recorder: BackwardObserver | None) -> None:
+        """Let `recorder` stand between engine and reducer, and see every bucket's way; None gives all back."""
+        self._recorder = recorder
+        self._watch.listener = self.reducer if recorder is None else recorder
+        self._equip_buckets()
+
+    @property
+    def recording(self) -> bool:
+        """Whether there is a recorder, and all ranks know of it."""
+        return self._recorder is not None and not self._wish
+
+    def ask(self, wish: str) -> None:
+        """Have the next synchronised backward fail on all ranks unless each of them has asked for the same.
+
+        A rank that asked alone must not wait for an answer to come. So it tells what a changed module would tell.
+        """
+        if self.reducer.phase is not Phase.IDLE:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: autotune was called while a backward is {self.reducer.phase.name}, "
+                "expected it between backwards."
+            )
+        self._wish = wish
+        self._follow_module()
+
+    def shadow_backward(self) -> None:
+        """As that of the reducer; a recorder hears of it."""
+        self.reducer.shadow_backward()
+        if self._recorder is not None:
+            self._recorder.shadowed()
+
+    def use_plan(self, plan: BucketPlan) -> None:
+        """Use these buckets of the same parameters from the next backward on; to be called as `_rebuild` is."""
+        assert self.reducer.phase is Phase.IDLE
+        assert self._change is None
+        assert plan.specs == self.plan.specs
+        self.plan = plan
+        self._use_buckets(self._marks)
 
     def set_hook(self, hook: CommHook) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on.
@@ -189,6 +238,11 @@ class GradSync:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
                 f"{hook.name} after {self.hook.name}; wrap the module again to change it."
+            )
+        if self._recorder is not None:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a communication hook was registered while autotune records, expected it "
+                "before the call or once its tuning is done. With a hook the buckets are no longer tuned."
             )
         if self.reducer.phase is not Phase.IDLE:
             raise DPFuseError(
@@ -229,7 +283,8 @@ class GradSync:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
         # waits for the old layout. Gradients that are views keep the old buffers alive until they are freed.
         order, marks = agreement.agree_on_order(order, marks, self.group, self.source)
-        self.plan = rebuild_plan(self.plan, order)
+        if not self.plan.tuned:
+            self.plan = rebuild_plan(self.plan, order)
         self._use_buckets(marks)
 
     def _use_buckets(self, marks: list[int]) -> None:
@@ -251,6 +306,9 @@ class GradSync:
         if self.compare_buffers:
             self._buffer_kinds = kinds
             text = text or self._buffers.change()
+        kept = None if text else self.plan
+        if text is None and self._wish:
+            text = "autotune was called"
         if text is None:
             if self._change is not None:
                 self._change = None
@@ -260,9 +318,9 @@ class GradSync:
             return
         if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
             return  # nothing of it trains; once something does again, it will be seen
-        self._change = self._describe_change(text)
+        self._change = self._describe_change(text, kept)
         plan = self._change.plan
-        if isinstance(plan, BucketPlan):
+        if isinstance(plan, BucketPlan) and plan is not self.plan:
             self._use_params(_params_of(self._module, plan))
         else:
             plan = self.plan
@@ -270,7 +328,7 @@ class GradSync:
         self.reducer.follow(self._make_buckets(plan), _names(plan), text, self._agree_on_change)
         self._equip_buckets()
 
-    def _describe_change(self, text: str) -> ModelChange:
+    def _describe_change(self, text: str, kept: BucketPlan | None) -> ModelChange:
         plan: BucketPlan | Exception
         if self.hook is not None:
             plan = DPFuseError(
@@ -280,12 +338,14 @@ class GradSync:
             )
         else:
             try:
-                plan = check_module(self._module, self._options, self.group, ours=self._indices)
+                plan = kept or check_module(self._module, self._options, self.group, ours=self._indices)
             except (TypeError, ValueError) as error:
                 plan = error
         if isinstance(plan, Exception):
             return ModelChange(text, plan, [], {})
         facts = describe_model(self._module, plan, self._options, buffers=self.compare_buffers)
+        if self._wish:
+            facts.append(self._wish)
         return ModelChange(text, plan, facts, self._signature.new_parameters())
 
     def _agree_on_change(self) -> None:
@@ -295,10 +355,13 @@ class GradSync:
         self._marks = [1] * len(self._params)
         self._signature.agree()
         self._change = None
+        self._wish = ""
         self._buffers.agree_on(self._buffer_kinds, self.source)
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()
+        if self._recorder is not None:
+            markers = self._recorder.stamped(markers)
         for marker in markers:
             marker.scales = self._options.gradient_scale is not None  # type: ignore[attr-defined]  # see _check_alone
         return markers

@@ -127,7 +127,7 @@ class UnevenInputsHook(JoinHook):
             self._model.require_forward_param_sync = bool(turn & Turn.SYNC)  # as a forward leaves it
             if turn & Turn.SYNC:
                 self._set_gradients_aside()
-                self._sync.reducer.shadow_backward()
+                self._sync.shadow_backward()
         except BaseException:
             self.end()
             raise

@@ -68,6 +68,7 @@ class BucketPlan:
         comm_buffer_size: cap of every bucket but the first closed of each dtype, in bytes.
         last_comm_buffer_size: cap of the first closed bucket of each dtype, in bytes.
         rule: wishes beyond these two.
+        tuned: whether `dpfuse.tune` made the buckets, and not the rule.
 
     Example:
         >>> from dpfuse import ParamSpec, plan_buckets
@@ -82,6 +83,7 @@ class BucketPlan:
     comm_buffer_size: float
     last_comm_buffer_size: float
     rule: BucketRule = NO_WISHES
+    tuned: bool = False  # made for recorded times, not by the rule
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +135,8 @@ class BucketPlan:
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings()])
 
     def _closed_by(self, bucket: Bucket) -> str:
+        if self.tuned:
+            return "the planner"
         if bucket.sparse:
             return "sparse, alone"
         if bucket.cap is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,27 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dpfuse.wrapper import SyncedModule
 
-__all__ = ["CommunicationTimes", "time_communication"]
+__all__ = ["BackwardObserver", "BucketObserver", "CommunicationTimes", "time_communication"]
+
+
+class BucketObserver(Protocol):
+    """Who wants to know of each bucket's way."""
+
+    def sent(self, flat: Tensor, work: dist.Work, *, is_last: bool) -> None: ...
+    def wait_begins(self, flat: Tensor) -> None: ...
+    def wait_ends(self) -> None: ...
+
+
+class BackwardObserver(BucketObserver, Protocol):
+    """Who stands between the engine and the reducer, and hands on what passes."""
+
+    also: BucketObserver | None  # who is told of buckets, too
+
+    def open(self, *, announced: bool) -> None: ...
+    def close(self, reached_leaves: Callable[[], bool]) -> None: ...
+    def abandon(self) -> None: ...
+    def shadowed(self) -> None: ...
+    def stamped(self, markers: Sequence[Callable[[Any], None]]) -> list[Callable[[Any], None]]: ...
 
 
 @dataclass

@@ -43,7 +43,7 @@ def changed(rank: int, size: int, ranks: Collection[int], change: str) -> str:
     return (
         f"{here} module was changed on rank {_listed(ranks)} of {size} since the last synchronised backward, and not "
         f"on rank {_listed(others)}; expected the same change on every rank. Make it on all of them, or undo it. "
-        f"{CONSEQUENCE}"
+        f"A call of autotune is one, too. {CONSEQUENCE}"
     )
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -20,8 +20,11 @@ from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
-from dpfuse.timing import CommunicationTimes
+from dpfuse.timing import BucketObserver
 from dpfuse.tracing import leave_untraced, set_tracer
+
+if TYPE_CHECKING:
+    from dpfuse.tune import Tuning
 
 __all__ = ["SyncedModule"]
 
@@ -33,10 +36,12 @@ class SyncedModule(nn.Module):
 
     Attributes:
         module: the wrapped module, the only child.
+        tuning: what `dpfuse.autotune` has found, or will have; None where it was not called.
     """
 
     module: nn.Module
     _options: SyncOptions
+    tuning: Tuning | None = None
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
@@ -128,7 +133,7 @@ class SyncedModule(nn.Module):
         else:
             self._sync.reducer.require_sync = bool(value)
 
-    def observe(self, times: CommunicationTimes | None) -> None:
+    def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
             self._sync.observe(times)
@@ -161,7 +166,7 @@ class SyncedModule(nn.Module):
         self._restore(state, resolve_group(None))
 
     def _portable_state(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group")}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group", "tuning")}
         state["_require_sync"] = self.require_backward_grad_sync
         return state
 

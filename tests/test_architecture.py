@@ -53,8 +53,11 @@ ALLOWED = {
         "bucket_rule",
     },
     "tracing": {"torch"},
-    "wrapper": {"torch", "grad_sync", "model_check", "agreement", "collective", "plan", "reducer", "timing", "tracing"},
-    "data_parallel": {"torch", "wrapper", "grad_sync", "collective", "state_dict"},
+    "wrapper": {
+        "torch", "grad_sync", "model_check", "agreement", "collective", "plan", "reducer", "timing", "tracing",
+        "tune (types)",
+    },
+    "data_parallel": {"torch", "wrapper", "grad_sync", "collective", "state_dict", "tune"},
     "backward_optimizers": {"torch"},
     "buffer_hook": {"torch"},
     "mixed_precision": {"torch", "averaging", "tracing", "autograd (types)"},
@@ -80,13 +83,16 @@ ALLOWED = {
     "patch": {"torch", "ddp"},
     "__init__": {
         "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
-        "checkpoint", "public",
+        "checkpoint", "tune", "public",
     },
     "distributed": {"torch", "distributed"},
     # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.
     "paddle": {"torch", "numpy", "rich", "__init__", "public", "distributed", "launch", "paddle"},
     "integrations": {"torch", "public"},
-    "tune": {"torch", "numpy", "matplotlib", "param_spec", "plan", "collective", "autograd (types)", "public", "tune"},
+    "tune": {
+        "torch", "numpy", "matplotlib", "param_spec", "plan", "agreement", "collective", "autograd (types)",
+        "grad_sync (types)", "timing (types)", "wrapper (types)", "public", "tune",
+    },
     "kernels": {"torch", "triton", "kernels"},
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from dpfuse.tune.rivals import (
 from dpfuse.tune.simulation import BucketTimes, Schedule, simulate
 from dpfuse.tune.timeline import Timeline
 from dpfuse.tune.trace import save_trace
+from dpfuse.tune.tuning import RecordedTimes, Tuning, autotune
 
 __all__ = [
     "ETHERNET",
@@ -30,8 +31,11 @@ __all__ = [
     "Comparison",
     "CostTable",
     "Link",
+    "RecordedTimes",
     "Schedule",
     "Timeline",
+    "Tuning",
+    "autotune",
     "best_cap_plan",
     "capped_plan",
     "compare_plans",

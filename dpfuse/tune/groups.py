@@ -49,7 +49,8 @@ def plan_from_groups(
             f"parameter {specs[wrong].name!r} is in {seen.count(wrong)} groups; expected every parameter in exactly one"
         )
     cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
-    return BucketPlan(specs, buckets, cap, size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size"))
+    last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
+    return BucketPlan(specs, buckets, cap, last_cap, tuned=True)
 
 
 def _bucket(specs: Sequence[ParamSpec], members: Sequence[int]) -> Bucket:

@@ -9,12 +9,13 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from dpfuse import collective
+from dpfuse import agreement, collective
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.cost import CostTable
 
 __all__ = ["SIZES", "measure_all_reduce"]
 
+WHAT = "measure_all_reduce"
 SIZES = tuple(1 << power for power in range(10, 28))  # 1 KiB to 128 MiB
 
 
@@ -32,7 +33,8 @@ def measure_all_reduce(
         repetitions: how often each size takes its turn; one more is thrown away.
 
     Raises:
-        DPFuseError: there is no process group, or this rank is not in it.
+        DPFuseError: there is no process group, or this rank is not in it; the ranks' arguments differ, or one of them
+            has no memory for this.
         ValueError: no sizes, one below 4 bytes, or no repetition.
 
     Example:
@@ -48,9 +50,12 @@ def measure_all_reduce(
         raise DPFuseError("there is no process group to measure; call dpfuse.init_parallel_env() first, on every rank")
     sizes = sorted(set(sizes))
     if not sizes or sizes[0] < 4 or repetitions < 1:
-        raise ValueError(f"expected sizes of 4 bytes or more and 1 repetition or more, got {sizes}, {repetitions!r}")
+        wrong = ValueError(f"expected sizes of 4 bytes or more and 1 repetition or more, got {sizes}, {repetitions!r}")
+        agreement.report_failure(wrong, group, WHAT)
+        raise wrong
+    agreement.agree_on_text(f"{sizes} bytes, {repetitions} times", group, WHAT, "Pass the same arguments everywhere.")
     device = collective.group_device(group)
-    flat = torch.zeros(-(-sizes[-1] // 4), device=device)
+    flat = agreement.agree_on_success(lambda: torch.zeros(-(-sizes[-1] // 4), device=device), group, WHAT)
     times = torch.zeros(repetitions + 1, len(sizes), dtype=torch.float64)
     for turn in range(repetitions + 1):
         for place, size in enumerate(sizes):

@@ -1,0 +1,291 @@
+"""Records a few steps of a wrapped model, plans, lets it use the plan, and takes the plan back if it is worse."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpfuse import agreement, collective
+from dpfuse.errors import DPFuseError
+from dpfuse.plan import BucketPlan, size_in_bytes
+from dpfuse.tune.cost import CostTable
+from dpfuse.tune.groups import plan_from_groups
+from dpfuse.tune.measure import SIZES, measure_all_reduce
+from dpfuse.tune.planner import optimal_plan
+from dpfuse.tune.recorder import BackwardRecorder, timeline_of
+from dpfuse.tune.simulation import Schedule, simulate
+from dpfuse.tune.timeline import Timeline
+
+if TYPE_CHECKING:
+    from dpfuse.grad_sync import GradSync
+    from dpfuse.wrapper import SyncedModule
+
+__all__ = ["RecordedTimes", "Tuning", "autotune"]
+
+WARM_UP = 1  # backwards after the buckets were made anew: their memory is touched for the first time
+LEAST = 0.02  # part of a backward by which two records of the same buckets easily differ
+SPREADS = 3.0  # so many median deviations are still noise
+
+
+@dataclass(frozen=True)
+class RecordedTimes:
+    """Seconds of some backwards, one number for each, the same on all ranks."""
+
+    exposed: tuple[float, ...]  # from the end of backward until all was averaged, on the rank that was last
+    total: tuple[float, ...]  # from the begin of backward until all was averaged
+
+    @classmethod
+    def of(cls, times: NDArray[np.float64]) -> RecordedTimes:
+        """Those in what `BackwardRecorder.gather` returned."""
+        ends, delivered = times[:, :, -2], times[:, :, -1]
+        # Of the others' exposed time a part is waiting for the rank that was last.
+        return cls(tuple((delivered - ends).min(axis=1).tolist()), tuple(delivered.max(axis=1).tolist()))
+
+    def worse_than(self, before: RecordedTimes) -> bool:
+        """Whether exposed or all time has grown, by more than noise."""
+        least = LEAST * float(np.median(before.total))
+        return any(
+            np.median(new) - np.median(old) > max(least, SPREADS * max(_spread(new), _spread(old)))
+            for new, old in ((self.exposed, before.exposed), (self.total, before.total))
+        )
+
+    def explain(self) -> str:
+        """One line; times in ms."""
+        exposed, total = (f"{np.median(one) * 1e3:.3f}" for one in (self.exposed, self.total))
+        return f"{exposed} ms exposed, backward with it {total} ms (medians of {len(self.total)})"
+
+
+def _spread(values: tuple[float, ...]) -> float:
+    return float(np.median(np.abs(np.asarray(values) - np.median(values))))
+
+
+class Tuning:
+    """What `autotune` has found so far.
+
+    Attributes:
+        done: whether nothing is recorded any more.
+        kept: whether the new buckets are in use; None until that is known.
+        error: why there are none, if something failed.
+        timeline, cost: when gradients were ready, and what an all-reduce costs.
+        plan: the new buckets.
+        before, after: recorded seconds with the old and with the new buckets.
+        old: how the old buckets travelled, recorded on this rank; None with sparse gradients.
+        expected: how the new ones are to travel.
+        new: how they did, like `old`.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.kept: bool | None = None
+        self.error = ""
+        self.timeline: Timeline | None = None
+        self.cost: CostTable | None = None
+        self.plan: BucketPlan | None = None
+        self.before: RecordedTimes | None = None
+        self.after: RecordedTimes | None = None
+        self.old: Schedule | None = None
+        self.expected: Schedule | None = None
+        self.new: Schedule | None = None
+
+    def explain(self) -> str:
+        """What was recorded and what was expected, as text with tables."""
+        if self.error:
+            return f"nothing was changed: {self.error}"
+        if self.before is None or self.expected is None:
+            return "nothing is known yet: train on for a few steps"
+        lines = [f"before: {self.before.explain()}"]
+        if self.after is not None:
+            lines.append(f"after:  {self.after.explain()}")
+        lines.append(self._outcome())
+        tables = {"before, recorded": self.old, "after, expected": self.expected, "after, recorded": self.new}
+        lines += [f"\n{title}\n{table.explain()}" for title, table in tables.items() if table is not None]
+        return "\n".join(lines)
+
+    def _outcome(self) -> str:
+        if not self.done:
+            return "the new buckets are being tried"
+        if self.after is None:
+            return "the old buckets are the best already"
+        return "the new buckets stay" if self.kept else "the new buckets are worse: the old ones are back"
+
+
+def autotune(
+    model: SyncedModule,
+    steps: int = 5,
+    *,
+    comm_buffer_size: float = math.inf,
+    last_comm_buffer_size: float = math.inf,
+    cost: CostTable | None = None,
+) -> Tuning:
+    """Find and use the best buckets for this model on this machine, while it trains.
+
+    Records `steps` synchronised backwards. At the end of the last of them all-reduces are timed, rank 0 plans, and all
+    ranks use its plan. As many backwards are recorded with that; if they are slower, the old buckets come back. To be
+    called on all ranks at the same place, between two backwards.
+
+    Args:
+        model: a wrapped model.
+        steps: synchronised backwards to record before and after, each time without the first.
+        comm_buffer_size: limit of a bucket in MB.
+        last_comm_buffer_size: limit in MB of the bucket sent last.
+        cost: seconds of an all-reduce by bytes; None: they are timed, which takes about a second.
+
+    Returns:
+        An object that tells what was found, also in `model.tuning`; all of it once its `done` is true.
+
+    Raises:
+        ValueError, TypeError: a size that is none, fewer than 1 step.
+        DPFuseError: the model only passes calls through, has a communication hook, is recorded already, or is in the
+            middle of a backward. If some ranks do not call it, or with other arguments, the next synchronised backward
+            raises, on all ranks.
+
+    Example:
+        >>> import torch, dpfuse
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+        >>> tuning = dpfuse.autotune(model, steps=2)
+        >>> while not tuning.done:
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> len(model.bucket_plan.buckets)
+        1
+        >>> dist.destroy_process_group()
+    """
+    caps = comm_buffer_size, last_comm_buffer_size
+    for cap, name in zip(caps, ("comm_buffer_size", "last_comm_buffer_size"), strict=True):
+        size_in_bytes(cap, name)  # now, not when ranks wait for each other
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps!r}")
+    sync = model._sync
+    if sync is None or sync.hook is not None:
+        raise DPFuseError(
+            "autotune needs a model that averages gradients itself; this one only passes calls through, or has a "
+            "communication hook. Call it on a wrapped model, after init_parallel_env()."
+        )
+    if sync.recording:
+        raise DPFuseError(
+            f"rank {sync.group.rank()}: autotune was called while it records this model; expected one call at a time. "
+            "Go on once the tuning is done."
+        )
+    sync.ask(f"autotune: {steps} steps, sizes {caps[0]:g} and {caps[1]:g} MB, cost {cost}")
+    tuner = _Tuner(sync, steps, caps, cost)
+    model.tuning = tuner.tuning
+    return tuner.tuning
+
+
+class _Tuner:
+    """What happens between two backwards, on all ranks alike: plan, then judge."""
+
+    def __init__(self, sync: GradSync, steps: int, caps: tuple[float, float], cost: CostTable | None) -> None:
+        self.tuning = Tuning()
+        self._sync = sync
+        self._steps = steps
+        self._caps = caps
+        self._cost = cost
+        self._plan: BucketPlan | None = None  # whose buckets are recorded
+        self._old: BucketPlan | None = None  # while new ones are tried
+        self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.plan.specs)
+        self._recorder = BackwardRecorder(
+            sync.reducer, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
+        )
+        sync.record(self._recorder)
+
+    def _after_backward(self) -> None:
+        if self._sync.plan is not self._plan:  # the first one, or the module has changed
+            self._old = None
+            self._record_anew()
+            return
+        if self._on_cuda and self._failed():
+            self._recorder.forget_last()
+            return
+        if self._recorder.steps < self._steps:
+            return
+        try:
+            times = self._recorder.gather(self._sync.group)
+            if not len(times):  # some rank has no input left: inside join() it comes back with the next epoch
+                self._recorder.restart(len(self._sync.plan.specs))
+            elif self._old is None:
+                self._try_plan(times)
+            else:
+                self._judge(times)
+        except DPFuseError as error:  # on every rank
+            self.tuning.error = str(error)
+            self._end(kept=False)
+            warnings.warn(f"rank {self._sync.group.rank()}: autotune has changed nothing: {error}", stacklevel=2)
+
+    def _record_anew(self) -> None:
+        self._plan = self._sync.plan
+        self._recorder.restart(len(self._plan.specs), skip=WARM_UP)
+
+    def _failed(self) -> bool:
+        """Whether this backward failed on some rank, which on CUDA would else be told a step later."""
+        tail = self._sync.reducer.buckets[-1].tail
+        return tail is not None and bool(tail.report(wait=True).failed)
+
+    def _try_plan(self, times: NDArray[np.float64]) -> None:
+        sync, tuning = self._sync, self.tuning
+        old, group = sync.plan, sync.group
+        timeline = timeline_of(times, old, wire_dtype=sync.wire)
+        cost = self._cost or measure_all_reduce(group, _sizes_for(sum(timeline.nbytes)))
+        plan = self._planned_on_rank_0(timeline, cost)
+        expected = agreement.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
+        tuning.timeline, tuning.cost, tuning.plan = timeline, cost, plan
+        tuning.before, tuning.expected = RecordedTimes.of(times), expected
+        tuning.old = self._schedule()
+        if plan.layout == old.layout:
+            self._end(kept=False)
+            return
+        self._old = old
+        sync.use_plan(plan)
+        self._record_anew()
+
+    def _judge(self, times: NDArray[np.float64]) -> None:
+        assert self._old is not None
+        assert self.tuning.before is not None
+        self.tuning.after = RecordedTimes.of(times)
+        self.tuning.new = self._schedule()
+        worse = self.tuning.after.worse_than(self.tuning.before)
+        if worse:
+            self._sync.use_plan(self._old)
+        self._end(kept=not worse)
+
+    def _end(self, *, kept: bool) -> None:
+        self.tuning.kept = kept
+        self.tuning.done = True
+        self._sync.record(None)
+
+    def _planned_on_rank_0(self, timeline: Timeline, cost: CostTable) -> BucketPlan:
+        """Rank 0's plan; machines that round differently might not agree on each their own."""
+        caps, group = self._caps, self._sync.group
+
+        def numbers_here() -> torch.Tensor:
+            numbers = torch.full((len(timeline.specs),), -1, dtype=torch.int64)
+            if group.rank() == 0:
+                plan = optimal_plan(timeline, cost, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
+                for order, bucket in enumerate(plan.buckets):
+                    numbers[list(bucket.params)] = order
+            return numbers.to(collective.group_device(group))
+
+        numbers = agreement.agree_on_success(numbers_here, group, "autotune")
+        collective.broadcast(numbers, group)
+        groups: list[list[int]] = [[] for _ in range(int(numbers.max()) + 1)]
+        for index, number in enumerate(numbers.tolist()):
+            groups[number].append(index)
+        return plan_from_groups(timeline.specs, groups, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
+
+    def _schedule(self) -> Schedule | None:
+        """None with sparse gradients, for which there is more than one collective per bucket."""
+        if any(spec.sparse for spec in self._sync.plan.specs):
+            return None
+        return self._recorder.schedule(self._sync.plan, wire_dtype=self._sync.wire)
+
+
+def _sizes_for(nbytes: int) -> list[int]:
+    """Sizes to time for gradients of so many bytes in all."""
+    return [size for size in SIZES if size < 2 * nbytes] or [SIZES[0]]

@@ -1,0 +1,445 @@
+"""Buckets found while training, on real ranks: all use the same, and gradients are what they were."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import astuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+from dpfuse.errors import DPFuseError
+from dpfuse.tune import CostTable, autotune, optimal_plan, tuning
+
+CHEAP = CostTable.affine(1e-6, 1e9)
+
+
+def net(layers=12, width=32):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def step(model, seed, width=32):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(torch.randn(4, width)).square().mean().backward()
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+def judged(monkey, verdict):
+    """Times are not to decide here."""
+    monkey.setattr(tuning.RecordedTimes, "worse_than", lambda after, before: verdict)
+
+
+def train(rank, size, face, tuned, worse):
+    with pytest.MonkeyPatch.context() as monkey:
+        judged(monkey, worse)
+        model = getattr(dpfuse, face)(net())
+        plans, grads = [], []
+        result = None
+        for number in range(14):
+            if tuned and number == 1:
+                result = dpfuse.autotune(model, steps=3, cost=CHEAP)
+            grads.append(step(model, 100 * number + rank))
+            plans.append(model.bucket_plan.layout)
+    if tuned:
+        assert result is model.tuning
+        assert result.done
+        # The call is agreed on in backward 1, 2 warms up, 3 to 5 are recorded, 6 warms up, 7 to 9 are recorded.
+        assert plans[4] != plans[5] == plans[8] == result.plan.layout
+        assert plans[9] == plans[13] == plans[4 if worse else 5]
+        assert model.bucket_plan.tuned is not worse
+        assert result.kept is not worse
+        assert result.plan.layout == optimal_plan(result.timeline, CHEAP).layout
+        assert len(result.before.total) == len(result.after.total) == 3
+        assert all(0 <= exposed <= total for exposed, total in zip(*astuple(result.after), strict=True))
+        assert ("the old ones are back" if worse else "the new buckets stay") in result.explain()
+        assert "before: " in result.explain()
+        assert "after, recorded" in result.explain()
+        assert len(result.new.buckets) == len(result.expected.buckets) == len(result.plan.buckets)
+        assert model._sync._recorder is None
+    return plans, grads, result and (result.before, result.after)
+
+
+@pytest.mark.parametrize("worse", [False, True])
+@pytest.mark.parametrize("face", ["DataParallel", "DistributedDataParallel"])
+def test_every_rank_uses_rank_0s_plan_and_gradients_stay_what_they_were(ranks, face, worse):
+    tuned, untuned = ranks(train, face, True, worse), ranks(train, face, False, worse)
+    assert tuned[0][0] == tuned[1][0]
+    assert tuned[0][2] == tuned[1][2]  # the same seconds, so the same verdict
+    for (_, ours, _), (_, theirs, _) in zip(tuned, untuned, strict=True):
+        for gradients, expected in zip(ours, theirs, strict=True):
+            assert all(map(torch.equal, gradients, expected))
+
+
+def tuned_until_done(rank, size):
+    model = dpfuse.DataParallel(net(2, 4))
+    plain = hooks_of(model)
+    result = autotune(model, steps=1, cost=CHEAP)
+    assert hooks_of(model) != plain
+    with dpfuse.time_communication(model) as times:
+        count = 0
+        while not result.done:
+            step(model, count, 4)
+            count += 1
+    assert times.steps >= count  # who measures goes on measuring
+    assert hooks_of(model) == plain
+    assert model._sync._watch.listener is model._sync.reducer
+    assert all(bucket.times is None for bucket in model._sync.reducer.buckets)
+
+
+def hooks_of(model):
+    hooks = [hook for param in model.parameters() for hook in param._post_accumulate_grad_hooks.values()]
+    return [hook.__qualname__ for hook in hooks]
+
+
+def test_hooks_and_buckets_are_the_plain_ones_afterwards(ranks):
+    ranks(tuned_until_done)
+
+
+def uneven(rank, size, divide_by_initial_world_size):
+    model = dpfuse.DistributedDataParallel(net())
+    result = autotune(model, steps=2, cost=CHEAP)
+    for _ in range(3):
+        with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            for number in range(5 if rank else 2):
+                step(model, number)
+    assert not result.done or len(result.before.total) < 2
+    for number in range(9):
+        step(model, number)
+    assert result.done
+    return model.bucket_plan.layout, [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("mean_of_all", [True, False])
+def test_a_rank_without_input_shadows_recorded_backwards(ranks, mean_of_all):
+    (plan, grads), (other, others) = ranks(uneven, mean_of_all)
+    assert plan == other
+    assert all(map(torch.equal, grads, others))
+
+
+def changed(rank, size, when):
+    model = dpfuse.DataParallel(net())
+    result = autotune(model, steps=3, cost=CHEAP)
+    number = 0
+    for number in range(when):
+        step(model, number)
+    assert not result.done
+    torch.manual_seed(5)
+    model.module.append(nn.Linear(32, 32))
+    for number in range(when, when + 12):
+        grads = step(model, number)
+    assert result.done
+    assert len(result.plan.specs) == 26
+    assert model.bucket_plan.specs == result.plan.specs
+    return model.bucket_plan.layout, result.before, grads
+
+
+@pytest.mark.parametrize("when", [0, 1, 3, 6, 7])
+def test_a_module_that_changes_is_recorded_anew(ranks, when):
+    (plan, before, grads), (other, theirs, others) = ranks(changed, when)
+    assert (plan, before) == (other, theirs)
+    assert all(map(torch.equal, grads, others))
+
+
+def planning_fails(rank, size, where):
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    model = dpfuse.DataParallel(net())
+    result = autotune(model, steps=1, cost=None if where == "zeros" else CHEAP)
+    for number in range(2):
+        step(model, number)
+    before = model.bucket_plan.layout
+    with pytest.MonkeyPatch.context() as monkey:
+        if rank == (0 if where == "optimal_plan" else 1):
+            monkey.setattr(tuning if where != "zeros" else torch, where, fail)
+        with pytest.warns(UserWarning, match="autotune has changed nothing: .*no room"):
+            step(model, 2)
+    assert result.done
+    assert result.kept is False
+    assert "failed on rank" in result.explain()
+    assert "no room" in result.explain()
+    grads = step(model, 3)
+    assert model.bucket_plan.layout == before
+    return grads
+
+
+@pytest.mark.parametrize("where", ["optimal_plan", "simulate", "zeros"])
+def test_what_fails_on_one_rank_is_told_on_all_and_training_goes_on(ranks, where):
+    grads, others = ranks(planning_fails, where)
+    assert all(map(torch.equal, grads, others))
+
+
+def called_differently(rank, size, who):
+    model = dpfuse.DataParallel(net())
+    step(model, 0)
+    if who == "all":
+        autotune(model, steps=1 + rank, cost=CHEAP)
+        text = "differs between ranks: rank 1 has 'autotune: 2 steps"
+    elif rank == who:
+        autotune(model, steps=1, cost=CHEAP)
+        text = rf"rank {rank}: autotune was called .* on rank {who} of 2"
+    else:
+        text = rf"changed on rank {who} of 2 .* not on rank {rank}.*A call of autotune is one, too"
+    with pytest.raises(DPFuseError, match=text):
+        step(model, 1)
+    if who == "all" or rank != who:
+        autotune(model, steps=1, cost=CHEAP)
+    for number in range(6):
+        grads = step(model, number)
+    assert model.tuning.done
+    return grads
+
+
+@pytest.mark.parametrize("who", [0, 1, "all"])
+def test_ranks_that_call_it_differently_raise_and_may_repair_it(ranks, who):
+    grads, others = ranks(called_differently, who)
+    assert all(map(torch.equal, grads, others))
+
+
+def automatic(rank, size):
+    model = dpfuse.DataParallel(net(), comm_buffer_size="auto")
+    for number in range(13):
+        grads = step(model, number)
+    assert model.tuning.done
+    assert len(model.tuning.before.total) == 5
+    return model.bucket_plan.layout, grads
+
+
+def test_auto_is_a_size(ranks):
+    (plan, grads), (other, others) = ranks(automatic, timeout=90)
+    assert plan == other
+    assert all(map(torch.equal, grads, others))
+
+
+def bad_sizes(rank, size):
+    for value in ("automatic", "25", ""):
+        with pytest.raises(ValueError, match='must be a number of MB or "auto", got'):
+            dpfuse.DataParallel(net(), comm_buffer_size=value)
+    with pytest.raises(DPFuseError, match=r"option autotune = (True|False)"):
+        dpfuse.DataParallel(net(), comm_buffer_size="auto" if rank else 25)
+    with pytest.raises((ValueError, DPFuseError), match='must be a number of MB or "auto"'):
+        dpfuse.DataParallel(net(), comm_buffer_size="best" if rank else "auto")
+    dist.barrier()
+
+
+def test_other_words_are_refused_and_auto_must_be_meant_by_all(ranks):
+    ranks(bad_sizes)
+
+
+def test_auto_without_a_group_passes_through():
+    with pytest.warns(UserWarning, match="process group"):
+        model = dpfuse.DataParallel(net(1, 4), comm_buffer_size="auto")
+    assert model.tuning is None
+
+
+def bad_calls(rank, size):
+    model = dpfuse.DataParallel(net(1, 4))
+    for arguments, kind in (({"steps": 0}, ValueError), ({"comm_buffer_size": -1}, ValueError)):
+        with pytest.raises(kind):
+            autotune(model, **arguments)
+    assert model.tuning is None
+    result = autotune(model, steps=1, cost=CHEAP)
+    step(model, 0, 4)
+    with pytest.raises(DPFuseError, match="while it records this model"):
+        autotune(model)
+    while not result.done:
+        step(model, 1, 4)
+    autotune(model, steps=1)
+
+
+def test_bad_calls_are_refused(ranks):
+    ranks(bad_calls)
+
+
+def copied(rank, size):
+    model = dpfuse.DataParallel(net(4, 4), comm_buffer_size="auto")
+    for number in range(4):
+        step(model, number, 4)
+    if rank == 0:  # a copy on one rank, say for an average of the weights, communicates nothing
+        assert copy.deepcopy(model).tuning is None
+    dist.barrier()
+    twin = pickle.loads(pickle.dumps(model))
+    assert twin.tuning is None
+    assert not twin._sync.recording
+    for number in range(4, 14):
+        for one, other in zip(step(model, number, 4), step(twin, number, 4), strict=True):
+            assert torch.equal(one, other)
+    assert model.tuning.done
+    assert not twin.bucket_plan.tuned
+    assert copy.deepcopy(model).tuning is None
+
+
+def test_copies_are_neither_recorded_nor_tuned(ranks):
+    ranks(copied)
+
+
+class Sides(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=sparse)
+        self.sides = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, words, side):
+        return self.sides[side](self.words(words))
+
+
+def some_unused(rank, size, sparse):
+    torch.manual_seed(0)
+    model = dpfuse.DataParallel(Sides(sparse), find_unused_parameters=True)
+    plain = dpfuse.DataParallel(copy.deepcopy(model.module), find_unused_parameters=True)
+    result = autotune(model, steps=2, cost=CHEAP)
+    for _ in range(12):
+        for one in (model, plain):
+            one.zero_grad()
+            one(torch.arange(rank, rank + 4), rank).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.equal(ours.grad.to_dense(), theirs.grad.to_dense())
+    assert result.done
+    names = [spec.name for spec in result.timeline.specs]
+    assert result.timeline.ready[names.index("sides.2.bias")] == result.timeline.backward_end
+    assert (result.old is None) is sparse
+    assert "ms exposed" in result.explain()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_unused_and_sparse_parameters_are_tuned_with_the_others(ranks, sparse):
+    ranks(some_unused, sparse)
+
+
+def accumulated(rank, size):
+    model, plain = dpfuse.DataParallel(net(4, 4)), dpfuse.DataParallel(net(4, 4))
+    result = None
+    for number in range(10):
+        for one in (model, plain):
+            one.zero_grad()
+            for micro in range(3):
+                if one is model and (number, micro) == (1, 1):
+                    result = autotune(model, steps=3, cost=CHEAP)  # with gradients waiting to be averaged
+                with one.no_sync(enabled=micro < 2):
+                    torch.manual_seed(10 * number + micro + 1000 * rank)
+                    one(torch.randn(2, 4)).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    assert result.done
+    assert len(result.before.total) == 3
+
+
+def test_backwards_inside_no_sync_do_not_count(ranks):
+    ranks(accumulated)
+
+
+def interrupted(rank, size, everywhere, when):
+    model = dpfuse.DataParallel(net(4, 4))
+    result = autotune(model, steps=2, cost=CHEAP)
+    for number in range(when):
+        step(model, number, 4)
+    model.zero_grad()
+    loss = model(torch.ones(2, 4)).sum()
+    if everywhere or rank == 1:
+        handle = model.module[1].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    else:
+        with pytest.raises(DPFuseError):
+            loss.backward()
+    if not everywhere and rank == 1:
+        with pytest.raises(DPFuseError, match="interrupted"):
+            model(torch.ones(2, 4))
+    for number in range(8):
+        grads = step(model, number, 4)
+    assert result.done
+    return model.bucket_plan.layout, result.before, grads
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("when", [0, 1, 2, 3, 5])
+def test_a_backward_that_raised_does_not_count(ranks, everywhere, when):
+    (plan, before, grads), (other, theirs, others) = ranks(interrupted, everywhere, when)
+    assert (plan, before) == (other, theirs)
+    assert all(map(torch.equal, grads, others))
+
+
+def with_fewer_parameters(rank, size):
+    model = dpfuse.DataParallel(net(6, 4), find_unused_parameters=True)
+    step(model, 0, 4)
+    del model.module[5]
+    model.module[4].requires_grad_(False)
+    result = autotune(model, steps=1, cost=CHEAP)
+    for number in range(8):
+        grads = step(model, number, 4)
+    assert result.done
+    return grads
+
+
+def test_parameters_that_were_frozen_or_removed_before_do_no_harm(ranks):
+    grads, others = ranks(with_fewer_parameters)
+    assert all(map(torch.equal, grads, others))
+
+
+def twice(rank, size):
+    model = dpfuse.DataParallel(net())
+    with pytest.MonkeyPatch.context() as monkey:
+        judged(monkey, False)
+        for cost in (CHEAP, CostTable.affine(1.0, 1e9)):
+            before = model.bucket_plan
+            result = autotune(model, steps=1, cost=cost)
+            number = 0
+            while not result.done:
+                step(model, number)
+                number += 1
+                if cost is not CHEAP and model.bucket_plan is not result.plan:
+                    assert model.bucket_plan is before  # what is in use is recorded, not the rule's buckets
+    assert len(model.bucket_plan.buckets) == 1
+    return model.bucket_plan.layout
+
+
+def test_tuned_buckets_can_be_tuned_again(ranks):
+    plan, other = ranks(twice)
+    assert plan == other
+
+
+def test_worse_is_what_grew_by_more_than_noise():
+    Times = tuning.RecordedTimes
+    before = Times((0.010, 0.011, 0.012), (0.100, 0.101, 0.102))
+    assert not Times((0.012, 0.011, 0.013), (0.101, 0.102, 0.103)).worse_than(before)
+    assert not Times((0.001, 0.001, 0.001), (0.090, 0.091, 0.092)).worse_than(before)
+    assert Times((0.015, 0.016, 0.017), (0.100, 0.101, 0.102)).worse_than(before)  # only what is exposed
+    assert Times((0.001, 0.001, 0.001), (0.110, 0.111, 0.112)).worse_than(before)  # only the whole
+    assert not Times((0.001, 0.014, 0.040), (0.080, 0.104, 0.130)).worse_than(before)  # anything might have been
+
+
+def test_of_the_exposed_time_that_of_the_last_rank_counts():
+    ends_and_deliveries = torch.tensor([[[0.0, 5.0, 9.0], [0.0, 8.0, 9.5]]]).double().numpy()
+    assert tuning.RecordedTimes.of(ends_and_deliveries) == tuning.RecordedTimes((1.5,), (9.5,))
+
+
+def with_hook(rank, size):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model = dpfuse.DistributedDataParallel(net(1, 4))
+    result = autotune(model, steps=1, cost=CHEAP)
+    with pytest.raises(DPFuseError, match="registered while autotune records"):
+        model.register_comm_hook(None, allreduce_hook)
+    while not result.done:
+        step(model, 0, 4)
+    model.register_comm_hook(None, allreduce_hook)
+    step(model, 1, 4)
+    with pytest.raises(DPFuseError, match="has a communication hook"):
+        autotune(model)
+
+
+def test_communication_hooks_and_recording_exclude_each_other(ranks):
+    ranks(with_hook)
+
+
+def test_a_model_that_passes_through_cannot_be_tuned():
+    with pytest.warns(UserWarning, match="process group"), pytest.raises(DPFuseError, match="passes calls through"):
+        autotune(dpfuse.DataParallel(nn.Linear(4, 4)))
