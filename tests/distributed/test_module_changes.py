@@ -83,9 +83,13 @@ def test_the_rank_that_sends_buffers_does_not_wait_for_its_peers(ranks):
 def test_buffers_arrive_though_their_sender_has_nothing_left_to_do(tmp_path):
     arguments = ("-m", "tests.distributed.scripts.last_forward", tmp_path)
     processes = [start(*arguments, rank) for rank in range(2)]
-    for process in processes:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, (output, errors)
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, (output, errors)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def harmless(rank, size):
