@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 
-__all__ = ["BARE", "PACKS", "SCALE", "UNPACKS", "PackSet", "Wrap", "wrappers"]
+__all__ = ["BARE", "PACKS", "SCALE", "UNPACKS", "PackSet", "Wrap", "wire_wrappers", "wrappers"]
 
 SCALE = 1 / 3  # no power of two, so that equality says something about rounding
 ALIGNMENT = 16  # bytes
@@ -184,3 +185,30 @@ def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> 
         found["DDP batched"] = ddp(batched_grad_copy=True)
         found["DDP view + batched"] = ddp(gradient_as_bucket_view=True, batched_grad_copy=True)
     return found
+
+
+def wire_wrappers() -> dict[str, Wrap]:
+    """The bare module twice, dpfuse's two modes with gradients that travel as bfloat16, and DDP's with its hook."""
+
+    def hooked(wrap: Wrap) -> Wrap:
+        def build(module: nn.Module) -> nn.Module:
+            wrapped: Any = wrap(module)
+            wrapped.register_comm_hook(None, bf16_compress_hook)
+            return wrapped
+
+        return build
+
+    def ours(views: bool) -> Wrap:
+        return lambda module: dpfuse.DataParallel(
+            module, broadcast_buffers=False, gradient_as_bucket_view=views, wire_dtype=torch.bfloat16
+        )
+
+    known = wrappers()
+    return {
+        BARE: known[BARE],
+        "bare again": known["bare again"],
+        "dpfuse bf16 views": ours(True),
+        "dpfuse bf16 private": ours(False),
+        "DDP default, bf16 hook": hooked(known["DDP default"]),
+        "DDP view, bf16 hook": hooked(known["DDP view"]),
+    }

@@ -1,38 +1,45 @@
 """Time of a step beside the bare module and DDP's modes: host cost, two processes, GPU.
 
 Cases on the CPU (gloo): "host KIND N" is the CPU time of one thread at one rank, "no_sync KIND N" the same
-inside `no_sync()`, "pair …" the wall time on two ranks. On CUDA (NCCL, one rank) it is the time between events.
+inside `no_sync()`, "pair …" the wall time on two ranks. On CUDA (NCCL, one rank) it is the time between events;
+"cuda wire …" is with gradients that travel as bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from bench.baselines import BARE, wrappers
+from bench.baselines import BARE, Wrap, wire_wrappers, wrappers
 from bench.models import CUDA_MODELS, HOST_MODELS, PAIR_MODELS, Workload
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
+from bench.sketch import Sketch
 from bench.step_time import Effort, time_steps
 
+SKETCH = {"sketch": Sketch}  # on the CPU, where the host's time is most of it
 LOCAL = (BARE, "bare again", "dpfuse views", "DDP default")  # contenders inside no_sync(), where modes do not matter
 
 Build = Callable[[], Workload]
 
 
+def _contenders() -> dict[str, Wrap]:
+    return {**wrappers(), **SKETCH}
+
+
 def _host(kind: str, count: int, no_sync: bool, quick: bool) -> Any:
-    names = LOCAL if no_sync else tuple(wrappers())
     effort = Effort(10, 1, 1) if quick else Effort(rounds=max(20, 20_000 // (count + 90)), rebuilds=7, seconds=16)
-    wraps = {name: wrap for name, wrap in wrappers().items() if name in names}
+    wraps = {name: wrapper for name, wrapper in wrappers().items() if name in LOCAL} if no_sync else _contenders()
     build = partial(HOST_MODELS[kind], count)
     return on_ranks(1, "cpu", partial(time_steps, build, wraps, effort=effort, no_sync=no_sync))
 
 
 def _pair_rank(name: str, effort: Effort) -> Any:
-    return time_steps(PAIR_MODELS[name], wrappers(), effort=effort)
+    return time_steps(PAIR_MODELS[name], _contenders(), effort=effort)
 
 
 def _pair(name: str, quick: bool) -> Any:
@@ -40,8 +47,14 @@ def _pair(name: str, quick: bool) -> Any:
 
 
 def _cuda(name: str, quick: bool) -> Any:
-    effort = Effort(5, 1, 2) if quick else Effort(40, 2, 30)
+    effort = Effort(5, 1, 2) if quick else Effort(40, 2, 20)
     return on_ranks(1, "cuda", partial(time_steps, CUDA_MODELS[name], wrappers(), effort=effort, device="cuda"))
+
+
+def _cuda_wire(name: str, quick: bool) -> Any:
+    effort = Effort(5, 1, 2) if quick else Effort(40, 2, 12)
+    steps = partial(time_steps, effort=effort, device="cuda", wire=torch.bfloat16)
+    return on_ranks(1, "cuda", partial(steps, CUDA_MODELS[name], wire_wrappers()))
 
 
 CPU_CASES: dict[str, Callable[[bool], Any]] = {
@@ -50,7 +63,10 @@ CPU_CASES: dict[str, Callable[[bool], Any]] = {
     "no_sync linear 1000": partial(_host, "linear", 1000, True),
     **{f"pair {name}": partial(_pair, name) for name in PAIR_MODELS},
 }
-CUDA_CASES: dict[str, Callable[[bool], Any]] = {f"cuda {name}": partial(_cuda, name) for name in CUDA_MODELS}
+CUDA_CASES: dict[str, Callable[[bool], Any]] = {
+    **{f"cuda {name}": partial(_cuda, name) for name in CUDA_MODELS},
+    **{f"cuda wire {name}": partial(_cuda_wire, name) for name in ("ResNet-50 b64", "BERT-large b8")},
+}
 
 
 @remembered
@@ -58,11 +74,18 @@ def _measured(case: str, quick: bool) -> Any:
     return (CPU_CASES | CUDA_CASES)[case](quick)
 
 
+def _names(case: str) -> Iterable[str]:
+    if case.startswith("cuda"):
+        return wire_wrappers() if case.startswith("cuda wire") else wrappers()
+    return LOCAL if case.startswith("no_sync") else _contenders()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    cases: list[str] = list(CUDA_CASES if metafunc.config.getoption("--gpu") else CPU_CASES)
+    gpu = metafunc.config.getoption("--gpu")
+    cases: list[str] = list(CUDA_CASES if gpu else CPU_CASES)
     if metafunc.config.getoption("--quick"):
         cases = [case for case in cases if "fan" not in case and "linear" not in case]
-    pairs = [(case, variant) for case in cases for variant in (LOCAL if case.startswith("no_sync") else wrappers())]
+    pairs = [(case, variant) for case in cases for variant in _names(case)]
     metafunc.parametrize(("case", "variant"), pairs)
 
 

@@ -15,7 +15,14 @@ __all__ = ["prove_buffers", "prove_gradients", "prove_packs"]
 STEPS = 3  # dpfuse's first synchronised backward only records, and rebuilds the buckets at its end
 
 
-def prove_gradients(name: str, module: nn.Module, backward: Callable[[], None], *, averaged: bool) -> None:
+def prove_gradients(
+    name: str,
+    module: nn.Module,
+    backward: Callable[[], None],
+    *,
+    averaged: bool,
+    wire: torch.dtype | None = None,
+) -> None:
     """Prove that after a backward every `.grad` is the mean over the ranks of what the engine computed.
 
     The local gradients are seen by hooks in the very same backward, so a model whose backward is not
@@ -27,6 +34,7 @@ def prove_gradients(name: str, module: nn.Module, backward: Callable[[], None], 
         module: whose parameters are looked at.
         backward: a forward and a backward.
         averaged: whether the gradients are to be averaged, or local.
+        wire: dtype in which averaged gradients travel, if it is not their own.
 
     Raises:
         AssertionError: some gradient differs.
@@ -41,8 +49,9 @@ def prove_gradients(name: str, module: nn.Module, backward: Callable[[], None], 
         used = sorted(local)
         expected = torch.cat([local[index].reshape(-1) for index in used])
         if averaged:
-            expected *= 1 / dist.get_world_size()
-            dist.all_reduce(expected)
+            sent = (expected * (1 / dist.get_world_size())).to(wire or expected.dtype)
+            dist.all_reduce(sent)
+            expected = sent.to(expected.dtype)
         grads = [params[index].grad for index in used]
         got = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
         equal = torch.equal if dist.get_world_size() <= 2 else torch.allclose

@@ -9,6 +9,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from bench.large_models import BertLarge, ResNet50
+
 __all__ = ["CUDA_MODELS", "HOST_MODELS", "PAIR_MODELS", "Workload", "layers", "load_model"]
 
 HOST_NUMEL = 16  # elements per parameter where only the host's work is of interest
@@ -66,38 +68,27 @@ def linear(count: int) -> Workload:
     return layers(count, 4)
 
 
-def layers(count: int, features: int) -> Workload:
-    """`count` square linear layers without bias, one after another, on a batch of one."""
+def layers(count: int, features: int, rows: int = 1) -> Workload:
+    """`count` square linear layers without bias, one after another, on a batch of `rows`."""
     linears = [nn.Linear(features, features, bias=False) for _ in range(count)]
     for layer in linears:
         # Near the identity: with torch's own start, activations and gradients of so many layers vanish.
         nn.init.normal_(layer.weight, std=0.03 / features**0.5)
         layer.weight.data.diagonal().add_(1)
-    return _summed(nn.Sequential(*linears), torch.randn(1, features))
+    return _summed(nn.Sequential(*linears), torch.randn(rows, features))
 
 
 def resnet50() -> Workload:
-    """torchvision's ResNet-50 on 64 images of 224 x 224, float32."""
-    module = importlib.import_module("torchvision.models").resnet50()
+    """ResNet-50 on 64 images of 224 x 224, float32."""
     criterion, labels = nn.CrossEntropyLoss(), torch.randint(1000, (64,))
     images = torch.randn(64, 3, 224, 224)
-    return Workload(module, lambda model: criterion(model(images), labels))
+    return Workload(ResNet50(), lambda model: criterion(model(images), labels))
 
 
 def bert_large() -> Workload:
-    """transformers' BERT-large with random weights and without dropout, 8 sequences of 128 tokens, float32."""
-    library = importlib.import_module("transformers")
-    config = library.BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    module = library.BertModel(config)
+    """BERT-large with random weights and without dropout, 8 sequences of 128 tokens, float32."""
     tokens = torch.randint(30522, (8, 128))
-    return Workload(module, lambda model: model(tokens).pooler_output.square().mean())
+    return Workload(BertLarge(), lambda model: model(tokens).square().mean())
 
 
 def tiny_2000() -> Workload:

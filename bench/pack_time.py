@@ -16,7 +16,7 @@ from bench.counts import count
 from bench.equality import prove_packs
 from bench.interleave import Clock, host_clock, interleave, one_thread
 
-__all__ = ["CEILING", "CONTENDERS", "time_packs"]
+__all__ = ["CEILING", "COLD_BYTES", "CONTENDERS", "gpu_clock", "time_packs"]
 
 CEILING = "copy_ of the same bytes"
 COLD_BYTES = 256 << 20  # four times the 60 MB cache of an H200, eight times a usual last-level cache of a CPU
@@ -67,7 +67,7 @@ def time_packs(
     following = cycle(data)
 
     def turn(name: str) -> Callable[[], tuple[float, float]]:
-        clock, call = _gpu_clock() if cuda else host_clock, CONTENDERS[name]
+        clock, call = gpu_clock() if cuda else host_clock, CONTENDERS[name]
         return lambda: clock(partial(call, next(following)))
 
     times = interleave({name: turn(name) for name in CONTENDERS}, _given, rounds=rounds)
@@ -90,7 +90,7 @@ def _given(turn: Callable[[], Any]) -> tuple[float, float]:
     return first, second
 
 
-def _gpu_clock() -> Clock:
+def gpu_clock() -> Clock:
     """(GPU seconds, host seconds) of a call, without the time in which the GPU waits for the host.
 
     The GPU is kept busy until the host has queued the whole call, whose host time the call before tells.

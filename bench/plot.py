@@ -1,8 +1,10 @@
-"""A record as one picture: a panel per suite."""
+"""A record as one picture: a panel per suite. `python -m bench.plot RECORD PICTURE` draws one again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+import json
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ mpl.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-__all__ = ["plot_record"]
+__all__ = ["main", "plot_record"]
 
 Row = Mapping[str, Any]
 Cases = dict[str, dict[str, Row]]  # measurement by case and contender
@@ -27,6 +29,14 @@ STEP_COLOURS = {
     "DDP view": "tab:orange",
     "DDP batched": "tab:purple",
     "DDP view + batched": "tab:blue",
+    "sketch": "0.5",
+}
+OVERLAP_COLOURS = {
+    "dpfuse planned": "tab:green",
+    "dpfuse views": "yellowgreen",
+    "DDP view": "tab:orange",
+    "DDP default": "tab:red",
+    "DDP view + batched": "tab:blue",
 }
 PACK_COLOURS = {
     "dpfuse": "tab:green",
@@ -37,12 +47,12 @@ PACK_COLOURS = {
 }
 
 
-def plot_record(record: Mapping[str, Any], path: Path) -> None:
-    """Draw `record` as a PNG file."""
+def plot_record(record: Mapping[str, Any], path: Path, only: Collection[str] = ()) -> None:
+    """Draw `record`, or `only` some of its suites, as a PNG file."""
     suites: dict[str, Cases] = {}
     for row in record["measurements"]:
         suites.setdefault(row["suite"], {}).setdefault(row["case"], {})[row["variant"]] = row
-    panels = [(suite, draw) for suite, draw in PANELS.items() if suite in suites]
+    panels = [(suite, draw) for suite, draw in PANELS.items() if suite in suites and (not only or suite in only)]
     figure, axes = plt.subplots(
         max(1, len(panels)), 1, figsize=(12, 5 * max(1, len(panels))), layout="constrained", squeeze=False
     )
@@ -99,6 +109,15 @@ def _draw_bars(
     axis.legend(ncols=4, fontsize="small")
 
 
+def _draw_overlap(axis: Axes, cases: Cases) -> None:
+    present = next(iter(cases.values()))
+    colours = {name: colour for name, colour in OVERLAP_COLOURS.items() if name in present}
+    _draw_bars(axis, cases, colours, lambda rows, name: float(rows[name]["median"] / rows["bare"]["median"]))
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_ylabel("step over that of the bare module\n(lower is better)")
+    axis.set_title("Steps in simulated networks: start-up time, and time of all bytes")
+
+
 def _draw_sizes(axis: Axes, cases: Cases) -> None:
     case, rows = next(iter(cases.items()))
     cells = {
@@ -125,4 +144,19 @@ PANELS: dict[str, Callable[[Axes, Cases], None]] = {
     "step": _draw_steps,
     "flatten": _draw_packs,
     "bucket_size": _draw_sizes,
+    "overlap": _draw_overlap,
 }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Draw a record that was written before."""
+    parser = argparse.ArgumentParser(prog="python -m bench.plot", description=main.__doc__)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--only", nargs="*", default=(), choices=list(PANELS), help="suites to draw; all by default")
+    options = parser.parse_args(arguments)
+    plot_record(json.loads(options.record.read_text()), options.picture, options.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -64,6 +64,7 @@ def time_steps(
     effort: Effort,
     device: str = "cpu",
     no_sync: bool = False,
+    wire: torch.dtype | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Prove, count and time; to be called on every rank of the default group.
 
@@ -76,6 +77,7 @@ def time_steps(
         effort: how long.
         device: `"cpu"`: CPU time of the calling thread at one rank, wall time at several. `"cuda"`: GPU time.
         no_sync: whether steps run inside `no_sync()`.
+        wire: dtype in which all wrappers send gradients, if it is not their own.
 
     Returns:
         The fields of `StepTimes` by contender.
@@ -96,7 +98,7 @@ def time_steps(
         if rebuild == 0:
             for name, contender in contenders.items():
                 synced = contender.wrapped is not contender.module and not no_sync
-                prove_gradients(name, contender.module, contender.backward, averaged=synced)
+                prove_gradients(name, contender.module, contender.backward, averaged=synced, wire=wire)
                 results[name].facts = _facts(contender, cuda=cuda)
         steps = {name: contender.step for name, contender in contenders.items()}
         with _frozen_heap():
@@ -159,9 +161,11 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
     facts |= count(contender.step, cuda=cuda)._asdict()
     if (plan := getattr(contender.wrapped, "bucket_plan", None)) is not None:
         facts["buckets"] = len(plan.buckets)
-        # Each pack and each unpack reads and writes every byte of its bucket once.
+        # Each pack and each unpack reads and writes every byte of its bucket once, but for what is reduced in place.
+        buckets = contender.wrapped.reducer.buckets
+        facts["bytes_in_place"] = sum(bucket.bytes_in_place for bucket in buckets)
         passes = (facts["packs"] + facts["unpacks"]) / facts["buckets"]
-        facts["bytes_moved"] = round(2 * passes * facts["bytes"])
+        facts["bytes_moved"] = round(2 * passes * (facts["bytes"] - facts["bytes_in_place"]))
     return facts
 
 

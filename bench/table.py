@@ -43,8 +43,8 @@ def _measurements(suite: str, case: str, rows: list[Mapping[str, Any]]) -> Table
     table.add_column("contender")
     for heading in ("median", "min", "iqr", "rounds"):
         table.add_column(heading, justify="right")
-    steps = "extra" in rows[0]["info"]
-    own = ("over bare", "its range", "wall over bare") if steps else ("GB/s", "host")
+    steps, packs = ("extra" in rows[0]["info"], "bytes_per_second" in rows[0]["info"])
+    own = ("over bare", "its range", "wall over bare") if steps else ("GB/s", "host") if packs else ()
     for heading in (*own, "operators", "launches"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -53,7 +53,7 @@ def _measurements(suite: str, case: str, rows: list[Mapping[str, Any]]) -> Table
         if steps:
             span = f"{_time(info['extra_lowest'])} … {_time(info['extra_highest'])}"
             cells += [_time(info["extra"]), span, _time(info["extra_wall"])]
-        else:
+        elif packs:
             cells += [f"{info['bytes_per_second'] / 1e9:.1f}", _time(info["host"])]
         cells += [str(info.get("operators", "")), str(info.get("launches", ""))]
         table.add_row(escape(row["variant"]), *cells)

@@ -63,6 +63,7 @@ class GradBucket:
     ) -> None:
         self.plan = bucket
         self.params = list(params)
+        self._fused, self._fused_params = self.plan, self.params  # the part of them that lies in the buffer
         self._shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
         self._is_complex = bucket.dtype != real_dtype(bucket.dtype)
         self.state = BucketState.FREE
@@ -99,20 +100,21 @@ class GradBucket:
             return
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
-        grads: list[Tensor | None] = [param.grad for param in self.params]
-        self.missing = [] if complete else [i for i, g in zip(self.plan.params, grads, strict=True) if g is None]
+        grads: list[Tensor | None] = [param.grad for param in self._fused_params]
+        self.missing = [] if complete else [i for i, g in zip(self._fused.params, grads, strict=True) if g is None]
         with _ranged("dpfuse::pack", self._label), _no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
             try:
                 if self._is_complex:
-                    grads = [*map(_real, grads[: len(self.params)]), *grads[len(self.params) :]]
-                flatten(grads, table, scale=self._averaging.pre_scale, matched=True)
+                    grads = [*map(_real, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
+                if grads:
+                    flatten(grads, table, scale=self._averaging.pre_scale, matched=True)
                 self.error = None
                 # Now, not when they have landed: private gradients are freed while backward goes on. But another
                 # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
-                self._handed_out = self._keep_views and sum(map(len, self._hooks)) == len(self.params)
+                self._handed_out = self._keep_views and sum(map(len, self._hooks)) == len(self._fused_params)
                 if self._handed_out:
                     self._hand_out_views(set(self.missing))
             except (ValueError, TypeError, RuntimeError) as error:
@@ -153,11 +155,13 @@ class GradBucket:
             if not self._handed_out:
                 self._hand_out_views(untouched)
             elif self.missing:
-                self._hand_out_views(set(self.plan.params).difference(self.missing).union(untouched))
+                self._hand_out_views(set(self._fused.params).difference(self.missing).union(untouched))
             return
-        skipped = {place for place, index in enumerate(self.plan.params) if index in untouched} if untouched else ()
+        if not self._fused_params:
+            return  # only the tail was in it
+        skipped = {place for place, index in enumerate(self._fused.params) if index in untouched} if untouched else ()
         targets: list[Tensor | None] = []
-        for place, param in enumerate(self.params):
+        for place, param in enumerate(self._fused_params):
             if place in skipped:
                 targets.append(None)
             elif param.grad is None or self._is_complex:
@@ -169,9 +173,9 @@ class GradBucket:
         with _ranged("dpfuse::unpack", self._label), _no_graph():
             try:
                 unflatten(self._table, targets, scale=self._averaging.post_scale, matched=True)
-            except ValueError:
+            except (ValueError, RuntimeError):
                 # A gradient that can be read but not written, such as an expanded one that was set by hand.
-                for place, param in enumerate(self.params):
+                for place, param in enumerate(self._fused_params):
                     if targets[place] is not None:
                         param.grad = None
                         targets[place] = self._target(place)
@@ -193,10 +197,15 @@ class GradBucket:
         """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
         return self.state is not BucketState.FREE
 
+    @property
+    def bytes_in_place(self) -> int:
+        """Of the gradients that the last launch reduced where they lie, without a copy."""
+        return 0
+
     def _target(self, place: int) -> Tensor:
         """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
         assert self._table is not None
-        param = self.params[place]
+        param = self._fused_params[place]
         if param.grad is None or param.grad.is_conj():
             shape, stride = self._shapes[place]
             dtype = getattr(torch, self.plan.dtype)
@@ -218,11 +227,15 @@ class GradBucket:
         with _ranged("dpfuse::all_reduce", self._label):
             self._work = self._start(flat)
         if self.times is not None:
-            self.times.sent(flat, self._work, is_last=self.tail is not None)
+            self.times.sent(self._travelling(flat), self._work, is_last=self.tail is not None)
 
     def _start(self, flat: Tensor) -> dist.Work:
         """Send the packed buffer on its way."""
         return collective.all_reduce(flat, self._group)
+
+    def _travelling(self, flat: Tensor) -> list[Tensor]:
+        """What was sent with the packed buffer, and it."""
+        return [flat]
 
     def _hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
@@ -233,17 +246,17 @@ class GradBucket:
             self._table.views[:] = self._table.new_views()
             views[:] = self._gradient_views(self._table)
         if not but:
-            for param, view in zip(self.params, views, strict=False):  # the tail's belongs to nobody
+            for param, view in zip(self._fused_params, views, strict=False):  # the tail's belongs to nobody
                 param.grad = view
             return
-        for param, index, view in zip(self.params, self.plan.params, views, strict=False):
+        for param, index, view in zip(self._fused_params, self._fused.params, views, strict=False):
             if index not in but:
                 param.grad = view
 
     def _allocate(self) -> PointerTable:
         # Not before the first launch: after a rebuild the gradients of the step before may still live in
         # the buffers of the plan before.
-        self._hooks = [param._post_accumulate_grad_hooks or () for param in self.params]  # live dictionaries
+        self._hooks = [param._post_accumulate_grad_hooks or () for param in self._fused_params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
         dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
         places, numel = self._places()
@@ -261,14 +274,14 @@ class GradBucket:
     def _gradient_views(self, table: PointerTable) -> list[Tensor]:
         if not self._is_complex or not self._keep_views:
             return table.views
-        count = len(self.params)
+        count = len(self._fused_params)
         return [*map(torch.view_as_complex, table.views[:count]), *table.views[count:]]
 
     def _places(self) -> tuple[list[Slot], int]:
         """Where each gradient lies in the buffer, in the order of the parameters, and the buffer's length."""
         # Not the plan's: elements of another size start elsewhere.
         return lay_out_slots(
-            [(slot.param, self._width * slot.numel) for slot in self.plan.slots], self._averaging.dtype
+            [(slot.param, self._width * slot.numel) for slot in self._fused.slots], self._averaging.dtype
         )
 
     @property

@@ -11,6 +11,7 @@ from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.comm_hook import CommHook
 from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
+from dpfuse.in_place_bucket import InPlaceBucket
 from dpfuse.plan import BucketPlan
 from dpfuse.sparse_bucket import SparseBucket
 from dpfuse.tail import Tail
@@ -46,6 +47,8 @@ def make_buckets(
         is_last = order == len(plan.buckets) - 1
         factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
         kind = SparseBucket if bucket.sparse else GradBucket
+        if not views and InPlaceBucket.suits(bucket, averaging):
+            kind = InPlaceBucket
         buckets.append(
             kind(
                 bucket,

@@ -19,6 +19,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_max",
+    "all_reduce_together",
     "broadcast",
     "broadcast_flat",
     "group_device",
@@ -29,6 +30,7 @@ __all__ = [
 _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+_NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not in every build
 ALIGNMENT = 16  # bytes; the largest element, complex128
 LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
@@ -70,6 +72,71 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     flat buffer passes them by construction.
     """
     return group.allreduce([flat], _SUM)
+
+
+def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM over the ranks of each of `sums`, and of `factor` times each of `scaled`, all in place.
+
+    Args:
+        sums: contiguous tensors of one dtype and device, the same on all ranks.
+        scaled: likewise; together at least one.
+        factor: what `scaled` is multiplied with before the sum, in float32 if they are of 16 bits.
+        group: process group.
+
+    Returns:
+        One work for all of them, which must be waited for.
+    """
+    first = (*scaled, *sums)[0]
+    if not _is_nccl(group, first.device):
+        _multiply(scaled, factor)
+        return _Together([all_reduce(tensor, group) for tensor in (*scaled, *sums)])
+    options = _SUM
+    if factor != 1.0 and group.size() > 1 and first.dtype in (torch.float32, torch.float64):
+        # Multiplied where it is read: no pass over memory. In 16 bits NCCL would round the factor, too.
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    else:
+        _multiply(scaled, factor)
+    group._start_coalescing(first.device)
+    for tensor in scaled:
+        group.allreduce([tensor], options)
+    for tensor in sums:
+        group.allreduce([tensor], _SUM)
+    return group._end_coalescing(first.device)
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        return isinstance(group._get_backend(device), _NCCL)
+    except RuntimeError:  # a group written in Python, which has no back ends
+        return False
+
+
+def _multiply(tensors: list[Tensor], factor: float) -> None:
+    # One by one: `_foreach_mul_` would round the factor to the dtype of the tensors.
+    if factor != 1.0:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+class _Together(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them; `timeout` is not looked at."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when all of them are."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:

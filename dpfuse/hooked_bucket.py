@@ -179,7 +179,7 @@ class HookedSparseBucket(HookedBucket):
         self._work = self._call(grad)
         self._sources = [grad]
         if self.times is not None:
-            self.times.sent(grad.values(), self._work, is_last=False)
+            self.times.sent([grad.values()], self._work, is_last=False)
 
     def wait(self) -> None:
         """Wait for the hook's future; `error` says what went wrong."""

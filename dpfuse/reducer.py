@@ -179,7 +179,8 @@ class Reducer:
         """A backward begins; `announced` by an output of the wrapper, or else by its first ready mark.
 
         Raises:
-            DPFuseError: the backward before was interrupted on some ranks only.
+            DPFuseError: the backward before was interrupted on some ranks only; or a CUDA graph is being captured
+                and this one is the first of a model, after which the ranks have to agree.
         """
         if self.phase is Phase.ABANDONED:
             self.drain()
@@ -189,6 +190,8 @@ class Reducer:
             sync = self.require_sync
         if not sync:
             self._enter(Phase.LOCAL, [ENDLESS] * len(self.buckets))
+        elif (self._outdated or not self.rebuilt) and self._tail.deaf:
+            raise DPFuseError(verdict.unsettled(self._tail.rank))
         elif self._outdated:
             self._enter(Phase.CHANGED)
         elif not self.rebuilt:
@@ -339,7 +342,9 @@ class Reducer:
                 held.append(bucket)
             else:
                 bucket.deliver()
-        report = self._tail.report(wait=here or bool(missing))
+        if missing and self._tail.deaf:
+            error, here = DPFuseError(verdict.unread([self._names[index] for index in sorted(missing)])), True
+        report = self._tail.report(wait=here or bool(missing), failed=here)
         if report.failed or report.changed:
             for bucket in held:
                 bucket.discard()

@@ -54,7 +54,7 @@ class SparseBucket(GradBucket):
             row = torch.cat(header)
         self._headers, self._work = collective.start_all_gather(row, self._group)
         if self.times is not None:
-            self.times.sent(row, self._work, is_last=self.tail is not None)
+            self.times.sent([row], self._work, is_last=self.tail is not None)
 
     def wait(self) -> None:
         """Wait until every rank's rows are here."""
@@ -72,7 +72,7 @@ class SparseBucket(GradBucket):
         padded[: len(self._rows)] = self._rows
         gathered, work = collective.start_all_gather(padded, self._group)
         if self.times is not None:
-            self.times.sent(padded, work, is_last=False)
+            self.times.sent([padded], work, is_last=False)
         work.wait()
         if self.times is not None:
             self.times.wait_ends()

@@ -80,6 +80,11 @@ class Tail:
             source[[self.world_size + index for index in unused]] = 0
         return source
 
+    @property
+    def deaf(self) -> bool:
+        """Whether a CUDA graph is being captured: nothing that is on the device can be read meanwhile."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
     def landed(self, view: Tensor) -> None:
         """Note where the summed tail lies, [numel]; valid until the bucket is packed again."""
         self._landed = view
@@ -90,21 +95,22 @@ class Tail:
         flags = self._landed[self.world_size :].tolist()
         return {index for index in indices if flags[index]}
 
-    def report(self, *, wait: bool) -> Report:
+    def report(self, *, wait: bool, failed: bool = False) -> Report:
         """Which ranks failed, and which have another model.
 
         Args:
             wait: read this step's report even if that means waiting for the device. Otherwise a CUDA
                 tail is copied without waiting, and the report of the step before is returned.
+            failed: whether this rank has: all that is known of anybody while a CUDA graph is captured.
         """
         assert self._landed is not None
         if self.world_size == 1 and not wait:
             return ALL_WELL  # nobody else could have anything to tell
         states = self._landed[: self.world_size]
+        if self.deaf:
+            return Report((self.rank,), ()) if failed else ALL_WELL
         if wait or not states.is_cuda:
             return _read(states)
-        if torch.cuda.is_current_stream_capturing():
-            return ALL_WELL
         before = ALL_WELL
         if self._copy is None or self._copied is None:
             self._copy = torch.zeros(self.world_size, dtype=states.dtype, pin_memory=True)

@@ -80,7 +80,7 @@ class TailBucket(GradBucket):
         try:
             work = collective.all_reduce(flat, self._group)
             if self.times is not None:
-                self.times.sent(flat, work, is_last=True)
+                self.times.sent([flat], work, is_last=True)
             work.wait()
         except RuntimeError as error:
             if errors:

@@ -21,7 +21,7 @@ __all__ = ["BackwardObserver", "BucketObserver", "CommunicationTimes", "time_com
 class BucketObserver(Protocol):
     """Who wants to know of each bucket's way."""
 
-    def sent(self, flat: Tensor, work: dist.Work, *, is_last: bool) -> None: ...
+    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None: ...
     def wait_begins(self, flat: Tensor) -> None: ...
     def wait_ends(self) -> None: ...
 
@@ -43,20 +43,20 @@ class CommunicationTimes:
     """Totals over the synchronised backwards of this rank; complete once the measuring context has ended."""
 
     steps: int = 0
-    collectives: int = 0
-    nbytes: int = 0  # of the flat buffers, padding and tail included
+    collectives: int = 0  # one per bucket, of however many tensors
+    nbytes: int = 0  # of what travels, padding and tail included
     seconds: float = 0.0  # from sent to landed, summed over the buckets
     exposed: float = 0.0  # in which backward had nothing left to do but wait
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
     _waiting: float | torch.cuda.Event = field(default=0.0, repr=False)
     _side: torch.cuda.Stream | None = field(default=None, repr=False)
 
-    def sent(self, flat: Tensor, work: dist.Work, *, is_last: bool) -> None:
+    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """A bucket was handed to the process group."""
         self.steps += is_last
         self.collectives += 1
-        self.nbytes += flat.numel() * flat.element_size()
-        if flat.is_cuda:
+        self.nbytes += sum(tensor.nbytes for tensor in tensors)
+        if tensors[0].is_cuda:
             start = _event()
             self._side = self._side or torch.cuda.Stream()
             with torch.cuda.stream(self._side):

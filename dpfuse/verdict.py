@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from dpfuse.errors import DPFuseError
 
-__all__ = ["changed", "failed", "interrupted", "unused"]
+__all__ = ["changed", "failed", "interrupted", "unread", "unsettled", "unused"]
 
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
 
@@ -62,6 +62,23 @@ def unused(rank: int, names: Sequence[str], nowhere: int) -> str:
         f"rank {rank}: {_named(names)} got no gradient in this backward; "
         f"{nowhere} of these were used on no rank and stay without, the others got the mean over "
         "all ranks with zero from here. Pass find_unused_parameters=True if that is meant."
+    )
+
+
+def unread(names: Sequence[str]) -> str:
+    """What to say of parameters without gradient in a backward that is captured in a CUDA graph."""
+    return (
+        f"{_named(names)} got no gradient in a backward that a CUDA graph captures, and whether another rank has one "
+        "cannot be read meanwhile; expected a gradient for each. Freeze what the captured step does not use"
+    )
+
+
+def unsettled(rank: int) -> str:
+    """What to say on `rank` where the first synchronised backward of a model is to be captured in a CUDA graph."""
+    return (
+        f"rank {rank}: the first synchronised backward of a model is captured in a CUDA graph; expected some steps "
+        "before the capture, for the ranks agree on the buckets after that backward. Run at least three steps first, "
+        "and keep gradients with zero_grad(set_to_none=False)."
     )
 
 

@@ -124,10 +124,10 @@ class BackwardRecorder:
         self._backward = None
         self._listener.abandon()
 
-    def sent(self, flat: Tensor, work: dist.Work, *, is_last: bool) -> None:
+    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """A bucket was handed to the process group."""
         if self.also is not None:
-            self.also.sent(flat, work, is_last=is_last)
+            self.also.sent(tensors, work, is_last=is_last)
         if (backward := self._backward) is None:
             return  # what is left of one that died
         place = len(backward.sent)

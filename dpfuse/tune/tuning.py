@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["RecordedTimes", "Tuning", "autotune"]
 
 WARM_UP = 1  # backwards after the buckets were made anew: their memory is touched for the first time
-LEAST = 0.02  # part of a backward by which two records of the same buckets easily differ
-SPREADS = 3.0  # so many median deviations are still noise
+TOLERANCE = 0.02  # part of a backward by which two records of the same buckets easily differ
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ class RecordedTimes:
         return cls(tuple((delivered - ends).min(axis=1).tolist()), tuple(delivered.max(axis=1).tolist()))
 
     def worse_than(self, before: RecordedTimes) -> bool:
-        """Whether exposed or all time has grown, by more than noise."""
-        least = LEAST * float(np.median(before.total))
+        """Whether exposed or all time has grown; where noise decides, the old buckets win as often as the new."""
+        tolerance = TOLERANCE * float(np.median(before.total))
         return any(
-            np.median(new) - np.median(old) > max(least, SPREADS * max(_spread(new), _spread(old)))
+            np.median(new) - np.median(old) > tolerance
             for new, old in ((self.exposed, before.exposed), (self.total, before.total))
         )
 
@@ -59,10 +58,6 @@ class RecordedTimes:
         """One line; times in ms."""
         exposed, total = (f"{np.median(one) * 1e3:.3f}" for one in (self.exposed, self.total))
         return f"{exposed} ms exposed, backward with it {total} ms (medians of {len(self.total)})"
-
-
-def _spread(values: tuple[float, ...]) -> float:
-    return float(np.median(np.abs(np.asarray(values) - np.median(values))))
 
 
 class Tuning:

@@ -47,17 +47,18 @@ def _flatten_kernel(
         source = address + start * (TENSOR.primitive_bitwidth // 8)
         # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
         scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
-        if (length == CHUNK) & (source % 16 == 0) & (target % 16 == 0):
-            # No mask and a known alignment: 128-bit loads and stores.
+        if (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0):
+            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16)
-            value = tl.load(source_ptr + lane)
+            whole = lane < tl.multiple_of(length, 8)
+            value = tl.load(source_ptr + lane, mask=whole)
             if SCALED:
                 value = value.to(COMPUTE) * scale
             if value.dtype.is_fp64() and not WIRE.is_fp64():
                 # To 16 bits by way of float32, as torch converts.
                 value = value.to(tl.float32)
-            tl.store(target_ptr + lane, value.to(WIRE))
+            tl.store(target_ptr + lane, value.to(WIRE), mask=whole)
         else:
             value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=lane < length)
             if SCALED:

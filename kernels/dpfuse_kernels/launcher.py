@@ -11,17 +11,22 @@ from typing import Any
 import torch
 
 from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.bound import BoundKernel, bind
+from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.pointer_table import PointerTable
 
 __all__ = ["Launcher", "jit"]
 
-# Elements per program: a bucket of 25 MiB gives 132 SMs a dozen programs each. With 8 warps a thread moves 16
-# elements; with 32 of them, float16 spilled 120 bytes on sm_90.
-CHUNK = 4096
-NUM_WARPS = 8
-
-# The kernels take these as they come: specialising on their values would compile once more for each new one.
-VARYING = ("flat_address", "scale_bits", "first_program")
+# What the kernels take, and in which types, before their compile-time arguments.
+ARGUMENTS = {
+    "flat_address": "i64",
+    "address_ptr": "*i64",
+    "chunk_ptr": "*i64",
+    "scale_bits": "i64",
+    "first_program": "i64",
+}
+# The kernels take integers as they come: specialising on their values would compile once more for each new one.
+VARYING = [name for name, kind in ARGUMENTS.items() if not kind.startswith("*")]
 
 
 @cache
@@ -72,26 +77,35 @@ def chunk_rows(table: PointerTable, chunk: int) -> torch.Tensor:
 class Launcher:
     """What a table needs on the device: its chunks, and the addresses of the last calls' tensors.
 
+    Args:
+        table: the layout.
+        shape: of the programs; by default the best known one.
+
     Attributes:
         ring: the device copies of address lists; `ring.uploads` counts the host-to-device copies.
         launches: how many kernels were launched.
+        bound_launches: how many of them past Triton's dispatcher.
 
     Raises:
         ValueError: made while a CUDA graph is being captured.
     """
 
-    def __init__(self, table: PointerTable) -> None:
+    def __init__(self, table: PointerTable, shape: LaunchShape | None = None) -> None:
         self._device = table.flat.device
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "This table launches its first kernel while a CUDA graph is being captured, expected an earlier "
                 "launch: its tables must reach the GPU first. Run a step before the capture."
             )
+        self.shape = shape or launch_shape(table.dtype, table.flat.dtype, table.flat.nbytes)
         self._flat_address = table.address
         self._dtypes = (table.dtype, table.flat.dtype, table.compute_dtype)
-        self._rows = chunk_rows(table, CHUNK).to(self._device)
+        self._rows = chunk_rows(table, self.shape.chunk).to(self._device)
+        self._programs = range(len(self._rows))
+        self._bound: dict[Any, BoundKernel | None] = {}  # None: this Triton's ways are not known
         self.ring = AddressRing(len(table.slots), self._device)
         self.launches = 0
+        self.bound_launches = 0
 
     def launch(
         self,
@@ -104,18 +118,45 @@ class Launcher:
     ) -> None:
         """Launch `kernel` once, over all chunks or over `programs` only (tests of far ends use that).
 
+        The first launch with these compile-time arguments goes through Triton's dispatcher, later ones past it.
+
         Args:
             kernel: a kernel with the arguments of `_flatten_kernel`.
             addresses: one per slot, bytes; 0 means None.
             scale: the factor, in double precision.
-            options: further compile-time arguments.
+            options: further compile-time arguments, in the order of the kernel's.
 
         Raises:
             ValueError: `flat` is on the CPU and Triton does not interpret; or as `AddressRing.device_copy`.
         """
-        programs = range(len(self._rows)) if programs is None else programs
+        programs = self._programs if programs is None else programs
         if not programs:
             return
+        key = (kernel, scale != 1.0, *options.items())
+        with _current_device(self._device):
+            copy = self.ring.device_copy(addresses)
+            arguments = (self._flat_address, copy.data_ptr(), self._rows.data_ptr(), double_bits(scale), programs.start)
+            if not self._launch_bound(key, len(programs), arguments):
+                self._dispatch(key, len(programs), (arguments[0], copy, self._rows, *arguments[3:]))
+        self.launches += 1
+
+    def _launch_bound(self, key: tuple[Any, ...], programs: int, arguments: tuple[int, ...]) -> bool:
+        """Launch what is bound; False where nothing is, or nothing that fits."""
+        bound = self._bound.get(key)
+        if bound is None or not bound.fits(arguments):
+            return False
+        try:
+            bound.launch(programs, self._device.index or 0, arguments)
+        except (TypeError, AttributeError):
+            # Not called as this Triton expects it: arguments are read before anything is launched.
+            self._bound[key] = None
+            return False
+        self.bound_launches += 1
+        return True
+
+    def _dispatch(self, key: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
+        """Launch through Triton, and bind what it has compiled."""
+        kernel, scaled, *options = key
         compiled = jit(kernel)
         if self._device.type == "cpu" and not interpreting(compiled):
             raise ValueError(
@@ -123,24 +164,23 @@ class Launcher:
                 "TRITON_INTERPRET=1 to run Triton's interpreter."
             )
         tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
-        with _current_device(self._device):
-            compiled[(len(programs),)](
-                self._flat_address,
-                self.ring.device_copy(addresses),
-                self._rows,
-                double_bits(scale),
-                programs.start,
-                TENSOR=tensor_type,
-                WIRE=wire_type,
-                COMPUTE=compute_type,
-                SCALED=scale != 1.0,
-                CHUNK=CHUNK,
-                num_warps=NUM_WARPS,
-                # A product that is rounded and then added must not become one fused multiply-add.
-                enable_fp_fusion=False,
-                **options,
-            )
-        self.launches += 1
+        constants = {
+            "TENSOR": tensor_type,
+            "WIRE": wire_type,
+            "COMPUTE": compute_type,
+            "SCALED": scaled,
+            **dict(options),
+            "CHUNK": self.shape.chunk,
+        }
+        done = compiled[(programs,)](
+            *arguments,
+            **constants,
+            num_warps=self.shape.warps,
+            # A product that is rounded and then added must not become one fused multiply-add.
+            enable_fp_fusion=False,
+        )
+        if key not in self._bound:
+            self._bound[key] = bind(done, tuple(ARGUMENTS.values()), tuple(constants.values()))
 
 
 def interpreting(compiled: Any) -> bool:
@@ -159,4 +199,6 @@ def double_bits(value: float) -> int:
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -48,11 +48,12 @@ def _unflatten_kernel(
         target = address + start * (TENSOR.primitive_bitwidth // 8)
         # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
         scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
-        if (length == CHUNK) & (source % 16 == 0) & (target % 16 == 0):
-            # No mask and a known alignment: 128-bit loads and stores.
+        if (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0):
+            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
-            value = tl.load(source_ptr + lane)
+            whole = lane < tl.multiple_of(length, 8)
+            value = tl.load(source_ptr + lane, mask=whole)
             if SCALED:
                 value = value.to(COMPUTE) * scale
             if value.dtype.is_fp64() and not TENSOR.is_fp64():
@@ -60,8 +61,8 @@ def _unflatten_kernel(
                 value = value.to(tl.float32)
             value = value.to(TENSOR)
             if ACCUMULATE:
-                value = (tl.load(target_ptr + lane).to(SUM) + value.to(SUM)).to(TENSOR)
-            tl.store(target_ptr + lane, value)
+                value = (tl.load(target_ptr + lane, mask=whole).to(SUM) + value.to(SUM)).to(TENSOR)
+            tl.store(target_ptr + lane, value, mask=whole)
         else:
             target_ptr = target.to(tl.pointer_type(TENSOR))
             value = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length)

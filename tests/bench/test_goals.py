@@ -84,3 +84,57 @@ def test_forwards_that_send_buffers_are_judged_at_one_rank():
         (0.31, None),
         (0.75, None),
     ]
+
+
+def network(exposed: float, *, predicted: float, device: str = "cpu", planned: float = 1.0) -> list[Entry]:
+    """A step of which 0.6 s are left where nothing is sent, and of DDP's best mode, 1 s."""
+    info = {"exposed": exposed, "predicted": predicted, "predicted_packed": predicted, "device": device}
+    medians = {"dpfuse planned, nothing sent": 0.6, "dpfuse views": 1.1, "DDP default": 1.2, "DDP view": 1.0}
+    peers = [entry("20 us", name, seconds, "overlap") for name, seconds in medians.items()]
+    return [entry("20 us", "dpfuse planned", planned, "overlap", **info), *peers]
+
+
+def overlap(what: str, *entries: Entry) -> Outcome:
+    (found,) = [outcome for outcome in judge(entries) if outcome.what.startswith(what)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("exposed", "met"), [(0.40, True), (0.449, True), (0.351, True), (0.451, False), (0.349, False)]
+)
+def test_a_step_must_be_predicted_within_a_twentieth_of_it_either_way(exposed, met):
+    outcome = overlap("error of the predicted step", *network(exposed, predicted=0.40))
+    assert outcome.value == pytest.approx(abs(exposed - 0.40))
+    assert outcome.met is met
+
+
+@pytest.mark.parametrize(
+    ("device", "exposed", "predicted", "goal", "met"),
+    [("cpu", 0.45, 0.40, 0.15, True), ("cpu", 0.47, 0.40, 0.15, False), ("cuda", 0.41, 0.40, 0.05, True),
+     ("cuda", 0.43, 0.40, 0.05, False), ("cpu", 0.20, 0.14, None, None), ("cpu", 0.20, 0.0, None, None)],
+)  # fmt: skip
+def test_exposed_time_must_be_predicted_where_it_is_a_fair_part_of_the_step(device, exposed, predicted, goal, met):
+    outcome = overlap("error of the predicted exposed", *network(exposed, predicted=predicted, device=device))
+    assert (outcome.goal, outcome.met) == (goal, met)
+
+
+@pytest.mark.parametrize(("planned", "met"), [(0.7, True), (1.02, True), (1.03, False)])
+def test_the_planned_step_is_held_against_the_best_mode_of_ddp(planned, met):
+    outcome = overlap("step, dpfuse planned / DDP's best mode, DDP view", *network(0.4, predicted=0.4, planned=planned))
+    assert (outcome.value, outcome.met) == (planned, met)
+
+
+@pytest.mark.parametrize(("exposed", "met"), [(0.19, False), (0.21, True)])
+def test_a_grid_in_which_nearly_everything_is_hidden_proves_nothing(exposed, met):
+    hidden = [entry(f"{part} us", e.variant, e.median, "overlap", **e.info) for part in range(3)
+              for e in network(0.1, predicted=0.1)]  # fmt: skip
+    outcome = overlap("networks with more than 20% of the step", *hidden, *network(exposed, predicted=0.2))
+    assert (outcome.case, outcome.value, outcome.goal) == ("all", float(met), 1.0)
+    assert outcome.met is met
+
+
+def test_without_networks_no_grid_is_judged():
+    assert all(
+        outcome.suite != "overlap"
+        for outcome in judge(host(10, dpfuse_views=3.0, dpfuse_private=4.0, DDP_default=10.0))
+    )

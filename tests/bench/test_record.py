@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.machine import describe, machine_name
+from bench.plot import main
 from bench.record import entries_of, make_record, outcomes_of, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +66,12 @@ def test_what_is_written_reads_back_with_four_digits(record, tmp_path):
     read = json.loads(path.read_text())
     assert read["measurements"][-1]["median"] == 1.346
     assert [outcome.met for outcome in outcomes_of(read)] == [False, None]
+
+
+def test_a_record_that_was_written_is_drawn_again(record, tmp_path):
+    write_record(record, tmp_path / "record.json")
+    main([str(tmp_path / "record.json"), str(tmp_path / "new" / "picture.png"), "--only", "step"])
+    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.architectures import ARCHITECTURES
+from bench.large_models import BertLarge, ResNet50
 from bench.size_list import SIZE_LISTS, bucket_shapes, load
 
 TOTALS = {
@@ -42,6 +43,26 @@ def test_a_bucket_fills_as_backward_fills_it():
 
 
 # Only the GPU machine has these libraries.
+@pytest.mark.parametrize(("name", "network"), [("resnet50", ResNet50), ("bert_large", BertLarge)])
+def test_what_is_timed_has_these_shapes_in_this_order(name, network):
+    with torch.device("meta"):
+        built = network()
+    assert [tuple(param.shape) for param in built.parameters()] == [shape for _, shape in load(name)]
+    if name == "resnet50":
+        assert [name for name, _ in built.named_parameters()] == [name for name, _ in load(name)]
+
+
+def test_what_is_timed_runs_and_trains_every_parameter():
+    for built, batch, shape in [
+        (ResNet50(), torch.randn(2, 3, 64, 64), (2, 1000)),
+        (BertLarge(hidden=32, layers=2, heads=4), torch.randint(30522, (2, 5)), (2, 32)),
+    ]:
+        out = built(batch)
+        assert out.shape == shape
+        out.square().sum().backward()
+        assert all(param.grad is not None and param.grad.isfinite().all() for param in built.parameters())
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
+from dpfuse import collective, in_place_bucket
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +72,50 @@ def beside_ddp(rank, dtype, views, steps=10):
 def test_ten_steps_over_nccl_equal_ddp_bitwise(nccl, dtype, views, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     beside_ddp(0, dtype, views)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ten_steps_with_private_gradients_in_place_equal_ddp_bitwise(nccl, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(in_place_bucket, "LARGE", 1)
+    beside_ddp(0, dtype, False)
+
+
+def test_large_private_gradients_are_neither_packed_nor_unpacked(nccl):
+    net = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
+    model = dpfuse.DataParallel(net, None, 8, 0, gradient_as_bucket_view=False)
+    x = torch.randn(8, 1024, device="cuda")
+    for _ in range(5):
+        model(x).sum().backward()
+        model.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    assert sum(bucket.bytes_in_place for bucket in model.reducer.buckets) == 8 * 4 << 20
+    assert sum("_flatten_kernel" in name for name in names) == 1  # of the tail
+    assert not any("_unflatten_kernel" in name for name in names)
+
+
+def over_nccl(rank, size, dtype):
+    """The factor of the mean in the collective, beside a multiplication and a plain sum."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.new_group(backend="nccl")
+    large = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(device, dtype) for _ in range(3)]
+    small = large[0].clone()
+    expected = [tensor / 3 for tensor in large] + [small.clone()]
+    for tensor in expected:
+        dist.all_reduce(tensor, group=group)
+    collective.all_reduce_together([small], large, 1 / 3, group).wait()
+    for got, mean in zip((*large, small), expected, strict=True):
+        torch.testing.assert_close(got, mean)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_two_nccl_ranks_scale_in_the_collective(ranks, dtype):
+    ranks(over_nccl, dtype, timeout=120)
 
 
 def on_a_shared_gpu(rank, size, views):

@@ -1,5 +1,7 @@
 """Compiles both kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
+With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures.
+
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
 
@@ -11,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 PAIRS = [
@@ -22,12 +25,16 @@ PAIRS = [
     ("float64", "float64"),
     ("float64", "bfloat16"),
 ]
+MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 KERNELS = ("flatten", "unflatten", "unflatten accumulate")
+SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
 
-def compile_one(kernel: str, architecture: int | str, dtype: str, wire: str) -> dict[str, object]:
+def compile_one(
+    kernel: str, architecture: int | str, dtype: str, wire: str, shape: tuple[int, int] | None = None
+) -> dict[str, object]:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -35,35 +42,31 @@ def compile_one(kernel: str, architecture: int | str, dtype: str, wire: str) -> 
 
     from dpfuse_kernels import PointerTable
     from dpfuse_kernels.flatten import _flatten_kernel
-    from dpfuse_kernels.launcher import CHUNK, NUM_WARPS, jit, triton_dtype
+    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.launcher import ARGUMENTS, jit, triton_dtype
     from dpfuse_kernels.unflatten import _unflatten_kernel
 
     table = PointerTable(torch.zeros(1, dtype=getattr(torch, wire)), [], getattr(torch, dtype))
+    usual = launch_shape(table.dtype, table.flat.dtype, 25 << 20)
+    chunk, warps = shape or (usual.chunk, usual.warps)
     constants = {
         "TENSOR": triton_dtype(table.dtype),
         "WIRE": triton_dtype(table.flat.dtype),
         "COMPUTE": triton_dtype(table.compute_dtype),
         "SCALED": True,
-        "CHUNK": CHUNK,
+        "CHUNK": chunk,
     }
     function = _flatten_kernel
     if kernel.startswith("unflatten"):
         function = _unflatten_kernel
         constants["ACCUMULATE"] = kernel.endswith("accumulate")
-    signature = {
-        "flat_address": "i64",
-        "address_ptr": "*i64",
-        "chunk_ptr": "*i64",
-        "scale_bits": "i64",
-        "first_program": "i64",
-        **dict.fromkeys(constants, "constexpr"),
-    }
+    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
     compiled = triton.compile(
         ASTSource(jit(function), signature, constexprs=constants),
         target=target,
-        options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
+        options={"num_warps": warps, "enable_fp_fusion": False},
     )
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     return {
@@ -71,6 +74,7 @@ def compile_one(kernel: str, architecture: int | str, dtype: str, wire: str) -> 
         "architecture": architecture,
         "dtype": dtype,
         "wire": wire,
+        "shape": [chunk, warps],
         "assembly": assembly,
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
     }
@@ -101,12 +105,24 @@ def _amd_spills(assembly: str) -> int:
     return sum(map(int, found))
 
 
-def main() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
+def every_compilation() -> Iterator[dict[str, object]]:
     for architecture in (*NVIDIA, *AMD):
         for dtype, wire in PAIRS:
             for kernel in KERNELS:
-                print(json.dumps(compile_one(kernel, architecture, dtype, wire)), flush=True)
+                yield compile_one(kernel, architecture, dtype, wire)
+
+
+def every_shape() -> Iterator[dict[str, object]]:
+    for shape in SHAPES:
+        for dtype, wire in MEASURED_PAIRS:
+            for kernel in KERNELS[:2]:
+                yield compile_one(kernel, 90, dtype, wire, shape)
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    for row in every_shape() if sys.argv[1:] == ["shapes"] else every_compilation():
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from dpfuse_kernels.launcher import CHUNK, NUM_WARPS
-from tests.kernels.compile_kernels import AMD, KERNELS, NVIDIA, PAIRS
+from tests.kernels.compile_kernels import AMD, KERNELS, MEASURED_PAIRS, NVIDIA, PAIRS, SHAPES
 
 ROOT = Path(__file__).parents[2]
 
 Compiled = dict[tuple[str, object, str, str], dict[str, object]]
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Compiled:
-    """Every compilation, made once, in a process without the interpreter."""
+def compilations(*arguments: str) -> list[dict[str, object]]:
+    """What the program prints, run in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels"],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -33,8 +31,21 @@ def compiled() -> Compiled:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = map(json.loads, done.stdout.splitlines())
-    return {(row["kernel"], row["architecture"], row["dtype"], row["wire"]): row for row in rows}
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    """Every compilation in the shape that is in use, made once."""
+    return {
+        (str(row["kernel"]), row["architecture"], str(row["dtype"]), str(row["wire"])): row for row in compilations()
+    }
+
+
+@pytest.fixture(scope="module")
+def shaped() -> list[dict[str, object]]:
+    """Every shape that is measured on a GPU, for sm_90."""
+    return compilations("shapes")
 
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -48,48 +59,73 @@ WIDE_NVIDIA = r"{}\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64|b128)"
 WIDE_AMD = r"(?:buffer|global)_{}_dwordx4"
 
 
-def accesses(dtype: str, architecture: object) -> int:
+def accesses(row: dict[str, object], dtype: str) -> int:
     """How many 16-byte instructions move one thread's part of a full chunk."""
-    return CHUNK * BYTES[dtype] // (NUM_WARPS * WARP[architecture]) // 16
+    chunk, warps = row["shape"]  # type: ignore[misc]
+    return chunk * BYTES[dtype] // (warps * WARP[row["architecture"]]) // 16
 
 
 @every_kernel
 @every_nvidia
 @every_pair
-def test_full_chunks_move_128_bits_at_a_time_on_nvidia(
+def test_aligned_chunks_move_128_bits_at_a_time_on_nvidia(
     compiled: Compiled, kernel: str, architecture: int, dtype: str, wire: str
 ) -> None:
-    assembly = str(compiled[kernel, architecture, dtype, wire]["assembly"])
+    row = compiled[kernel, architecture, dtype, wire]
+    assembly = str(row["assembly"])
     source, target = (dtype, wire) if kernel == "flatten" else (wire, dtype)
     # The whole chunk, not just some of it, goes through 16-byte instructions.
     loads = len(re.findall(WIDE_NVIDIA.format("ld"), assembly))
     stores = len(re.findall(WIDE_NVIDIA.format("st"), assembly))
-    old = accesses(target, architecture) if kernel.endswith("accumulate") else 0
-    assert loads == accesses(source, architecture) + old
-    assert stores == accesses(target, architecture)
+    old = accesses(row, target) if kernel.endswith("accumulate") else 0
+    assert loads == accesses(row, source) + old
+    assert stores == accesses(row, target)
+    # Eight elements under a condition of their own: a tensor shorter than a chunk goes this way too.
+    conditions = re.findall(rf"@(%p\d+) (?:{WIDE_NVIDIA.format('(?:ld|st)')})", assembly)
+    assert len(conditions) == loads + stores
+    assert len(set(conditions)) >= min(accesses(row, source), accesses(row, target))
 
 
 @every_kernel
 @pytest.mark.parametrize("architecture", AMD)
 @every_pair
-def test_full_chunks_move_128_bits_at_a_time_on_amd(
+def test_aligned_chunks_move_128_bits_at_a_time_on_amd(
     compiled: Compiled, kernel: str, architecture: str, dtype: str, wire: str
 ) -> None:
-    assembly = str(compiled[kernel, architecture, dtype, wire]["assembly"])
+    row = compiled[kernel, architecture, dtype, wire]
+    assembly = str(row["assembly"])
     source, target = (dtype, wire) if kernel == "flatten" else (wire, dtype)
     loads = len(re.findall(WIDE_AMD.format("load"), assembly))
     stores = len(re.findall(WIDE_AMD.format("store"), assembly))
-    assert loads >= max(1, accesses(source, architecture))
-    assert stores >= max(1, accesses(target, architecture))
+    assert loads >= max(1, accesses(row, source))
+    assert stores >= max(1, accesses(row, target))
 
 
 @every_kernel
 @every_architecture
 @every_pair
 def test_nothing_spills(compiled: Compiled, kernel: str, architecture: int | str, dtype: str, wire: str) -> None:
-    # ptxas puts six registers of the masked tail on the stack here; no other order of the loads avoids it.
-    known = kernel == "unflatten accumulate" and dtype == wire == "float16" and architecture in (90, 100)
-    assert compiled[kernel, architecture, dtype, wire]["spilled"] == (24 if known else 0)
+    # Triton 3.9's ptxas puts six registers of the scalar tail on the stack here, that of 3.6 does not.
+    known = kernel == "unflatten accumulate" and dtype == wire == "float16" and architecture == 100
+    assert compiled[kernel, architecture, dtype, wire]["spilled"] in ((0, 24) if known else (0,))
+
+
+@pytest.mark.slow
+def test_every_shape_that_is_measured_is_wide_and_but_for_one_spills_nothing(shaped: list[dict[str, object]]) -> None:
+    assert len(shaped) == len(SHAPES) * len(MEASURED_PAIRS) * 2
+    for row in shaped:
+        source, target = (row["dtype"], row["wire"]) if row["kernel"] == "flatten" else (row["wire"], row["dtype"])
+        loads = len(re.findall(WIDE_NVIDIA.format("ld"), str(row["assembly"])))
+        stores = len(re.findall(WIDE_NVIDIA.format("st"), str(row["assembly"])))
+        assert (loads, stores) == (accesses(row, str(source)), accesses(row, str(target))), {**row, "assembly": ""}
+        # Triton 3.9's ptxas spills in this one, that of 3.6 does not.
+        known = [row[key] for key in ("kernel", "dtype", "wire", "shape")] == [
+            "flatten",
+            "bfloat16",
+            "bfloat16",
+            [4096, 4],
+        ]
+        assert row["spilled"] in ((0, 40) if known else (0,)), {**row, "assembly": ""}
 
 
 @every_kernel
@@ -106,9 +142,11 @@ def test_no_32_bit_product_feeds_an_address(
 @every_kernel
 @every_nvidia
 def test_float64_is_multiplied_by_all_64_bits_of_the_factor(compiled: Compiled, kernel: str, architecture: int) -> None:
-    assembly = str(compiled[kernel, architecture, "float64", "float64"]["assembly"])
+    row = compiled[kernel, architecture, "float64", "float64"]
+    assembly = str(row["assembly"])
     products = re.findall(r"mul(?:\.rn)?\.f64\s+%\w+, (%\w+), (%\w+);", assembly)
-    assert len(products) == 2 * CHUNK // (NUM_WARPS * 32), "one product per element, on both paths"
+    chunk, warps = row["shape"]  # type: ignore[misc]
+    assert len(products) == 2 * chunk // (warps * 32), "one product per element, on both paths"
     # The argument itself is a factor of each product; nothing here is ever a 32-bit float.
     argument = re.search(r"ld\.param\.b64\s+(%\w+), \[\w+_param_3\]", assembly)
     assert argument is not None

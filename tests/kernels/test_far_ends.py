@@ -11,11 +11,10 @@ from torch import Tensor
 
 from dpfuse_kernels import PointerTable, Slot
 from dpfuse_kernels.flatten import _flatten_kernel
-from dpfuse_kernels.launcher import CHUNK
 from dpfuse_kernels.unflatten import _unflatten_kernel
 
 NUMEL = 2**31 + 5
-EARLIER = 4096  # elements of a first, small slot
+EARLIER = 4096  # elements of a first, small slot: one program's
 
 
 def reserve(numel: int) -> Tensor:
@@ -31,7 +30,7 @@ def test_the_last_programs_of_a_layout_beyond_31_bits() -> None:
     tensor = reserve(NUMEL)
     slots = [Slot("first", 0, (EARLIER,), (1,)), Slot("huge", EARLIER, (NUMEL,), (1,))]
     table = PointerTable(flat, slots, torch.bfloat16)
-    total = 1 + -(-NUMEL // CHUNK)
+    total = 1 + -(-NUMEL // table.launcher.shape.chunk)
     assert len(table.launcher._rows) == total
     tail = slice(NUMEL - 3000, NUMEL)
     values = torch.arange(3000).remainder(251).to(torch.bfloat16)

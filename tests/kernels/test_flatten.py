@@ -22,8 +22,9 @@ from tests.kernels.layouts import (
 
 both = pytest.mark.parametrize("backend", BACKENDS, ids=repr)
 
-# Odd and even, below, at and above one chunk of 4096 or 8192, and the reference's limit between small and large.
-NUMELS = (1, 7, 4096, 0, 8195, 32769)
+# Odd, even and whole eights, below, at and above one chunk of 4096 or 8192, and the reference's limit between small
+# and large.
+NUMELS = (1, 7, 8, 4096, 0, 1000, 8195, 4104, 32769)
 
 
 def randoms(dtype: torch.dtype, numels: tuple[int, ...] = NUMELS) -> list[torch.Tensor]:

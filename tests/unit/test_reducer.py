@@ -24,8 +24,11 @@ class NotedTail:
     world_size: int = 2
     failed: list[int] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
+    deaf: bool = False
 
-    def report(self, *, wait):
+    def report(self, *, wait, failed=False):
+        if self.deaf:
+            return Report([self.rank] if failed else [], [])
         return Report(self.failed, self.changed)
 
     def used_somewhere(self, indices):
@@ -277,3 +280,53 @@ def test_padding_and_gaps_of_a_flat_buffer_stay_zero(group):
         filled[plan.buckets[0].numel :] = True  # the tail
         assert (flat[~filled] == 0).all()
         assert (~filled).sum() == 1 + 3 + 3
+
+
+def captured(reducer):
+    """The same inside the capture of a CUDA graph: nothing can be read from the device, so the tail must not be."""
+    for bucket in reducer.buckets:
+        bucket.tail.deaf = True
+        bucket.tail.used_somewhere = None  # calling it would wait for the device
+
+
+def test_a_captured_backward_is_like_any_other():
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    captured(reducer)
+    backward(reducer, markers)
+    assert launches(log) == [0, 1, 2, 3]
+    assert [entry[1] for entry in log if entry[0] == "deliver"] == [0, 1, 2, 3]
+
+
+def test_the_first_backward_of_a_model_is_not_captured():
+    reducer, log, markers = make_reducer()
+    captured(reducer)
+    with pytest.raises(
+        DPFuseError, match=r"rank 0: the first .* is captured in a CUDA graph; expected some steps before"
+    ):
+        backward(reducer, markers)
+    assert (log, reducer.phase) == ([], Phase.IDLE)
+
+
+def test_a_parameter_without_gradient_is_named_in_a_capture():
+    reducer, log, markers = make_reducer()
+    backward(reducer, markers)
+    log.clear()
+    captured(reducer)
+    reducer.buckets[1].missing = [3]
+    with pytest.raises(DPFuseError, match=r"rank 0: parameter 'p3' got no gradient in a backward that a CUDA graph"):
+        backward(reducer, markers, [5, 4, 2, 1, 0])
+    assert ("discard", 1) in log
+    assert ("deliver", 1) not in log
+    assert reducer.phase is Phase.IDLE
+
+
+def test_a_pack_that_fails_in_a_capture_is_reported_without_asking_anybody():
+    reducer, _, markers = make_reducer()
+    backward(reducer, markers)
+    captured(reducer)
+    reducer.buckets[0].error = ValueError("2 of 2 tensors are not where the last call found them")
+    with pytest.raises(DPFuseError, match="rank 0 could not pack its gradients: 2 of 2 tensors are not where"):
+        backward(reducer, markers)
+    assert reducer.phase is Phase.IDLE

@@ -50,7 +50,7 @@ class Listener:
     def send(self, is_last):
         flat = torch.zeros(4)
         work = self.group.allreduce([flat])
-        self.recorder.sent(flat, work, is_last=is_last)
+        self.recorder.sent([flat], work, is_last=is_last)
         work.wait()
 
     def open(self, *, announced):
@@ -133,7 +133,7 @@ def test_a_wait_that_is_over_tells_that_a_bucket_has_landed(group):
 
     def close(reached_leaves):
         for work in works:
-            recorder.sent(torch.zeros(1), work, is_last=work is works[-1])
+            recorder.sent([torch.zeros(1)], work, is_last=work is works[-1])
         for _ in works:
             recorder.wait_begins(torch.zeros(1))
             time.sleep(PAUSE)

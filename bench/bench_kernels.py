@@ -1,0 +1,69 @@
+"""Shapes of the pack kernel on a GPU: elements per program and warps, over dtypes and sizes, cold and hot in the cache.
+
+The best one of each case is in the record; `dpfuse_kernels/launch_shape.py` holds those in use. The case "launch" is
+the CPU time of a launch, past Triton's dispatcher and through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from bench.kernel_time import LAUNCHES, SHAPES, label, time_launches, time_shapes
+from bench.pack_time import CEILING
+from bench.playback import play_back, played_back, remembered
+from bench.size_list import bucket_shapes
+
+MB = 1 << 20
+LAUNCH = "launch"
+PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+
+class _Case(NamedTuple):
+    dtype: torch.dtype
+    wire: torch.dtype
+    megabytes: int
+    hot: bool
+
+    def __str__(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.wire)]
+        return f"{' to '.join(names)}, {self.megabytes} MiB{', hot' * self.hot}"
+
+
+# What exceeds the cache is never hot.
+CASES = [
+    _Case(dtype, wire, size, hot)
+    for dtype, wire in PAIRS
+    for size in (1, 25, 100)
+    for hot in (False, True)
+    if not (hot and size > 25)
+]
+
+
+@remembered
+def _measured(case: _Case | None, quick: bool) -> dict[str, dict[str, Any]]:
+    rounds = 5 if quick else 25
+    if case is None:
+        return time_launches("cuda", rounds=rounds)
+    shapes = bucket_shapes("resnet50", case.megabytes * MB // case.dtype.itemsize)
+    return time_shapes(shapes, case.dtype, case.wire, "cuda", rounds=rounds, hot=case.hot)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases: list[tuple[_Case | None, str]] = [(None, name) for name in LAUNCHES]
+    cases += [(case, name) for case in CASES for name in (CEILING, *map(label, SHAPES))]
+    metafunc.parametrize(("case", "variant"), cases if metafunc.config.getoption("--gpu") else [], ids=str)
+
+
+@played_back
+def test_kernels(benchmark: Any, request: pytest.FixtureRequest, case: _Case | None, variant: str) -> None:
+    result = dict(_measured(case, request.config.getoption("--quick"))[variant])
+    seconds = result.pop("seconds")
+    name = LAUNCH if case is None else str(case)
+    play_back(benchmark, seconds, {"suite": "kernels", "case": name, "variant": variant, **result})

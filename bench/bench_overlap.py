@@ -1,0 +1,226 @@
+"""Overlap without a cluster: steps over a simulated network, beside torch's DDP and beside what the planner predicts.
+
+A case is a network: the seconds that an all-reduce takes to start, and those that all bytes travel, as a part of
+backward. dpfuse takes part with its default sizes, and with the plan that is best for the network according to a
+backward that was recorded without one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dpfuse
+from bench.baselines import BARE, Wrap, wrappers
+from bench.equality import prove_gradients
+from bench.interleave import Clock, Rounds, cuda_clock, interleave, one_thread, paired_extra
+from bench.models import Workload, layers
+from bench.network import Cost, Network, simulated_network
+from bench.playback import play_back, played_back, remembered
+from bench.step_time import Effort, StepTimes
+from dpfuse.plan import BucketPlan
+from dpfuse.tune import CostTable, Schedule, Timeline, optimal_plan, simulate
+from dpfuse.tune.recorder import BackwardRecorder
+
+PLANNED = "dpfuse planned"
+UNSENT = "dpfuse planned, nothing sent"
+CONTENDERS = (BARE, "bare again", "dpfuse views", "DDP default", "DDP view", "DDP view + batched")
+WRAPS: dict[str, Wrap] = {
+    **{name: wrap for name, wrap in wrappers().items() if name in CONTENDERS},
+    PLANNED: dpfuse.DataParallel,
+    UNSENT: dpfuse.DataParallel,
+}
+
+LATENCIES = (20e-6, 100e-6, 500e-6, 2e-3)
+LOADS = (0.25, 0.5, 1, 2)  # backwards that all bytes take to travel, without the latencies
+CELLS = {f"{latency * 1e6:g} us, {load:g} backward": (latency, load) for latency, load in product(LATENCIES, LOADS)}
+QUICK_CELLS = ("20 us, 0.25 backward", "2000 us, 2 backward")
+RECORDED = 9  # backwards from which it is planned
+FEWEST_ROUNDS = 3
+EFFORT = {"cpu": Effort(8, 2, 8), "cuda": Effort(8, 1, 1.5)}  # for each cell
+QUICK = Effort(2, 1, 2)
+
+
+class _Contender:
+    """A model of its own, and the network that it is to meet.
+
+    Args:
+        workload: whose model and loss.
+        wrap: the contender's.
+    """
+
+    def __init__(self, workload: Workload, wrap: Wrap) -> None:
+        self.module = copy.deepcopy(workload.module)
+        # Nobody writes weights, and one set of them, in one place, is equally fast for all.
+        for param, shared in zip(self.module.parameters(), workload.module.parameters(), strict=True):
+            param.data = shared.data
+        self.wrapped: Any = wrap(self.module)
+        self._loss = workload.loss
+
+    def backward(self) -> None:
+        self._loss(self.wrapped).backward()
+
+    def step(self, network: Network, cost: Cost | None) -> None:
+        network.cost = cost
+        self.backward()
+        for param in self.module.parameters():
+            param.grad = None
+
+    def prove(self, name: str) -> None:
+        prove_gradients(name, self.module, self.backward, averaged=self.wrapped is not self.module)
+
+
+class _Grid:
+    """All contenders, proved, and a backward that was recorded while nothing was sent.
+
+    Args:
+        network: in which they were built.
+        device: `"cpu"` or `"cuda"`.
+    """
+
+    def __init__(self, network: Network, device: str) -> None:
+        self._network = network
+        self._device = device
+        self._clock: Clock = cuda_clock if device == "cuda" else _clock
+        with torch.device(device):
+            # Each gradient takes some ms on one core, and some 0.8 ms on a large GPU.
+            workload = layers(25, 1024, rows=8192) if device == "cuda" else layers(16, 768, rows=48)
+        self._contenders = {name: _Contender(workload, wrap) for name, wrap in WRAPS.items()}
+        network.cost = CostTable.affine(1e-3, 1e9)
+        for name, contender in self._contenders.items():
+            contender.prove(name)
+        unsent = self._contenders[UNSENT]
+        sync = unsent.wrapped._sync
+        self._recorder = BackwardRecorder(sync.reducer, len(sync.plan.specs), on_cuda=device == "cuda")
+        sync.record(self._recorder)
+        for _ in range(RECORDED):
+            unsent.step(network, None)
+        self._timeline = self._recorder.timeline(sync.plan, self._network)
+
+    def time(self, latency: float, load: float, effort: Effort) -> dict[str, dict[str, Any]]:
+        """Plan for this network, and time all contenders in it.
+
+        Args:
+            latency: seconds of an empty all-reduce.
+            load: backwards that all bytes take to travel.
+            effort: how long.
+
+        Returns:
+            By contender what is recorded of it.
+        """
+        nbytes = sum(self._timeline.nbytes)
+        bandwidth = nbytes / (load * self._timeline.backward_end)
+        cost = CostTable.affine(latency, bandwidth)
+        plan = optimal_plan(self._timeline, cost)
+        for name in (PLANNED, UNSENT):
+            self._contenders[name].wrapped._sync.use_plan(plan)
+        self._network.calibrate()
+        self._network.cost = cost
+        self._contenders[PLANNED].prove(PLANNED)
+        steps = {
+            name: partial(contender.step, self._network, None if name == UNSENT else cost)
+            for name, contender in self._contenders.items()
+        }
+        rounds = _affordable(steps, effort)
+        self._recorder.restart(len(plan.specs))
+        times = [interleave(steps, self._clock, rounds=rounds, warmup=1, seed=seed) for seed in range(effort.rebuilds)]
+        # Recorded in the same rounds, these backwards know how busy the machine was, and nothing of the network.
+        recorded = self._recorder.timeline(plan, self._network)
+        packed = _packed(recorded, plan, self._recorder.schedule(plan))
+        results = {name: _summary(name, times) for name in steps}
+        results[PLANNED] |= {
+            "buckets": len(plan.buckets),
+            "exposed": median(paired_extra(part[PLANNED], part[UNSENT]) for part in times),
+            "predicted": simulate(recorded, plan, cost).exposed,
+            "predicted_packed": simulate(packed, plan, cost).exposed,
+        }
+        facts = {"device": self._device, "bytes": nbytes, "latency": latency, "bandwidth": bandwidth}
+        facts["late"] = self._lateness(cost)
+        return {name: result | facts for name, result in results.items()}
+
+    def _lateness(self, cost: Cost) -> float:
+        """Seconds that the smallest all-reduce takes longer than it should."""
+        self._network.cost = cost
+        send = partial(dist.all_reduce, torch.zeros(1, device=self._device))
+        return median(self._clock(send)[0] for _ in range(20)) - cost(4)
+
+
+@one_thread()
+def time_cells(cells: Iterable[str], effort: Effort, device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """What is recorded, by network and contender.
+
+    Args:
+        cells: of `CELLS`.
+        effort: for each of them.
+        device: `"cpu"` or `"cuda"`.
+    """
+    with simulated_network(device=device) as network:
+        grid = _Grid(network, device)
+        return {cell: grid.time(*CELLS[cell], effort) for cell in cells}
+
+
+def _packed(timeline: Timeline, plan: BucketPlan, schedule: Schedule) -> Timeline:
+    """The same backward, in which gradients are ready when their bucket has been packed and handed to the group."""
+    sent = [0.0] * len(plan.specs)
+    for bucket, times in zip(plan.buckets, schedule.buckets, strict=True):
+        for index in bucket.params:
+            sent[index] = times.sent
+    return Timeline(timeline.specs, tuple(sent), max(sent))
+
+
+def _clock(step: Callable[[], object]) -> tuple[float, float]:
+    begin = perf_counter()
+    step()
+    seconds = perf_counter() - begin
+    return seconds, seconds
+
+
+def _summary(name: str, times: list[Rounds]) -> dict[str, Any]:
+    pairs = [pair for part in times for pair in part[name]]
+    extras = [paired_extra(part[name], part[BARE]) for part in times]
+    return asdict(
+        StepTimes(
+            seconds=[seconds for seconds, _ in pairs],
+            wall=median(wall for _, wall in pairs),
+            extra=median(extras),
+            extra_wall=median(paired_extra(part[name], part[BARE], 1) for part in times),
+            extra_lowest=min(extras),
+            extra_highest=max(extras),
+        )
+    )
+
+
+def _affordable(steps: Mapping[str, Callable[[], None]], effort: Effort) -> int:
+    begin = perf_counter()
+    for step in steps.values():
+        step()
+    seconds = perf_counter() - begin
+    return max(FEWEST_ROUNDS, min(effort.rounds, int(effort.seconds / effort.rebuilds / seconds)))
+
+
+@remembered
+def _measured(quick: bool, device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    return time_cells(QUICK_CELLS if quick else CELLS, QUICK if quick else EFFORT[device], device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = QUICK_CELLS if metafunc.config.getoption("--quick") else CELLS
+    metafunc.parametrize(("case", "variant"), list(product(cases, WRAPS)))
+
+
+@played_back
+def test_overlap(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+    device = "cuda" if request.config.getoption("--gpu") else "cpu"
+    result = dict(_measured(request.config.getoption("--quick"), device)[case][variant])
+    seconds, _ = result.pop("seconds"), result.pop("facts")
+    play_back(benchmark, seconds, {"suite": "overlap", "case": case, "variant": variant, **result})

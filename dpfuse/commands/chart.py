@@ -1,0 +1,59 @@
+"""A sweep as a picture. Needs matplotlib, which nothing else here does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpfuse.commands.contenders import TUNED
+from dpfuse.commands.sweep import Row, Sweep
+
+__all__ = ["save_chart"]
+
+COLOURS = ("0.75", "0.5", "black", "tab:red")  # of what has no size
+
+
+def save_chart(found: Sweep, path: Path, *, title: str) -> None:
+    """Write a picture: the step's time over one size, a line for each of the other, and level lines for the peers.
+
+    Args:
+        found: what was measured.
+        path: the ending says which format.
+        title: above the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axis = figure.subplots()
+    grid = [row for row in found.rows if row.sizes is not None and row.name != TUNED]
+    sizes = [row.sizes for row in grid if row.sizes is not None]
+    places = {comm: place for place, comm in enumerate(sorted({comm for comm, _ in sizes}))}
+    for last in sorted({last for _, last in sizes}):
+        rows = sorted((places[row.sizes[0]], row) for row in grid if row.sizes is not None and row.sizes[1] == last)
+        axis.errorbar(
+            [place for place, _ in rows],
+            [row.median * 1e3 for _, row in rows],
+            yerr=list(zip(*(_errors(row) for _, row in rows), strict=True)),
+            marker="o",
+            capsize=4,
+            label=f"dpfuse, last_comm_buffer_size {last:g}",
+        )
+    others = [row for row in found.rows if row not in grid]
+    for row, colour in zip(others, COLOURS, strict=True):
+        axis.axhline(row.median * 1e3, color=colour, linestyle="--", label=row.name)
+    axis.set_xticks(list(places.values()), [f"{comm:g}" for comm in places])
+    axis.set_xlabel("comm_buffer_size, MB; bars reach over half of the turns")
+    axis.set_ylabel("step, ms (median)")
+    axis.set_ylim(bottom=0)
+    axis.set_title(f"{title}, {found.run.ranks} ranks")
+    axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _errors(row: Row) -> tuple[float, float]:
+    """From the median down and up to the quartiles of the turns, in ms."""
+    turns = sorted(row.turns)
+    low, high = turns[len(turns) // 4], turns[-1 - len(turns) // 4]
+    return max(0.0, row.median - low) * 1e3, max(0.0, high - row.median) * 1e3

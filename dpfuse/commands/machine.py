@@ -1,0 +1,57 @@
+"""What a report says of the machine and the software that it was measured with. Measures nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpfuse.distributed.devices import cpu_count
+from dpfuse.version import __version__
+
+__all__ = ["machine_facts", "software_versions"]
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Facts as JSON holds them; None for what is absent."""
+    gpu = device.type == "cuda"
+    return {
+        "cpu": _cpu(),
+        "cores": cpu_count(),
+        "load": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpu": torch.cuda.get_device_name(device) if gpu else None,
+        "gpus": torch.cuda.device_count() if gpu else 0,
+    }
+
+
+def software_versions() -> dict[str, Any]:
+    """Versions by name; None for what is absent."""
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    return {
+        "dpfuse": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,98 @@
+"""A command's folder: the JSON with its head, and pictures where matplotlib is there. Measures and decides nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dpfuse.collective import group_device
+from dpfuse.commands.machine import machine_facts, software_versions
+from dpfuse.errors import DPFuseError
+from dpfuse.plan import BucketPlan
+
+__all__ = ["Run", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where something was measured."""
+
+    date: str  # ISO 8601, UTC
+    ranks: int
+    backend: str
+    machine: dict[str, Any]  # of rank 0
+    versions: dict[str, Any]
+
+
+def here() -> Run:
+    """This run, seen from this rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Run(now, group.size(), dist.get_backend(group), machine_facts(group_device(group)), software_versions())
+
+
+def make_folder(path: Path) -> None:
+    """The folder of the report, before anything is measured.
+
+    Raises:
+        DPFuseError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DPFuseError(f"--out: cannot make the folder {str(path)!r}: {error.strerror}; name another") from error
+
+
+def write_report(path: Path, command: str, arguments: list[str], place: str, run: Run, facts: dict[str, Any]) -> None:
+    """Write what `json.load` reads.
+
+    Args:
+        path: of the file.
+        command: such as `tune`.
+        arguments: of the command line, to repeat it.
+        place: `module:factory`.
+        run: where it was measured.
+        facts: what was found.
+    """
+    head = {
+        "format": f"dpfuse {command} 1",
+        "command": shlex.join(["dpfuse", *arguments]),
+        "model": place,
+        **asdict(run),
+    }
+    path.write_text(json.dumps(head | facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def save_picture(save: Callable[[Path], None], path: Path) -> str:
+    """Where the picture is, or why there is none."""
+    try:
+        save(path)
+    except ImportError:
+        return f"no {path.name}: it needs matplotlib, which is not installed"
+    return str(path)
+
+
+def buckets_of(plan: BucketPlan) -> list[dict[str, Any]]:
+    """The buckets for JSON, in the order of sending, with the names of their parameters."""
+    return [
+        {
+            "params": [plan.specs[index].name for index in bucket.params],
+            "bytes": bucket.nbytes,
+            "dtype": bucket.dtype,
+        }
+        for bucket in plan.buckets
+    ]
+
+
+def size_of(megabytes: float) -> float | str:
+    """A buffer size for JSON, which knows no infinity."""
+    return megabytes if math.isfinite(megabytes) else "inf"

@@ -1,0 +1,173 @@
+"""Steps of one model under many wrappers, proved, then timed in turns; what runs on every rank of `dpfuse bench`.
+
+One module, and one wrapper around it at a time: each turn wraps it anew. So a sweep needs the memory of one training,
+and where buckets lie in memory differs from turn to turn, which else is part of the result.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import dpfuse
+from dpfuse import collective
+from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_twins
+from dpfuse.commands.proof import prove_mean
+from dpfuse.commands.ranks import build_on_all_ranks, say
+from dpfuse.commands.report import Run, here
+from dpfuse.commands.target import Target
+from dpfuse.commands.tune import tune_wrapped
+from dpfuse.plan import BucketPlan
+
+__all__ = ["Effort", "Row", "Sweep", "sweep"]
+
+TUNING_STEPS = 5
+WARM_UP = 2  # further steps once the buckets are those that are timed
+
+
+class Effort(NamedTuple):
+    """How much is timed."""
+
+    rounds: int  # turns of each contender
+    steps: int  # per turn
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one contender."""
+
+    name: str
+    sizes: Sizes | None  # of dpfuse
+    buckets: int | None  # of dpfuse
+    seconds: tuple[tuple[float, ...], ...]  # of each step on the slowest rank, by turn
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        """The median step of each turn."""
+        return tuple(map(median, self.seconds))
+
+    @property
+    def median(self) -> float:
+        """Of all steps."""
+        return median(second for turn in self.seconds for second in turn)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What rank 0 has found."""
+
+    run: Run
+    plan: BucketPlan  # the tuned one
+    rows: tuple[Row, ...]
+
+
+def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -> Sweep:
+    """Tune, prove and time; to be called on every rank.
+
+    Args:
+        place: `module:factory`.
+        grid: sizes to try, beside the default.
+        effort: how much to time.
+        find_unused: what torch's DDP is told.
+
+    Raises:
+        DPFuseError: some contender's gradients are not the mean, or nothing could be tuned.
+    """
+    target = build_on_all_ranks(place)
+    group = collective.resolve_group(None)
+    assert group is not None
+    say(f"{place}: tuning")
+    model = dpfuse.DataParallel(target.module, find_unused_parameters=True)
+    tuning = tune_wrapped(target, model, TUNING_STEPS, (float("inf"), float("inf")))
+    assert tuning.plan is not None
+    assert tuning.timeline is not None
+    del model
+    tried = without_twins(grid, tuning.timeline)
+    if twins := len({DEFAULT, *grid}) - len(tried):
+        say(f"{twins} of the sizes are left out: they make the same buckets as others do")
+    everyone = contenders(tried, tuning.plan, find_unused=find_unused)
+    buckets = {contender.name: _prove(contender, target, group) for contender in everyone}
+    say(f"{len(everyone)} contenders hold the same gradients")
+    times = _times(everyone, target, effort, group)
+    rows = [
+        Row(contender.name, contender.sizes, buckets[contender.name], times[contender.name]) for contender in everyone
+    ]
+    return Sweep(here(), tuning.plan, tuple(rows))
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """A collection, of which some happen within steps, does not walk all that torch has imported."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _times(
+    everyone: list[Contender], target: Target, effort: Effort, group: dist.ProcessGroup
+) -> dict[str, tuple[tuple[float, ...], ...]]:
+    order = random.Random(0)  # the same on all ranks
+    turns: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in everyone}
+    start = perf_counter()
+    with _frozen_heap():
+        for number in range(effort.rounds):
+            for contender in order.sample(everyone, len(everyone)):
+                turns[contender.name].append(_turn(contender, target, effort.steps, group))
+            left = (perf_counter() - start) / (number + 1) * (effort.rounds - number - 1)
+            say(f"round {number + 1} of {effort.rounds}" + (f", about {left:.0f} s to go" if left else ""))
+    return {name: tuple(found) for name, found in turns.items()}
+
+
+def _prove(contender: Contender, target: Target, group: dist.ProcessGroup) -> int | None:
+    """The number of buckets, where dpfuse makes them."""
+    wrapped = contender.wrap(target.module)
+    for number in range(1 + WARM_UP):
+        if number == 1:
+            contender.use_plan(wrapped)
+        if contender.averages:
+            prove_mean(contender.name, target.module, partial(target.backward, wrapped), group)
+        else:
+            target.step(wrapped)
+    return len(wrapped.bucket_plan.buckets) if isinstance(wrapped, dpfuse.DataParallel) else None
+
+
+def _turn(contender: Contender, target: Target, steps: int, group: dist.ProcessGroup) -> tuple[float, ...]:
+    """Seconds of each step on the slowest rank."""
+    wrapped = contender.wrap(target.module)
+    step = partial(target.step, wrapped)
+    step()  # records the order of gradients, after which wrappers make their buckets anew
+    contender.use_plan(wrapped)
+    for _ in range(WARM_UP):
+        step()
+    gc.collect()
+    device = collective.group_device(group)
+    seconds = torch.tensor([_time(step, device, group) for _ in range(steps)], dtype=torch.float64, device=device)
+    collective.all_reduce_max(seconds, group)
+    return tuple(seconds.tolist())
+
+
+def _time(step: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> float:
+    collective.all_reduce_max(torch.zeros(1, device=device), group)  # all begin together
+    _wait_for(device)
+    begin = perf_counter()
+    step()
+    _wait_for(device)
+    return perf_counter() - begin
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,249 @@
+"""Large private gradients are reduced where they lie: the same bits as through the buffer, and as DDP's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import dpfuse
+from dpfuse import in_place_bucket
+from dpfuse.hooks import fused_bf16
+from dpfuse.in_place_bucket import InPlaceBucket
+from tests.distributed.in_place import (
+    ALL,
+    NONE,
+    Mlp,
+    Net,
+    Tied,
+    batch,
+    each_alone,
+    grads,
+    large_from,
+    let_go,
+    mean_over_ranks,
+    right_steps,
+    twice,
+    ways,
+    with_all_large,
+)
+
+# Beside DDP, and beside the buckets
+
+
+class Checkpointed(Mlp):
+    def forward(self, x, step):
+        x.requires_grad_()
+        return self.layers[2:](checkpoint(self.layers[:2], x, use_reentrant=True))
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x, step):
+        image = x.repeat(1, 18)[:, :108].reshape(-1, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+        return self.head(torch.relu(self.conv(image)).mean((2, 3)))
+
+
+class SometimesUnused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.sides = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x, step):
+        return self.sides[step % 2](torch.tanh(self.body(x)))  # nobody uses the third
+
+
+def beside_ddp(rank, size, build, dtype, threshold, set_to_none, steps=6):
+    torch.manual_seed(0)
+    bare = build().to(dtype)
+    in_place = threshold != NONE
+    kept = []
+    with large_from(threshold):
+        options = {"find_unused_parameters": build is SometimesUnused}
+        ours = dpfuse.DistributedDataParallel(copy.deepcopy(bare), **options)
+        theirs = DistributedDataParallel(copy.deepcopy(bare), **options)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
+        for step in range(steps):
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                let_go(ours)  # gradients that were handed out are the parameter's alone, too
+                model(batch(rank, step, dtype=dtype), step + rank).square().mean().backward()
+            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None)
+                if one.grad is not None:
+                    assert one.grad.stride() == other.grad.stride()
+                    if size == 2:
+                        assert torch.equal(one.grad, other.grad)
+                    else:
+                        torch.testing.assert_close(one.grad, other.grad)
+            if step and in_place and build is not SometimesUnused:  # the first step's buckets are rebuilt at its end
+                assert all(ways(ours).values()), ways(ours)
+            if set_to_none:
+                kept += [(param.grad, param.grad.clone()) for param in ours.parameters() if param.grad is not None]
+            for optimizer in optimizers:
+                optimizer.step()
+    assert bool(ways(ours)) == in_place
+    assert all(torch.equal(gradient, then) for gradient, then in kept)  # nobody has written to them since
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("build", [Mlp, Checkpointed, Tied, Convolutional, SometimesUnused])
+def test_gradients_are_bitwise_those_of_ddp(ranks, build, set_to_none):
+    threshold = in_place_bucket.LARGE if build in (Mlp, Checkpointed) else ALL
+    ranks(beside_ddp, build, torch.float32, threshold, set_to_none)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_are_too(ranks, dtype):
+    ranks(beside_ddp, Tied, dtype, ALL, True)
+
+
+def test_three_ranks_get_the_gradients_of_ddp_but_for_the_order_of_the_sum(ranks):
+    ranks(beside_ddp, SometimesUnused, torch.float32, ALL, True, size=3)
+
+
+def scaled(rank, size, dtype):
+    def scenario():
+        model = dpfuse.DataParallel(
+            Tied().to(dtype), None, 0, 0, gradient_as_bucket_view=False, gradient_scale=0.3, find_unused_parameters=True
+        )
+        model(batch(rank, 0, dtype=dtype), 0).square().sum().backward()
+        return grads(model)
+
+    twice(scenario)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_factor_rounds_as_in_a_pack(ranks, dtype, size):
+    ranks(scaled, dtype, size=size)
+
+
+def several_backwards(rank, size):
+    def scenario():
+        model = each_alone(Tied(), find_unused_parameters=True)
+        seen = []
+        for step in range(3):  # never zeroed
+            with model.no_sync():
+                model(batch(rank, step), 0).square().mean().backward()
+            loss = model(batch(rank, 10 + step), 0).square().mean()
+            loss.backward(retain_graph=True)
+            seen += grads(model)
+            loss.backward()
+            seen += grads(model)
+        return seen
+
+    twice(scenario)
+
+
+def test_accumulated_gradients_and_second_backwards_get_the_same_bits(ranks):
+    ranks(several_backwards)
+
+
+# Neighbours
+
+
+def uneven_inputs(rank, size):
+    def scenario():
+        model = each_alone(Net(), find_unused_parameters=True)
+        seen = []
+        with model.join():
+            for step in range(3 + 2 * rank):
+                model.zero_grad()
+                model(batch(rank, step, 4)).sum().backward()
+                seen += grads(model)
+        return seen + grads(model)
+
+    twice(scenario)
+
+
+def test_ranks_without_input_take_part_with_zeros(ranks):
+    ranks(uneven_inputs)
+
+
+def copied(rank, size):
+    model = each_alone(Net(), find_unused_parameters=True)
+    right_steps(model, rank, size)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        right_steps(twin, rank, size)
+    right_steps(model, rank, size)
+
+
+def test_copies_and_the_copied_average_in_place(ranks):
+    ranks(with_all_large, copied)
+
+
+def measured(rank, size):
+    bytes_sent = []
+    for threshold in (ALL, NONE):
+        with large_from(threshold):
+            model = each_alone(Net(), find_unused_parameters=True)
+            right_steps(model, rank, size) if threshold == ALL else model(batch(rank, 0, 4)).sum().backward()
+            with dpfuse.time_communication(model) as times, torch.profiler.profile() as profiler:
+                model(batch(rank, 0, 4)).sum().backward()
+            assert times.steps == 1
+            assert times.collectives == len(model.bucket_plan.buckets)
+            assert times.seconds > 0
+            names = [event.key for event in profiler.key_averages()]
+            assert sum(name.startswith("dpfuse::all_reduce") for name in names) == times.collectives
+            bytes_sent.append(times.nbytes)
+    in_place, fused = bytes_sent
+    assert in_place == fused  # slots of one parameter have no padding
+
+
+def test_measurements_count_what_is_sent_in_place(ranks):
+    ranks(measured)
+
+
+def by_hand(rank, size):
+    torch.manual_seed(rank)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in [(5, 3), (7,), (), (2, 3, 2)]]
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    expected = [mean_over_ranks(param.grad, size) for param in params]
+    before = [param.grad for param in params]
+    with mock.patch.object(in_place_bucket, "flatten", None), mock.patch.object(in_place_bucket, "unflatten", None):
+        dpfuse.fused_allreduce_gradients(params)  # nothing is copied
+    for param, mean, given in zip(params, expected, before, strict=True):
+        assert param.grad is given
+        assert torch.equal(param.grad, mean)
+    flat = torch.cat([mean.view(-1) for mean in expected]) * (rank + 1)
+    pieces = flat.split([param.numel() for param in params])
+    for param, piece in zip(params, pieces, strict=True):
+        param.grad = piece.view_as(param)
+    expected = mean_over_ranks(flat.clone(), size)
+    dpfuse.fused_allreduce_gradients(params)
+    assert torch.equal(flat, expected)
+
+
+def test_averaging_by_hand_is_in_place_too(ranks):
+    ranks(with_all_large, by_hand)
+
+
+def where_it_is_off(rank, size):
+    def kinds(model):
+        return {type(bucket) for bucket in model.reducer.buckets}
+
+    assert kinds(dpfuse.DataParallel(Net(), gradient_as_bucket_view=False)) == {InPlaceBucket}
+    assert InPlaceBucket not in kinds(dpfuse.DataParallel(Net()))
+    assert InPlaceBucket not in kinds(
+        dpfuse.DataParallel(Net(), gradient_as_bucket_view=False, wire_dtype=torch.bfloat16)
+    )
+    assert InPlaceBucket not in kinds(dpfuse.DataParallel(Net().to(torch.complex64), gradient_as_bucket_view=False))
+    hooked = dpfuse.DistributedDataParallel(Net())
+    hooked.register_comm_hook(None, fused_bf16)
+    assert InPlaceBucket not in kinds(hooked)
+
+
+def test_it_is_off_where_the_buffer_is_needed(ranks):
+    ranks(with_all_large, where_it_is_off)

@@ -1,0 +1,137 @@
+"""What a step moves beyond the bare backward: bytes per byte of gradients, and calls, as torch's dispatcher sees them.
+
+On a CPU small tensors are multiplied after they were copied, in cache, which the dispatcher counts as bytes; so small
+ones are counted on one rank, where the factor of the mean is 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dpfuse
+from dpfuse.in_place_bucket import LARGE
+
+STEADY = 3  # steps until buckets are rebuilt and buffers exist
+ONLY_WRITTEN = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # other functions read what they write in place
+
+
+class Ledger(TorchDispatchMode):
+    """Counts, by function, the bytes that are read and written and the calls that move more than `least` bytes."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least = least
+        self.bytes, self.calls, self.collectives = Counter(), Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d":
+            self.collectives[name] += 1
+            return results
+        moved = 0
+        given = {
+            **(kwargs or {}),
+            **dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)),
+        }
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            both = written and not argument.is_out and name not in ONLY_WRITTEN
+            is_view = argument.alias_info is not None and not written
+            moved += (0 if is_view else 2 if both else 1) * size_of(given.get(argument.name))
+        if all(result.alias_info is None for result in func._schema.returns):
+            moved += size_of(results)
+        elif any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
+            moved = 0  # a view
+        self.bytes[name] += moved
+        self.calls[name] += moved > self.least
+        return results
+
+
+def size_of(value):
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+class Parameters(nn.Module):
+    def __init__(self, numel, count):
+        super().__init__()
+        self.params = nn.ParameterList(nn.Parameter(torch.zeros(numel)) for _ in range(count))
+        self.register_buffer("slopes", torch.arange(1.0, numel + 1), persistent=False)
+
+    def forward(self):
+        return torch.stack([(param * self.slopes).sum() for param in self.params]).sum()
+
+
+# Elements of a parameter, and how many of them.
+TINY, MIDDLE, HUGE = (1000, 60), (40_000, 8), (LARGE // 4, 4)
+
+
+def count(rank, size, numel, number, views):
+    """Bytes moved per byte of gradients beyond the bare backward, calls that move buckets, and collectives."""
+    bare = Parameters(numel, number)
+    nbytes = 4 * numel * number
+    half = nbytes / 2 / 2**20
+    model = dpfuse.DataParallel(Parameters(numel, number), None, half, half, gradient_as_bucket_view=views)
+    ledgers = []
+    for module in (bare, model):
+        for step in range(STEADY + 1):
+            module.zero_grad()
+            loss = module()
+            ledger = Ledger(nbytes // 20)
+            with ledger if step == STEADY else Ledger(0):
+                loss.backward()
+        ledgers.append(ledger)
+    for param in model.parameters():
+        assert torch.equal(param.grad, bare.slopes)
+    theirs, ours = ledgers
+    calls = ours.calls - theirs.calls
+    in_place = sum(bucket.bytes_in_place for bucket in model.reducer.buckets)
+    return {
+        "moved": (ours.bytes.total() - theirs.bytes.total()) / nbytes,
+        "calls": dict(calls),
+        "buckets": len(model.bucket_plan.buckets),
+        "collectives": ours.collectives["allreduce_"],
+        "in place": in_place / nbytes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "views", "moved", "calls"),
+    [
+        (1, TINY, True, 2, {"cat": 2}),
+        (1, TINY, False, 4, {"cat": 2, "_foreach_copy_": 2}),
+        (2, MIDDLE, True, 2, {"mul": 8}),
+        (2, MIDDLE, False, 4, {"mul": 8, "_foreach_copy_": 1, "copy_": 4}),  # the tail's bucket one by one
+        (2, HUGE, True, 2, {"mul": 4}),
+        (2, HUGE, False, 2, {"mul_": 4}),  # gloo cannot multiply
+        (1, HUGE, False, 0, {}),
+    ],
+)
+def test_a_step_moves_as_many_bytes_as_it_must(ranks, size, sizes, views, moved, calls):
+    for facts in ranks(count, *sizes, views, size=size):
+        in_place = sizes == HUGE and not views
+        assert facts["in place"] == in_place
+        assert facts["moved"] == pytest.approx(moved, rel=0.01, abs=0.01)
+        assert facts["calls"] == calls
+        assert facts["buckets"] == 2
+        # A gradient in place is a collective of its own; the tail travels with the last bucket.
+        assert facts["collectives"] == (sizes[1] + 1 if in_place else facts["buckets"])
+
+
+def test_the_ledger_counts_what_is_read_and_what_is_written():
+    with Ledger(0) as ledger:
+        one, other = torch.zeros(10), torch.zeros(10)
+        ledger.bytes.clear()
+        torch.mul(one, 2.0, out=other)
+        one.copy_(other)
+        one.mul_(2.0)
+        torch.cat([one, other])
+        one.view(2, 5).t().as_strided((3,), (1,))
+        torch._foreach_copy_([one], [other])
+    assert +ledger.bytes == {"mul": 80, "copy_": 80, "mul_": 80, "cat": 160, "_foreach_copy_": 80}

@@ -1,0 +1,128 @@
+"""Launches past Triton's dispatcher: what reaches Triton's own launcher is what the dispatcher would have sent.
+
+The kernels are compiled, the driver only takes down its calls; the scenarios are in record_launches.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpfuse_kernels.bound import bind
+
+ROOT = Path(__file__).parents[2]
+TOLD = ("told", "hooks")  # in what the two ways differ: hooks that nobody listens to are not called
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    """Every scenario, played once in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "DPFUSE_"))}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        (str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")]))
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.record_launches"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    scenarios: dict[str, Any] = json.loads(done.stdout)
+    return scenarios
+
+
+def without(call: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in call.items() if key not in keys}
+
+
+def test_only_the_first_launch_goes_through_the_dispatcher(recorded: dict[str, Any]) -> None:
+    seen = recorded["both_ways"]
+    assert (seen["launches"], seen["bound"], len(seen["calls"])) == (4, 3, 4)
+    assert [call["hooks"] for call in seen["calls"]] == [[True, True]] + 3 * [[False, False]]
+
+
+def test_both_ways_say_the_same(recorded: dict[str, Any]) -> None:
+    first, second, third, zero = recorded["both_ways"]["calls"]
+    assert without(first, *TOLD) == without(second, *TOLD) == without(third, *TOLD)
+    assert first["grid"] == [3, 1, 1]
+    assert first["stream"] == 1234
+    # Another factor is another number, not another compilation.
+    assert zero["values"][3] == 0
+    assert without(zero, *TOLD, "values") == without(first, *TOLD, "values")
+    assert first["signature"][:5] == ["i64", "*i64", "*i64", "i64", "i64"]
+
+
+def test_each_compilation_is_bound_for_itself(recorded: dict[str, Any]) -> None:
+    seen = recorded["every_kernel"]
+    assert (seen["launches"], seen["bound"]) == (8, 4)
+    calls = [without(call, *TOLD) for call in seen["calls"]]
+    assert calls[:4] == calls[4:]
+    assert len({tuple(call["constants"]) for call in calls}) == 4
+
+
+def test_a_misaligned_pointer_goes_through_the_dispatcher(recorded: dict[str, Any]) -> None:
+    seen = recorded["moved_table"]
+    first, shifted, back = seen["calls"]
+    assert (seen["launches"], seen["bound"]) == (3, 1)
+    assert shifted["values"][2] % 16 == 8
+    assert shifted["hooks"] == [True, True]
+    assert back["hooks"] == [False, False]
+    assert without(back, *TOLD) == without(first, *TOLD)
+
+
+def test_listeners_hear_every_launch(recorded: dict[str, Any]) -> None:
+    seen = recorded["listened"]
+    assert (seen["launches"], seen["bound"], seen["heard"]) == (4, 1, 2)
+    assert [call["told"] for call in seen["calls"]] == [True, False, True, True]
+
+
+def test_a_refused_launch_is_made_once_through_the_dispatcher_and_never_tried_again(recorded: dict[str, Any]) -> None:
+    seen = recorded["refused"]
+    assert seen["refusals"] == 1
+    assert (seen["launches"], seen["bound"], len(seen["calls"])) == (4, 0, 4)
+
+
+def test_a_launch_that_fails_is_neither_hidden_nor_repeated(recorded: dict[str, Any]) -> None:
+    seen = recorded["broken"]
+    assert "illegal memory access" in seen["error"]
+    assert seen["attempts"] == 1
+    assert (seen["launches"], len(seen["calls"])) == (1, 1)
+
+
+def test_an_unknown_triton_is_left_to_its_dispatcher(recorded: dict[str, Any]) -> None:
+    seen = recorded["unknown"]
+    assert (seen["launches"], seen["bound"], len(seen["calls"])) == (3, 0, 3)
+
+
+def compiled(signature: tuple[str, ...] = ("i64", "*i64", "constexpr"), **attributes: Any) -> Any:
+    attrs = {(1,): [["tt.divisibility", 16]], (2,): []} | {(int(key[1:]),): value for key, value in attributes.items()}
+    return SimpleNamespace(src=SimpleNamespace(signature=dict(enumerate(signature)), attrs=attrs))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        None,
+        compiled(("i32", "*i64", "constexpr")),
+        compiled(("constexpr", "*i64", "constexpr")),
+        compiled(("i64", "*i64")),
+        compiled(_0=[["tt.divisibility", 16]]),
+        compiled(_1=[["tt.divisibility", 64]]),
+        compiled(_1=[["tt.divisibility", 16], ["tt.pointer_range", 32]]),
+    ],
+)
+def test_what_was_compiled_for_some_values_only_is_not_bound(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpfuse_kernels.bound._launches_as_known", lambda kind: True)
+    monkeypatch.setattr("dpfuse_kernels.bound.BoundKernel", lambda *arguments: "bound")
+    assert bind(compiled(), ("i64", "*i64"), (1,)) == "bound"
+    assert bind(odd, ("i64", "*i64"), (1,)) is None
