@@ -182,11 +182,18 @@ class GradBucket:
                 unflatten(self._table, targets, scale=self._averaging.post_scale)
 
     def discard(self) -> None:
-        """Wait if need be, and give the buffer back without touching any gradient."""
+        """Wait if need be, and give the buffer back without touching any gradient, but for views that were handed out.
+
+        Those become zeros: their owner may have zeroed them already, before the peers' part landed in them.
+        """
         if self.state is BucketState.FLIGHT:
             self.wait()
         self._move(BucketState.LANDED, BucketState.FREE)
         self._sources = []
+        if self._handed_out:
+            with torch.no_grad():
+                for view in self._views[: len(self._fused_params)]:  # the tail, behind them, is still to be read
+                    view.zero_()
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.bucket import GradBucket
+from dpfuse.bucket import GradBucket, dense_stride
 from dpfuse.plan import Bucket, Slot
 from dpfuse.tail import Tail
 from dpfuse_kernels import PointerTable, flatten, unflatten
@@ -103,9 +103,10 @@ class InPlaceBucket(GradBucket):
                 one.forget()
 
     def discard(self) -> None:
-        """Wait if need be, and give the buffer back; large gradients that were complete are lost."""
+        """Wait if need be, and give the buffer back; large gradients that were complete are lost, and become zeros."""
         super().discard()
         for one in self._large:
+            one.lose()
             one.forget()
 
     @property
@@ -151,8 +152,7 @@ class _LargeGradient:
         self._param = param
         self._dtype = getattr(torch, bucket.dtype)
         self._device = torch.device(bucket.device)
-        stride = torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
-        self._slot = KernelSlot(name, 0, tuple(param.shape), stride)
+        self._slot = KernelSlot(name, 0, tuple(param.shape), dense_stride(param))
         self.nbytes = self._slot.numel * self._dtype.itemsize
         self.in_place = False
         self._copy: PointerTable | None = None
@@ -196,6 +196,11 @@ class _LargeGradient:
         self._param.grad = table.views[0].detach()  # a view would keep a second owner of its memory
         self._copy = None  # it is the parameter's now
 
+    def lose(self) -> None:
+        """Zero what was reduced in place: its owner may have zeroed it already, before the peers' part landed in it."""
+        if self.in_place:
+            self.flat.zero_()
+
     def forget(self) -> None:
         """Let go of what was taken."""
         self._taken = None
@@ -222,7 +227,7 @@ class _LargeGradient:
             and not grad.is_inference()
             # Another hook, say of a second wrapper, still has to read what was accumulated.
             and len(param._post_accumulate_grad_hooks or ()) <= 1
-            and grad.untyped_storage().resizable()  # else the memory may be that of numpy or of another process
+            and grad.untyped_storage().resizable()  # else the memory may be that of numpy
             and _REFERENCES is not None
             and _references(grad) == _REFERENCES
         )
