@@ -10,7 +10,9 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(1) \
 	2>/dev/null && echo yes)
 NEED_DEMO := torch numpy triton rich
-NEED_GPU := torch numpy triton pytest pytest_benchmark hypothesis
+NEED_GPU := torch numpy triton pytest pytest_benchmark
+# The tests marked so: others import packages that a GPU machine need not have.
+GPU_TESTS := tests/gpu tests/bench/test_size_list.py tests/commands/test_gpu.py
 NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout hypothesis matplotlib sklearn ruff mypy sphinx furo \
 	myst_parser build hatchling
 NEED_INTEGRATIONS := accelerate lightning transformers ray
@@ -50,8 +52,10 @@ bench:  ## every benchmark; ends with a table and a plot in bench/out
 
 gpu:  ## GPU tests and every benchmark on a CUDA machine, no network needed; writes bench/results/<gpu>-<date>.json
 	$(ready)
-	$(python) -W default -m pytest -W default -m gpu tests
-	$(python) -m bench --gpu
+	failed=0; \
+	timeout 300 $(python) -W default -m pytest -W default -m gpu $(GPU_TESTS) || failed=1; \
+	$(python) -m bench --gpu || failed=1; \
+	exit $$failed
 
 docs:  ## the HTML pages, in docs/_build
 	$(ready)

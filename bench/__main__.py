@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,15 +17,14 @@ from typing import Any
 
 from bench.goals import Entry
 from bench.machine import ROOT, describe, machine_name
-from bench.plot import plot_record
 from bench.record import entries_of, make_record, write_record
-from bench.table import print_record
 
 __all__ = ["main"]
 
 # The most seconds that each may take. On a GPU that is less than ten minutes together with the tests of `make gpu`.
 SUITES = {"step": 900, "forward": 120, "flatten": 300, "bucket_size": 300, "overlap": 240, "planner": 120}
-GPU_SUITES = {"step": 180, "forward": 20, "flatten": 80, "kernels": 60, "bucket_size": 50, "overlap": 60}
+GPU_SUITES = {"step": 180, "forward": 20, "flatten": 60, "kernels": 60, "bucket_size": 40, "overlap": 90}
+LAST_WORDS = 10  # seconds that a suite has for its report once its time is over
 PASSED_ON = ("model", "comm_buffer_sizes", "last_comm_buffer_sizes")
 
 
@@ -39,26 +39,39 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"the suite {options.only} runs {'without' if options.gpu else 'with'} --gpu only")
     entries: list[Entry] = []
     suites: dict[str, dict[str, Any]] = {}
+    name = f"{machine_name(gpu=options.gpu)}-{began:%Y-%m-%d}{'-quick' if options.quick else ''}"
+    command = shlex.join(["python", "-m", "bench", *(sys.argv[1:] if arguments is None else arguments)])
+    path, picture = options.results / f"{name}.json", options.out / f"{name}.png"
+    record: dict[str, Any] = {}
     for suite in [options.only] if options.only else list(limits):
         found, suites[suite] = _run(suite, options, limits[suite])
         entries += found
-    name = f"{machine_name(gpu=options.gpu)}-{began:%Y-%m-%d}{'-quick' if options.quick else ''}"
-    command = shlex.join(["python", "-m", "bench", *(sys.argv[1:] if arguments is None else arguments)])
-    record = make_record(
-        entries,
-        name=name,
-        date=began.isoformat(timespec="seconds"),
-        quick=options.quick,
-        machine=machine,
-        command=command,
-        suites=suites,
-    )
-    path, picture = options.results / f"{name}.json", options.out / f"{name}.png"
-    write_record(record, path)
+        record = make_record(
+            entries,
+            name=name,
+            date=began.isoformat(timespec="seconds"),
+            quick=options.quick,
+            machine=machine,
+            command=command,
+            suites=suites,
+        )
+        write_record(record, path)  # after each suite: a machine may be taken away before the last one
+    print(f"record: {path}")
+    _show(record, picture)
+    return 0 if all(facts["passed"] for facts in suites.values()) else 1
+
+
+def _show(record: dict[str, Any], picture: Path) -> None:
+    """Draw and print it, where there is what that needs: a GPU machine may lack matplotlib and rich."""
+    try:
+        from bench.plot import plot_record
+        from bench.table import print_record
+    except ModuleNotFoundError as error:
+        print(f"no plot and no table: {error.name} is not installed; goals: {record['goals']}")
+        return
     plot_record(record, picture)
     print_record(record)
-    print(f"record: {path}\nplot: {picture}")
-    return 0 if all(facts["passed"] for facts in suites.values()) else 1
+    print(f"plot: {picture}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,17 +103,21 @@ def _run(suite: str, options: argparse.Namespace, limit: float) -> tuple[list[En
     start = monotonic()
     with tempfile.TemporaryDirectory(prefix="dpfuse-bench-") as folder:
         report = Path(folder, "report.json")
-        try:
-            done = subprocess.run(
-                [sys.executable, *shown, f"--benchmark-json={report}"],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
-                timeout=limit,
-                check=False,
-            )
-            passed = done.returncode == 0
-        except subprocess.TimeoutExpired:
-            passed = False
+        with subprocess.Popen(
+            [sys.executable, *shown, f"--benchmark-json={report}"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
+        ) as suite_process:
+            try:
+                passed = suite_process.wait(limit) == 0
+            except subprocess.TimeoutExpired:
+                passed = False
+                # As by Ctrl-C: pytest-benchmark then still reports the cases that were finished.
+                suite_process.send_signal(signal.SIGINT)
+                try:
+                    suite_process.wait(LAST_WORDS)
+                except subprocess.TimeoutExpired:
+                    suite_process.kill()
         # A report is missing, or empty, where nothing was measured.
         text = report.read_text() if report.exists() else ""
         entries = entries_of(json.loads(text)) if text else []

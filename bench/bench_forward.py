@@ -6,6 +6,7 @@ the CPU (gloo): "host" is the CPU time of one thread at one rank, "pair" the wal
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 from functools import partial
 from statistics import median
@@ -26,13 +27,17 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
 
+# Torch 2.13 has a newer name for it.
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_SEND = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
+
 WRAPS: dict[str, Wrap] = {
     BARE: lambda module: module,
     "bare again": lambda module: module,
     "dpfuse": dpfuse.DistributedDataParallel,
     "DDP default": DistributedDataParallel,
     "dpfuse, nothing sent": partial(dpfuse.DistributedDataParallel, forward_sync_buffers=False),
-    "DDP, nothing sent": partial(DistributedDataParallel, forward_sync_buffers=False),
+    "DDP, nothing sent": partial(DistributedDataParallel, **{_SEND: False}),
 }
 
 

@@ -21,6 +21,7 @@ __all__ = ["Cost", "Network", "simulated_network"]
 
 BACKEND = "simulated"
 CALIBRATION = 10_000_000  # cycles, some 5 ms
+WARM_UP = 20
 
 Cost = Callable[[int], float]  # seconds for which so many bytes occupy the link
 
@@ -70,6 +71,10 @@ class Network(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """For torch's logs."""
         return BACKEND
+
+    def _get_backend(self, device: torch.device) -> Any:
+        # Dpfuse asks it, with large private gradients on CUDA, whether it is NCCL's; there is none in C++ to return.
+        return self
 
     def calibrate(self) -> None:
         """Look again how long a second is on this device; the clock of a GPU follows its load."""
@@ -168,7 +173,8 @@ class _Spinner:
     def calibrate(self) -> None:
         """Count the cycles in a second of this GPU's clock, as it runs now."""
         with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(CALIBRATION)  # wakes it up
+            for _ in range(WARM_UP):
+                torch.cuda._sleep(CALIBRATION)  # an idle GPU's clock takes a while to rise
             self._cycles_per_second = CALIBRATION / median(_spin_seconds() for _ in range(3))
 
     def close(self) -> None:

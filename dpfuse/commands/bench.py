@@ -10,7 +10,7 @@ from dpfuse.commands.chart import save_chart
 from dpfuse.commands.contenders import DEFAULT, TUNED, Sizes
 from dpfuse.commands.ranks import reports_here, run_on_ranks
 from dpfuse.commands.recommendation import recommend
-from dpfuse.commands.report import buckets_of, make_folder, save_picture, size_of, write_report
+from dpfuse.commands.report import REPORT, buckets_of, make_folder, save_picture, size_of, write_report
 from dpfuse.commands.sweep import Effort, Row, Sweep, sweep
 from dpfuse.commands.target import find_factory
 from dpfuse.tune.simulation import table_text
@@ -68,9 +68,9 @@ def _report(found: Sweep, place: str, folder: Path, arguments: list[str]) -> Non
         for row in found.rows
     ]
     facts = {"recommended": asdict(chosen), "rows": rows, "tuned": buckets_of(found.plan)}
-    write_report(folder / "report.json", "bench", arguments, place, found.run, facts)
+    write_report(folder / REPORT, "bench", arguments, place, found.run, facts)
     plot = save_picture(partial(save_chart, found, title=place), folder / "sweep.png")
-    print(f"report: {folder / 'report.json'}\nplot: {plot}")
+    print(f"report: {folder / REPORT}\nplot: {plot}")
 
 
 def table(rows: tuple[Row, ...]) -> str:

@@ -41,7 +41,7 @@ def save_chart(found: Sweep, path: Path, *, title: str) -> None:
             label=f"dpfuse, last_comm_buffer_size {last:g}",
         )
     others = [row for row in found.rows if row not in grid]
-    for row, colour in zip(others, COLOURS, strict=True):
+    for row, colour in zip(others, COLOURS, strict=False):
         axis.axhline(row.median * 1e3, color=colour, linestyle="--", label=row.name)
     axis.set_xticks(list(places.values()), [f"{comm:g}" for comm in places])
     axis.set_xlabel("comm_buffer_size, MB; bars reach over half of the turns")

@@ -61,8 +61,8 @@ class Contender:
             wrapped._sync.use_plan(self.plan)
 
 
-def contenders(grid: Iterable[Sizes], tuned: BucketPlan, *, find_unused: bool) -> list[Contender]:
-    """All of them; `tuned` is the planner's plan."""
+def contenders(grid: Iterable[Sizes], tuned: BucketPlan | None, *, find_unused: bool) -> list[Contender]:
+    """All of them; `tuned` is the planner's plan, None where some of the sizes make the same buckets."""
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options = {buffers: False, "find_unused_parameters": find_unused}
@@ -70,7 +70,7 @@ def contenders(grid: Iterable[Sizes], tuned: BucketPlan, *, find_unused: bool) -
         Contender(ALONE),
         *(Contender(name, ddp=mode | options) for name, mode in DDP_MODES.items()),
         *(Contender(_name(sizes), sizes) for sizes in grid),
-        Contender(TUNED, DEFAULT, tuned),
+        *([] if tuned is None else [Contender(TUNED, DEFAULT, tuned)]),
     ]
 
 

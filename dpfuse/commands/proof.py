@@ -36,6 +36,7 @@ def prove_mean(name: str, module: nn.Module, backward: Callable[[], None], group
         backward()
 
     differing: list[str] = []
+    endless: list[str] = []
     for key, param in module.named_parameters():
         if not param.requires_grad:
             continue
@@ -43,12 +44,19 @@ def prove_mean(name: str, module: nn.Module, backward: Callable[[], None], group
         expected = local.pop(key, zeros).contiguous()  # elements in the same order, whatever the strides of a rank
         expected *= 1 / group.size()
         collective.all_reduce(expected, group).wait()
+        if not torch.isfinite(expected).all():
+            endless.append(key)
         got = torch.zeros_like(expected) if param.grad is None else _dense(param.grad)
         if not _equal(got, expected, group.size()):
             differing.append(key)
         param.grad = None
 
     def check() -> None:
+        if endless:
+            raise ValueError(
+                f"the mean gradient of {endless[0]!r} holds NaN or infinity, which cannot be compared; expected a "
+                "batch on which the loss has finite gradients"
+            )
         if differing:
             more = f" and {len(differing) - 1} more" if differing[1:] else ""
             raise ValueError(

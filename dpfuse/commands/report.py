@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +19,9 @@ from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import BucketPlan
 
-__all__ = ["Run", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
+__all__ = ["REPORT", "Run", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
+
+REPORT = "report.json"
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,14 @@ def make_folder(path: Path) -> None:
     """The folder of the report, before anything is measured.
 
     Raises:
-        DPFuseError: it cannot be made.
+        DPFuseError: it cannot be made, or a report in it cannot be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DPFuseError(f"--out: cannot make the folder {str(path)!r}: {error.strerror}; name another") from error
+    if not os.access(path, os.W_OK) or (path / REPORT).is_dir():
+        raise DPFuseError(f"--out: cannot write {REPORT} into the folder {str(path)!r}; name another")
 
 
 def write_report(path: Path, command: str, arguments: list[str], place: str, run: Run, facts: dict[str, Any]) -> None:

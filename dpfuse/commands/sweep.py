@@ -28,6 +28,7 @@ from dpfuse.commands.report import Run, here
 from dpfuse.commands.target import Target
 from dpfuse.commands.tune import tune_wrapped
 from dpfuse.plan import BucketPlan
+from dpfuse.tune import paddle_plan
 
 __all__ = ["Effort", "Row", "Sweep", "sweep"]
 
@@ -95,7 +96,9 @@ def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -
     tried = without_twins(grid, tuning.timeline)
     if twins := len({DEFAULT, *grid}) - len(tried):
         say(f"{twins} of the sizes are left out: they make the same buckets as others do")
-    everyone = contenders(tried, tuning.plan, find_unused=find_unused)
+    made = {paddle_plan(tuning.timeline, *sizes).layout for sizes in tried}
+    tuned = None if tuning.plan.layout in made else tuning.plan
+    everyone = contenders(tried, tuned, find_unused=find_unused)
     buckets = {contender.name: _prove(contender, target, group) for contender in everyone}
     say(f"{len(everyone)} contenders hold the same gradients")
     times = _times(everyone, target, effort, group)

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+import dpfuse
 from dpfuse.errors import DPFuseError
 
 __all__ = ["Loss", "Target", "build", "find_factory"]
@@ -127,6 +130,11 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
             f"{place} returned a loss of type {type(loss).__name__}; expected a function that takes the model and "
             "returns a scalar, such as `lambda model: model(batch).square().mean()`"
         )
+    lazy = next((name for name, param in module.named_parameters() if is_lazy(param)), None)
+    if lazy is not None:
+        raise DPFuseError(f"{place}: parameter {lazy!r} has no shape yet; expected the model after a first forward")
+    if isinstance(module, (DistributedDataParallel, dpfuse.DataParallel)):
+        raise DPFuseError(f"{place} returned a {type(module).__name__}; expected the module that it wraps")
     if not any(param.requires_grad for param in module.parameters()):
         raise DPFuseError(
             f"{place}: the {type(module).__name__} has no parameter with requires_grad=True; expected something to "

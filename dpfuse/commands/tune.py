@@ -9,7 +9,7 @@ from typing import Any
 
 import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
-from dpfuse.commands.report import Run, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.report import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
 from dpfuse.commands.target import Target, find_factory
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import BucketPlan
@@ -115,10 +115,10 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str]) -> Non
         "timeline": tuning.timeline.to_json(),
         "cost": tuning.cost.to_json(),
     }
-    write_report(folder / "report.json", "tune", arguments, place, found.run, facts)
+    write_report(folder / REPORT, "tune", arguments, place, found.run, facts)
     save_trace(found.schedule, folder / "trace.json")
     plot = save_picture(partial(save_plot, found.schedule, title=place), folder / "plan.png")
-    print(f"report: {folder / 'report.json'}\ntrace: {folder / 'trace.json'}\nplot: {plot}")
+    print(f"report: {folder / REPORT}\ntrace: {folder / 'trace.json'}\nplot: {plot}")
 
 
 def _times(times: Any) -> dict[str, Any] | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import dpfuse
 
 PLACE = "tests.commands.models"
 LAYERS, WIDTH = 6, 128  # 65 KB per weight
@@ -42,6 +46,19 @@ def large():
 
 def frozen():
     return nn.Linear(2, 2).requires_grad_(False), len
+
+
+def lazy():
+    return nn.LazyLinear(2), len
+
+
+def wrapped():
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        return dpfuse.DataParallel(nn.Linear(2, 2)), len
+
+
+def infinite():
+    return nn.Linear(2, 2), lambda model: model(torch.full((2,), float("inf"))).sum()
 
 
 def number():

@@ -39,16 +39,17 @@ def test_the_door_measures_and_writes(tmp_path):
     assert (report["format"], report["ranks"]) == ("dpfuse bench 1", 2)
     assert report["command"].startswith(f"dpfuse bench {PLACE}:build --comm_buffer_sizes=0.1,25,inf")
     sizes = ["0.1 / 0.05 MB", "0.1 / 0.1 MB", "25 / 0.05 MB", "25 / 0.1 MB", "25 / 1 MB"]  # inf makes the same as 25
-    names = ["no averaging", "torch DDP", "torch DDP, views", *sizes, "tuned"]
-    assert [row["name"] for row in report["rows"]] == names
-    assert report["rows"][-1]["buckets"] == len(report["tuned"])
+    names = ["no averaging", "torch DDP", "torch DDP, views", *sizes]
+    tuned = [row for row in report["rows"] if row["name"] == "tuned"]  # none if it is what some sizes make, too
+    assert [row["name"] for row in report["rows"]] == names + ["tuned"] * len(tuned)
+    assert all(row["buckets"] == len(report["tuned"]) for row in tuned)
     for row in report["rows"]:
         assert [len(turn) for turn in row["seconds"]] == [2, 2, 2]
         assert row["median"] > 0
         assert row["name"] in done.stdout
     sizes = [(row["comm_buffer_size"], row["last_comm_buffer_size"]) for row in report["rows"]]
     assert sizes[3:8] == [(0.1, 0.05), (0.1, 0.1), (25, 0.05), (25, 0.1), (25, 1)]
-    assert sizes[0] == sizes[-1] == (None, None)
+    assert {sizes[0], *sizes[8:]} == {(None, None)}
     rows = [row_of(row) for row in report["rows"]]
     assert recommend(rows).name == report["recommended"]["name"]
     assert table(tuple(rows)) in done.stdout
@@ -78,7 +79,8 @@ def test_a_turn_has_one_wrapper_and_its_own_buckets(ranks):
     assert (tuned, seconds) == (theirs, others)  # the slowest rank's, on all
     assert [name for name, *_ in seen] == [name for name, *_ in their_seen]
     names = [name for name, _ in rows]
-    assert len(rows) == 3 + 3 + 1
+    by_sizes = {plan for name, plan, _ in seen if name.endswith("MB")}
+    assert len(rows) == 3 + 3 + (tuned not in by_sizes)
     turns = [name for name, *_ in seen[len(rows) :]]
     assert sorted(turns) == sorted(2 * names)
     assert turns[: len(rows)] != turns[len(rows) :] or turns[: len(rows)] != names  # in random order

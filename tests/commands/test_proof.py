@@ -36,6 +36,16 @@ def test_right_means_pass_with_dropout(ranks, name):
     ranks(right, name)
 
 
+def endless(rank, size):
+    target = build(f"{PLACE}:infinite")
+    with pytest.raises(DPFuseError, match=r"the mean gradient of 'weight' holds NaN or infinity.*expected a batch"):
+        prove_mean("nobody", target.module, lambda: target.backward(target.module), dist.group.WORLD)
+
+
+def test_what_cannot_be_compared_is_said(ranks):
+    ranks(endless)
+
+
 def uneven(rank, size):
     torch.manual_seed(rank)
     module = Uneven()

@@ -47,6 +47,8 @@ def test_tensors_lie_on_the_device():
         (f"{PLACE}:numbers", r"returned \(int, int\); expected \(module, loss\)"),
         (f"{PLACE}:alone", r"returned no loss, only a Linear; expected \(module, loss\)"),
         (f"{PLACE}:no_function", "returned a loss of type int; expected a function that takes the model"),
+        (f"{PLACE}:lazy", "parameter 'weight' has no shape yet; expected the model after a first forward"),
+        (f"{PLACE}:wrapped", "returned a DataParallel; expected the module that it wraps"),
         (f"{PLACE}:frozen", "the Linear has no parameter with requires_grad=True"),
     ],
 )

@@ -150,3 +150,6 @@ def test_nothing_is_started_for_a_bad_model_or_folder(tmp_path, capsys, monkeypa
     (tmp_path / "file").touch()
     assert main(["tune", f"{PLACE}:build", "--out", str(tmp_path / "file")]) == 1
     assert "--out: cannot make the folder" in capsys.readouterr().err
+    (tmp_path / "report.json").mkdir()
+    assert main(["tune", f"{PLACE}:build", "--out", str(tmp_path)]) == 1
+    assert "--out: cannot write report.json into the folder" in capsys.readouterr().err

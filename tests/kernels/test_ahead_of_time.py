@@ -105,9 +105,9 @@ def test_aligned_chunks_move_128_bits_at_a_time_on_amd(
 @every_architecture
 @every_pair
 def test_nothing_spills(compiled: Compiled, kernel: str, architecture: int | str, dtype: str, wire: str) -> None:
-    # Triton 3.9's ptxas puts six registers of the scalar tail on the stack here, that of 3.6 does not.
+    # Triton 3.9's ptxas puts six registers of the scalar tail on the stack here, that of 3.6 two.
     known = kernel == "unflatten accumulate" and dtype == wire == "float16" and architecture == 100
-    assert compiled[kernel, architecture, dtype, wire]["spilled"] in ((0, 24) if known else (0,))
+    assert compiled[kernel, architecture, dtype, wire]["spilled"] in ((0, 8, 24) if known else (0,))
 
 
 @pytest.mark.slow
