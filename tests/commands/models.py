@@ -53,7 +53,8 @@ def lazy():
 
 
 def wrapped():
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
         return dpfuse.DataParallel(nn.Linear(2, 2)), len
 
 
