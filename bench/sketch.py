@@ -11,6 +11,15 @@ from torch import Tensor, nn
 __all__ = ["Sketch"]
 
 
+class _Counter:
+    """Of its own, since assigning to a module's attribute is slow."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self, pending: int) -> None:
+        self.pending = pending
+
+
 class Sketch(nn.Module):
     """Averages all gradients in one buffer: a hook per parameter that counts, one pack, one all-reduce, views.
 
@@ -31,9 +40,13 @@ class Sketch(nn.Module):
         # One `cat` moves small tensors in a third of the time, where their shapes let it.
         self._joined = self._flat.view(-1, *trailing.pop()) if len(trailing) == 1 else None
         self._group = dist.group.WORLD
-        self._pending = len(self._params)
+        self._counter = counter = _Counter(len(self._params))
+
+        def count(_param: Tensor) -> None:
+            counter.pending -= 1
+
         for param in self._params:
-            param.register_post_accumulate_grad_hook(self._count)
+            param.register_post_accumulate_grad_hook(count)
 
     def forward(self, *inputs: Any) -> Tensor:
         """That of the module."""
@@ -44,12 +57,9 @@ class Sketch(nn.Module):
     def _begin(self, _grad: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _count(self, _param: Tensor) -> None:
-        self._pending -= 1
-
     def _end(self) -> None:
-        assert self._pending == 0
-        self._pending = len(self._params)
+        assert self._counter.pending == 0
+        self._counter.pending = len(self._params)
         with torch.no_grad():
             grads = [param.grad for param in self._params]
             if self._joined is None:
