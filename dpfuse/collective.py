@@ -177,9 +177,9 @@ class FlatBroadcast:
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
         self._device = group_device(group)
-        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.dim() == 1), []).append(tensor)
+            kinds.setdefault((tensor.dtype, min(tensor.dim(), 2)), []).append(tensor)
         counts = [sum(tensor.numel() for tensor in same) for same in kinds.values()]
         # A dtype's bytes must start where its elements may.
         sizes = [
@@ -189,16 +189,19 @@ class FlatBroadcast:
         device = tensors[0].device if tensors else self._device
         self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
+        self._scalars: list[tuple[_Scalars, Tensor]] = []
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
         self._targets: list[Tensor] = []
         self._pieces: list[Tensor] = []
         self._sent: list[dist.Work] = []  # not waited for
         weakref.finalize(self, _wait_for_peers, self._sent)
-        for ((dtype, flat), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
+        for ((dtype, dims), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
             staged = chunk[: count * dtype.itemsize].view(dtype)
             parts = staged.split([tensor.numel() for tensor in same])
             pieces = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
-            if flat:
+            if dims == 0:
+                self._scalars.append((_Scalars(same), staged))
+            elif dims == 1:
                 self._joined.append((same, staged))
             else:
                 self._others.append((pieces, same))
@@ -222,6 +225,8 @@ class FlatBroadcast:
             if sends:
                 for tensors, staged in self._joined:
                     torch.cat(tensors, out=staged)
+                for scalars, staged in self._scalars:
+                    torch.cat(scalars.vectors(), out=staged)
                 for pieces, tensors in self._others:
                     torch._foreach_copy_(pieces, tensors)
             wire = self._staging.to(self._device)
@@ -236,6 +241,22 @@ class FlatBroadcast:
                 if wire is not self._staging:
                     self._staging.copy_(wire)
                 torch._foreach_copy_(self._targets, self._pieces)
+
+
+class _Scalars:
+    """Tensors without dimensions, as batch norm counts with, as vectors of one element, which one call can pack."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._addresses: list[int] = []
+        self._vectors: list[Tensor] = []
+
+    def vectors(self) -> list[Tensor]:
+        addresses = list(map(Tensor.data_ptr, self._tensors))
+        if addresses != self._addresses:  # at first, and where somebody has assigned to `.data`
+            self._addresses = addresses
+            self._vectors = [tensor.detach().view(1) for tensor in self._tensors]
+        return self._vectors
 
 
 def _wait_for_peers(sent: list[dist.Work]) -> None:

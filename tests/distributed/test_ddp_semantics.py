@@ -256,9 +256,12 @@ def test_without_init_sync_nothing_is_sent_at_construction(ranks):
 
 def replace_buffers(rank, size):
     models = both(built(Normed, rank))
-    for step in range(5):
+    for step in range(8):
         for model in models:
             inner = model.module
+            if step == 6:  # no other tensor, but other memory
+                inner.steps.data = torch.tensor(100 * (rank + 1))
+                inner.layers[1].running_mean.data = torch.full((8,), float(rank))
             if step == 1:
                 inner.drift = torch.full((2, 3), 10.0 * rank)
             if step == 2:
