@@ -49,9 +49,9 @@ class SyncOptions:
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
         if isinstance(self.comm_buffer_size, str):
-            raise ValueError(
-                f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r}; pass for example '
-                "comm_buffer_size=25"
+            raise TypeError(
+                f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
+                "for example comm_buffer_size=25"
             )
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             if not isinstance(value := getattr(self, name), bool):

@@ -18,12 +18,12 @@ __all__ = ["machine_facts", "software_versions"]
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """Facts as JSON holds them; None for what is absent."""
-    gpu = device.type == "cuda"
+    gpu, name = device.type == "cuda", platform.uname()
     return {
         "cpu": _cpu(),
         "cores": cpu_count(),
         "load": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-        "system": f"{platform.system()} {platform.machine()}",
+        "system": f"{name.system} {name.machine}",
         "gpu": torch.cuda.get_device_name(device) if gpu else None,
         "gpus": torch.cuda.device_count() if gpu else 0,
     }
