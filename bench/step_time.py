@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from time import perf_counter
@@ -22,6 +21,7 @@ from bench.equality import prove_gradients
 from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_extra, wall_clock
 from bench.models import Workload
 from bench.rank_group import agreed
+from dpfuse.commands.sweep import frozen_heap
 
 __all__ = ["Effort", "StepTimes", "time_steps"]
 
@@ -101,7 +101,7 @@ def time_steps(
                 prove_gradients(name, contender.module, contender.backward, averaged=synced, wire=wire)
                 results[name].facts = _facts(contender, cuda=cuda)
         steps = {name: contender.step for name, contender in contenders.items()}
-        with _frozen_heap():
+        with frozen_heap():
             times = interleave(steps, clock, rounds=_affordable(steps, effort, device), seed=rebuild)
         for name, pairs in times.items():
             results[name].seconds += [seconds for seconds, _ in pairs]
@@ -112,17 +112,6 @@ def time_steps(
         result.extra, result.extra_wall = (median(extra[part] for extra in extras[name]) for part in (0, 1))
         result.extra_lowest, result.extra_highest = min(extras[name])[0], max(extras[name])[0]
     return {name: asdict(result) for name, result in results.items()}
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    # A collection that walks all older models would hit whoever happens to trigger it.
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _contenders(workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool, seed: int) -> dict[str, _Contender]:

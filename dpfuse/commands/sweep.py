@@ -30,7 +30,7 @@ from dpfuse.commands.tune import tune_wrapped
 from dpfuse.plan import BucketPlan
 from dpfuse.tune import paddle_plan
 
-__all__ = ["Effort", "Row", "Sweep", "sweep"]
+__all__ = ["Effort", "Row", "Sweep", "frozen_heap", "sweep"]
 
 TUNING_STEPS = 5
 WARM_UP = 2  # further steps once the buckets are those that are timed
@@ -109,7 +109,7 @@ def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -
 
 
 @contextmanager
-def _frozen_heap() -> Iterator[None]:
+def frozen_heap() -> Iterator[None]:
     """A collection, of which some happen within steps, does not walk all that torch has imported."""
     gc.collect()
     gc.freeze()
@@ -125,7 +125,7 @@ def _times(
     order = random.Random(0)  # the same on all ranks
     turns: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in everyone}
     start = perf_counter()
-    with _frozen_heap():
+    with frozen_heap():
         for number in range(effort.rounds):
             for contender in order.sample(everyone, len(everyone)):
                 turns[contender.name].append(_turn(contender, target, effort.steps, group))

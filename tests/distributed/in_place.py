@@ -13,6 +13,7 @@ from torch import nn
 import dpfuse
 from dpfuse import in_place_bucket
 from dpfuse.in_place_bucket import InPlaceBucket
+from tests.distributed.test_interruptions import Fuse
 
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large
 
@@ -91,19 +92,6 @@ class Tied(nn.Module):
 
     def forward(self, x, step):
         return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x)))))
-
-
-class Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, blow):
-        ctx.blow = blow
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.blow:
-            raise KeyError("planted")
-        return grad, None
 
 
 class Net(nn.Module):
