@@ -14,8 +14,8 @@ from torch import nn
 
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import SyncOptions
 from dpfuse.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
+from dpfuse.sync_options import SyncOptions
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DataParallel"]

@@ -16,7 +16,6 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from dpfuse.agreement import report_failure
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import SyncOptions
 from dpfuse.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.mixed_precision import MixedPrecision
 from dpfuse.placement import (
@@ -27,6 +26,7 @@ from dpfuse.placement import (
     single_device,
 )
 from dpfuse.state_dict import accept_unprefixed
+from dpfuse.sync_options import SyncOptions
 from dpfuse.torch_buckets import BucketSizes, rule_of
 from dpfuse.torch_hooks import TorchHooks
 from dpfuse.tracing import leave_untraced

@@ -16,7 +16,7 @@ from dpfuse.plan import BucketPlan, plan_buckets
 from dpfuse.version import __version__
 
 if TYPE_CHECKING:
-    from dpfuse.grad_sync import SyncOptions
+    from dpfuse.sync_options import SyncOptions
 
 __all__ = ["check_module", "describe_model", "describe_options", "tensors_of"]
 

@@ -16,10 +16,11 @@ from torch import nn
 from dpfuse import agreement
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import GradSync, SyncOptions, agree_on_model
+from dpfuse.grad_sync import GradSync, agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
+from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BucketObserver
 from dpfuse.tracing import leave_untraced, set_tracer
 

@@ -1,0 +1,66 @@
+"""What a wrapper was asked for. Knows no module and no process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from dpfuse.averaging import WIRES, averaging_for
+from dpfuse.bucket_rule import BucketRule
+from dpfuse.plan import NO_WISHES
+
+__all__ = ["SyncOptions"]
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """The wrapper's options; sizes in MB of 1048576 bytes. Their meaning is documented where users pass them."""
+
+    comm_buffer_size: float
+    last_comm_buffer_size: float
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    broadcast_buffers: bool
+    gradient_scale: float | None = None
+    wire_dtype: torch.dtype | None = None
+    forward_dtype: torch.dtype | None = None  # in which the module computes; None is that of its parameters
+    ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
+    send_buffers_at_start: bool = True
+    rule: BucketRule = NO_WISHES  # for the buckets
+    autotune: bool = False  # whether the sizes are only those to begin with
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
+        if isinstance(self.comm_buffer_size, str):
+            raise TypeError(
+                f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
+                "for example comm_buffer_size=25"
+            )
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        try:
+            averaging_for("float32", 1, self.gradient_scale)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"gradient_{error}") from None  # there the argument is called scale
+        if self.gradient_scale is not None and not 1e-6 <= abs(self.gradient_scale) <= 1e6:
+            raise ValueError(
+                f"gradient_scale must be between 1e-6 and 1e6, or negative likewise, got {self.gradient_scale!r}; "
+                "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
+            )
+        if self.wire_dtype is not None and self.wire_dtype not in map(self._dtype, WIRES):
+            raise ValueError(
+                f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
+                f"{self.wire_dtype!r}; None sends gradients in their own dtype"
+            )
+
+    @staticmethod
+    def _dtype(name: str) -> torch.dtype:
+        return cast(torch.dtype, getattr(torch, name))
+
+    @property
+    def wire(self) -> str | None:
+        """The name of `wire_dtype`, as plans have it."""
+        return None if self.wire_dtype is None else str(self.wire_dtype).removeprefix("torch.")
