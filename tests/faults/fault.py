@@ -1,0 +1,95 @@
+"""The words of the suite: a fault, what is expected, what came of it. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named"]
+
+
+class Outcome(Enum):
+    """What can come of a fault, best first."""
+
+    RIGHT = "right"
+    NAMED = "named error"
+    UNNAMED = "error"
+    CORRUPT = "silent corruption"
+    HANG = "hang"
+    CRASH = "crash"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What dpfuse owes."""
+
+    outcome: Outcome
+    words: tuple[str, ...] = ()  # in the error of every rank, or in what it printed; in capitals or not
+    within: float = 0.0  # seconds from the fault until the last rank has ended
+
+
+RIGHT = Expected(Outcome.RIGHT)
+
+
+def named(*words: str, within: float = 2.0) -> Expected:
+    """An error on every rank that has all of `words`, and every process gone in so many seconds."""
+    return Expected(Outcome.NAMED, words, within)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Args:
+        name: of the case.
+        hazard: the group and number of the hazard in the list that the suite was built from.
+        done: what is done, in a few words.
+        program: run on every rank.
+        expected: of dpfuse.
+        options: further arguments of dpfuse's wrappers.
+        victims: ranks whose own end is part of the fault: not judged by what they say.
+        limit: seconds after which whoever is left is killed.
+        slow: run in `make test-all` only.
+        machines: 2 puts each rank into a network namespace of its own.
+    """
+
+    name: str
+    hazard: str
+    done: str
+    program: Callable[..., None]
+    expected: Expected
+    options: Mapping[str, Any] = field(default_factory=dict)
+    victims: tuple[int, ...] = ()
+    limit: float = 20.0
+    slow: bool = False
+    machines: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was seen of a program, by rank."""
+
+    codes: list[int | None]  # exit codes, negative ones are signals; None: killed at the limit
+    ended: list[float]  # when each was gone, by the clock that all processes share
+    told: list[list[dict[str, Any]]]
+    printed: list[str]
+    left: int  # processes that outlived the ranks
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a fault.
+
+    Args:
+        outcome: the worst that was seen.
+        seconds: from the fault until the last rank had ended.
+        left: processes that outlived the ranks.
+        detail: what was seen, for who wants to know why.
+    """
+
+    outcome: Outcome
+    seconds: float
+    left: int
+    detail: str
