@@ -52,7 +52,7 @@ class Fault:
         victims: ranks whose own end is part of the fault: not judged by what they say.
         limit: seconds after which whoever is left is killed.
         slow: run in `make test-all` only.
-        machines: 2 puts each rank into a network namespace of its own.
+        cable: for a fault of the network: what is done to the cable between two machines, as `network.CABLES` has it.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Fault:
     victims: tuple[int, ...] = ()
     limit: float = 20.0
     slow: bool = False
-    machines: int = 1
+    cable: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ CHECKED = {"check_finite": "raise"}
 
 FAULTS = [
     # Ranks that do not hold the same.
-    Fault("model_shape", "1a 1", "rank 1's third layer is wider", differ.model_shape, named("rank 1", "layers.2.weight")),
+    Fault("model_shape", "1a 1", "rank 1's third layer is wider", differ.model_shape,
+          named("rank 1", "layers.2.weight")),
     Fault("model_count", "1a 1", "rank 1 has one layer more", differ.model_count, named("rank 1", "layers.4.weight")),
     Fault("model_order", "1a 2", "rank 1 registers two equal layers the other way round", differ.model_order,
           named("rank 1", "second.weight")),
@@ -53,6 +54,12 @@ FAULTS = [
           paths.freeze_rank, named("rank 1", within=AT_STALL), SILENT, victims=(1,)),
     Fault("stall_short", "1b 15", f"rank 1 sleeps for {silences.STALL:g} s", silences.stall_short, RIGHT, SILENT),
     Fault("gil_held", "1b 15", f"rank 1 holds the GIL for {silences.STALL:g} s", silences.gil_held, RIGHT, SILENT),
+    Fault("link_down", "1b 14", "two machines: the link of one goes down", silences.steps_through_a_fault,
+          named("rank", within=AT_STALL), SILENT, limit=30, slow=True, cable="down"),
+    Fault("frames_vanish", "1b 14", "two machines: what they send each other vanishes", silences.steps_through_a_fault,
+          named("rank", within=AT_STALL), SILENT, limit=30, cable="vanishes"),
+    Fault("blip", "1b 15", "two machines: nothing arrives for 5 s", silences.steps_through_a_fault, RIGHT,
+          {"stall_timeout": 12.0}, limit=40, slow=True, cable="blip"),
     Fault("user_collectives", "1b 16", "all-reduces of the program between the backwards", paths.user_collectives,
           RIGHT),
     # Modules that change, wrappers that are bypassed or copied.

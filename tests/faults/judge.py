@@ -41,7 +41,7 @@ def _outcome(fault: Fault, run: Run, judged: list[int], seconds: float, timeout:
     if any(code is not None and code < 0 for code in codes):
         return Outcome.CRASH, said
     if not any(codes):
-        if all(lines and lines[-1].get("ended") for lines in (run.told[rank] for rank in judged)):
+        if all(any("ended" in line for line in run.told[rank]) for rank in judged):
             different = len(same) > 1 and not fault.victims
             return (Outcome.CORRUPT, f"ranks differ: {same}") if different else (Outcome.RIGHT, said)
         return Outcome.UNNAMED, f"exit code 0 without having ended well\n{said}"

@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from tests.distributed.machines import namespaces
 from tests.distributed.processes import clean_environment
 from tests.faults.fault import Fault, Run, Verdict
 from tests.faults.job import DDP
 from tests.faults.judge import judge
+from tests.faults.network import CABLES
 
 __all__ = ["Stage", "playing"]
 
@@ -74,11 +77,40 @@ def play(fault: Fault, face: str, stage: Stage) -> Verdict:
         return judge(fault, gathered(folder, seen), timeout)
 
 
+def play_apart(fault: Fault, face: str) -> Verdict:
+    """The verdict on a fault of the network, played on two machines, with a stage on each."""
+    timeout = TIMEOUTS.get(face, OURS)
+    with tempfile.TemporaryDirectory(prefix="dpfuse-fault-") as name, ExitStack() as cleanup:
+        machines = namespaces(cleanup)
+        stages = [Stage(*entry) for entry in machines.entries]
+        pool = cleanup.enter_context(ThreadPoolExecutor(SIZE))
+        for stage in stages:
+            cleanup.callback(stage.close)
+        answers = [
+            pool.submit(
+                stage.ask, name=fault.name, face=face, ranks=[rank], size=SIZE, folder=name, timeout=timeout,
+                limit=fault.limit + (timeout if face == DDP else 0), store=[machines.addresses[0], machines.port],
+                variables={"GLOO_SOCKET_IFNAME": f"cable{rank}"},
+            )
+            for rank, stage in enumerate(stages)
+        ]  # fmt: skip
+        folder = Path(name)
+        while not all((folder / f"ready-{rank}").exists() for rank in range(SIZE)):
+            if any(answer.done() for answer in answers):
+                break  # by an error, which will be read
+            time.sleep(0.05)
+        planted = time.monotonic()
+        CABLES[fault.cable](machines)
+        seen = [answer.result() for answer in answers]
+        codes, ended = ([value for part in seen for value in part[key]] for key in ("codes", "ended"))
+        run = gathered(folder, {"codes": codes, "ended": ended, "left": sum(part["left"] for part in seen)})
+        run.told[0].append({"at": planted, "planted": True})
+        return judge(fault, run, timeout)
+
+
 def gathered(folder: Path, seen: dict[str, Any]) -> Run:
     """What the ranks told and printed, with what their stage saw."""
-    told = [
-        [json.loads(line) for line in (folder / f"told-{rank}").read_text().splitlines()] for rank in range(SIZE)
-    ]
+    told = [[json.loads(line) for line in (folder / f"told-{rank}").read_text().splitlines()] for rank in range(SIZE)]
     printed = [(folder / f"printed-{rank}").read_text(errors="replace") for rank in range(SIZE)]
     return Run(seen["codes"], seen["ended"], told, printed, seen["left"])
 
@@ -92,6 +124,8 @@ def playing(plays: Iterable[tuple[Fault, str]]) -> Iterator[dict[tuple[str, str]
         stages.put(stage)
 
     def one(fault: Fault, face: str) -> Verdict:
+        if fault.cable:
+            return play_apart(fault, face)
         stage = stages.get()
         try:
             return play(fault, face, stage)

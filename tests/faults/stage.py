@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch's wrapper, and its checkpoints, import it when they are first used
 import torch.distributed as dist
 
 from tests.faults.faults import BY_NAME

@@ -1,0 +1,66 @@
+"""Every fault on real processes: dpfuse owes the true mean, or an error on every rank that names what it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from tests.faults.fault import Fault, Outcome, Verdict
+from tests.faults.faults import BY_NAME, FAULTS
+from tests.faults.job import DDP, FACES
+from tests.faults.player import playing
+
+Futures = dict[tuple[str, str], Future[Verdict]]
+# torch's wrapper does the wrong thing here, in as many ways as there are: so the judge is not blind.
+WRONG = {
+    "model_order": Outcome.CORRUPT,
+    "skipped_micro_batch": Outcome.CORRUPT,
+    "unused_one_rank": Outcome.CORRUPT,
+    "kill_mid_backward": Outcome.UNNAMED,
+}
+
+
+def plays() -> list[object]:
+    """The first face in every run of the tests; all others in the long one."""
+    return [
+        pytest.param(fault.name, face, marks=[pytest.mark.slow] if fault.slow or face != "dpfuse" else [])
+        for face in FACES
+        if face != DDP
+        for fault in FAULTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def futures(request: pytest.FixtureRequest) -> Iterator[Futures]:
+    """The faults whose tests are to run, played two at a time while the tests wait for them in turn."""
+    chosen = [item.callspec.params for item in request.session.items if "futures" in getattr(item, "fixturenames", ())]
+    with playing([(BY_NAME[params["name"]], params["face"]) for params in chosen]) as started:
+        yield started
+
+
+def owed(fault: Fault, verdict: Verdict) -> list[str]:
+    """What the verdict falls short of."""
+    expected = fault.expected
+    short = []
+    if verdict.outcome is not expected.outcome:
+        short.append(f"{verdict.outcome.value}, expected {expected.outcome.value}: {verdict.detail}")
+    if expected.within and verdict.seconds > expected.within:
+        short.append(f"it took {verdict.seconds} s, expected at most {expected.within}: {verdict.detail}")
+    if verdict.left:
+        short.append(f"{verdict.left} processes outlived the ranks")
+    return short
+
+
+@pytest.mark.parametrize(("name", "face"), plays())
+def test_a_fault_is_survived_or_named(futures: Futures, name: str, face: str) -> None:
+    verdict = futures[name, face].result()
+    print(f"{name}: {verdict.outcome.value} after {verdict.seconds} s")  # shown by pytest -rP
+    assert not owed(BY_NAME[name], verdict)
+
+
+@pytest.mark.parametrize(("name", "face"), [(name, DDP) for name in WRONG])
+def test_the_judge_sees_what_torchs_wrapper_gets_wrong(futures: Futures, name: str, face: str) -> None:
+    verdict = futures[name, face].result()
+    assert verdict.outcome is WRONG[name], verdict.detail
