@@ -8,8 +8,10 @@ time. A program only tells what it sees; `judge` decides what came of it:
 - named error, error: every rank raised before an optimizer could step on wrong gradients;
 - silent corruption: a backward returned, and its gradients were not the mean;
 - hang: somebody had to be killed, or only the time-out of the process group ended it;
+- orphans: ranks outlived their launcher;
+- lost: no checkpoint was left that could be loaded;
 - crash: a rank was ended by a signal that nobody planted.
 
-`python -m tests.faults` prints the table; with `--record` it is kept, with `--docs` it is written into
-`docs/reliability.md`.
+`python -m tests.faults` plays them all, prints the table and keeps it as a record in `bench/results/`;
+`python -m tests.faults --docs` writes the newest record's table into `docs/reliability.md`.
 """

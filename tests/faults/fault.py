@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named"]
+__all__ = ["RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named", "shortfalls"]
 
 
 class Outcome(Enum):
@@ -18,6 +18,8 @@ class Outcome(Enum):
     UNNAMED = "error"
     CORRUPT = "silent corruption"
     HANG = "hang"
+    ORPHANS = "orphans"
+    LOST = "lost"
     CRASH = "crash"
 
 
@@ -93,3 +95,15 @@ class Verdict:
     seconds: float
     left: int
     detail: str
+
+
+def shortfalls(expected: Expected, verdict: Verdict) -> list[str]:
+    """What came of a fault, where it is not what is expected."""
+    short = []
+    if verdict.outcome is not expected.outcome:
+        short.append(f"{verdict.outcome.value}, expected {expected.outcome.value}: {verdict.detail}")
+    if expected.within and verdict.seconds > expected.within:
+        short.append(f"it took {verdict.seconds} s, expected at most {expected.within}: {verdict.detail}")
+    if verdict.left:
+        short.append(f"{verdict.left} processes outlived the ranks: {verdict.detail}")
+    return short

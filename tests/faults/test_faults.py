@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tests.faults.fault import Fault, Outcome, Verdict
+from tests.faults.fault import Outcome, Verdict, shortfalls
 from tests.faults.faults import BY_NAME, FAULTS
 from tests.faults.job import DDP, FACES
 from tests.faults.player import playing
@@ -40,24 +40,11 @@ def futures(request: pytest.FixtureRequest) -> Iterator[Futures]:
         yield started
 
 
-def owed(fault: Fault, verdict: Verdict) -> list[str]:
-    """What the verdict falls short of."""
-    expected = fault.expected
-    short = []
-    if verdict.outcome is not expected.outcome:
-        short.append(f"{verdict.outcome.value}, expected {expected.outcome.value}: {verdict.detail}")
-    if expected.within and verdict.seconds > expected.within:
-        short.append(f"it took {verdict.seconds} s, expected at most {expected.within}: {verdict.detail}")
-    if verdict.left:
-        short.append(f"{verdict.left} processes outlived the ranks")
-    return short
-
-
 @pytest.mark.parametrize(("name", "face"), plays())
 def test_a_fault_is_survived_or_named(futures: Futures, name: str, face: str) -> None:
     verdict = futures[name, face].result()
     print(f"{name}: {verdict.outcome.value} after {verdict.seconds} s")  # shown by pytest -rP
-    assert not owed(BY_NAME[name], verdict)
+    assert not shortfalls(BY_NAME[name].expected, verdict)
 
 
 @pytest.mark.parametrize(("name", "face"), [(name, DDP) for name in WRONG])
