@@ -9,6 +9,8 @@ from typing import Any
 
 __all__ = ["RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named", "shortfalls"]
 
+ENDING = 3.0  # seconds that an interpreter may take to end
+
 
 class Outcome(Enum):
     """What can come of a fault, best first."""
@@ -29,14 +31,14 @@ class Expected:
 
     outcome: Outcome
     words: tuple[str, ...] = ()  # in the error of every rank, or in what it printed; in capitals or not
-    within: float = 0.0  # seconds from the fault until the last rank has ended
+    within: float = 0.0  # seconds from the fault until every rank knows
 
 
 RIGHT = Expected(Outcome.RIGHT)
 
 
 def named(*words: str, within: float = 2.0) -> Expected:
-    """An error on every rank that has all of `words`, and every process gone in so many seconds."""
+    """An error on every rank that has all of `words`, in so many seconds."""
     return Expected(Outcome.NAMED, words, within)
 
 
@@ -86,15 +88,17 @@ class Verdict:
 
     Args:
         outcome: the worst that was seen.
-        seconds: from the fault until the last rank had ended.
+        seconds: from the fault until the last rank had raised its error, or had ended.
         left: processes that outlived the ranks.
         detail: what was seen, for who wants to know why.
+        gone: seconds from the fault until the last rank had ended.
     """
 
     outcome: Outcome
     seconds: float
     left: int
     detail: str
+    gone: float = 0.0
 
 
 def shortfalls(expected: Expected, verdict: Verdict) -> list[str]:
@@ -104,6 +108,8 @@ def shortfalls(expected: Expected, verdict: Verdict) -> list[str]:
         short.append(f"{verdict.outcome.value}, expected {expected.outcome.value}: {verdict.detail}")
     if expected.within and verdict.seconds > expected.within:
         short.append(f"it took {verdict.seconds} s, expected at most {expected.within}: {verdict.detail}")
+    if expected.within and verdict.gone > expected.within + ENDING:
+        short.append(f"the last rank ended after {verdict.gone} s, the error came after {verdict.seconds}")
     if verdict.left:
         short.append(f"{verdict.left} processes outlived the ranks: {verdict.detail}")
     return short

@@ -71,7 +71,7 @@ class Job:
         self._told = open(folder / f"told-{rank}", "a", buffering=1)  # noqa: SIM115  # lives as long as the process
 
     def tell(self, **facts: Any) -> None:
-        """One line for the judge: `planted`, `off`, `same`, `ended`."""
+        """One line for the judge: `planted`, `off`, `same`, `raised`, `ended`."""
         self._told.write(json.dumps({"at": time.monotonic(), **facts}) + "\n")
 
     def plant(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from tests.faults.fault import Fault, Outcome, Run, Verdict
 
 __all__ = ["judge"]
@@ -23,19 +21,21 @@ def judge(fault: Fault, run: Run, timeout: float) -> Verdict:
     planted = min((line["at"] for line in told if "planted" in line), default=None)
     began = planted or min((line["at"] for line in told), default=0.0)
     judged = [rank for rank in range(len(run.codes)) if rank not in fault.victims]
-    seconds = max(run.ended[rank] for rank in judged) - began
-    outcome, detail = _outcome(fault, run, judged, seconds, timeout)
-    return Verdict(outcome, round(seconds, 1), run.left, detail)
+    errors = [[line["at"] for line in run.told[rank] if "raised" in line] or [run.ended[rank]] for rank in judged]
+    seconds = max(at for (at,) in errors) - began
+    gone = max(run.ended[rank] for rank in judged) - began
+    outcome, detail = _outcome(fault, run, judged, gone, timeout)
+    return Verdict(outcome, round(seconds, 1), run.left, detail, round(gone, 1))
 
 
-def _outcome(fault: Fault, run: Run, judged: list[int], seconds: float, timeout: float) -> tuple[Outcome, str]:
+def _outcome(fault: Fault, run: Run, judged: list[int], gone: float, timeout: float) -> tuple[Outcome, str]:
     codes = [run.codes[rank] for rank in judged]
     texts = [_text(run, rank) for rank in judged]
     said = "\n".join(f"rank {rank}, exit code {run.codes[rank]}: {_text(run, rank)}" for rank in range(len(run.codes)))
-    worst = max((line["off"] for lines in run.told for line in lines if "off" in line), default=0.0)
+    wrong = [line["off"] for lines in run.told for line in lines if "off" in line and not line["off"] <= TOLERANCE]
     same = {str([line["same"] for line in lines if "same" in line]) for lines in run.told}
-    if math.isnan(worst) or worst > TOLERANCE:
-        return Outcome.CORRUPT, f"gradients off by {worst:.3g} of their largest element\n{said}"
+    if wrong:
+        return Outcome.CORRUPT, f"gradients off by {wrong[0]:.3g} of their largest element\n{said}"
     if None in run.codes:
         return Outcome.HANG, f"killed after {fault.limit} s\n{said}"
     if any(code is not None and code < 0 for code in codes):
@@ -45,7 +45,7 @@ def _outcome(fault: Fault, run: Run, judged: list[int], seconds: float, timeout:
             different = len(same) > 1 and not fault.victims
             return (Outcome.CORRUPT, f"ranks differ: {same}") if different else (Outcome.RIGHT, said)
         return Outcome.UNNAMED, f"exit code 0 without having ended well\n{said}"
-    if seconds > timeout - 1:
+    if gone > timeout - 1:
         return Outcome.HANG, f"only the time-out of the process group ended it\n{said}"
     if not all(codes):
         return Outcome.UNNAMED, f"an error on some ranks only\n{said}"

@@ -76,7 +76,11 @@ def play(rank: int, request: dict[str, Any]) -> None:
     torch.manual_seed(0)
     job = Job(rank, size, request["face"], fault.options, folder)
     job.tell(began=True)
-    fault.program(job)
+    try:
+        fault.program(job)
+    except BaseException:
+        job.tell(raised=True)
+        raise
     job.tell(ended=True)
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.fault import RIGHT, Fault, Outcome, Run, named
+from tests.faults.fault import RIGHT, Fault, Outcome, Run, Verdict, named, shortfalls
 from tests.faults.judge import judge
 
 TIMEOUT = 15.0
@@ -33,7 +33,7 @@ def off(value: float) -> list[dict[str, Any]]:
         (Outcome.CORRUPT, seen(told=(GOOD, off(float("nan"))))),
         # An error comes too late for an optimizer that has stepped.
         (Outcome.CORRUPT, seen((1, 1), told=(off(0.1), GOOD), printed=(TOLD, TOLD))),
-        (Outcome.CORRUPT, seen(told=([*GOOD[:1], {"at": 2.0, "same": [1]}, GOOD[2]], GOOD))),
+        (Outcome.CORRUPT, seen(told=([GOOD[0], {"at": 2.0, "same": [1]}, GOOD[2]], GOOD))),
         (Outcome.NAMED, seen((1, 1), printed=(TOLD, TOLD))),
         (Outcome.UNNAMED, seen((1, 1), printed=(TOLD, "Connection closed by peer"))),
         (Outcome.UNNAMED, seen((1, 0), printed=(TOLD, TOLD))),
@@ -58,6 +58,28 @@ def test_seconds_count_from_the_fault_to_the_last_end() -> None:
     planted = [GOOD[0], {"at": 2.5, "planted": True}, GOOD[2]]
     assert judge(FAULT, seen(told=(GOOD, planted)), TIMEOUT).seconds == 2.0
     assert judge(FAULT, seen(), TIMEOUT).seconds == 3.5
+
+
+def test_seconds_to_the_error_and_to_the_end_are_told_apart() -> None:
+    raised = [*GOOD[:2], {"at": 2.25, "raised": True}]
+    verdict = judge(FAULT, seen((1, 1), told=(raised, raised), printed=(TOLD, TOLD)), TIMEOUT)
+    assert (verdict.seconds, verdict.gone) == (1.2, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "says"),
+    [
+        (Verdict(Outcome.NAMED, 2.0, 0, "", 4.9), []),
+        (Verdict(Outcome.RIGHT, 2.0, 0, ""), ["right, expected named error"]),
+        (Verdict(Outcome.NAMED, 2.1, 0, ""), ["it took 2.1 s"]),
+        (Verdict(Outcome.NAMED, 2.0, 0, "", 5.1), ["the last rank ended after 5.1 s"]),
+        (Verdict(Outcome.NAMED, 2.0, 1, ""), ["1 processes outlived the ranks"]),
+    ],
+)
+def test_what_falls_short_is_said(verdict: Verdict, says: list[str]) -> None:
+    short = shortfalls(named("word", within=2.0), verdict)
+    assert [any(one.startswith(text) for one in short) for text in says] == [True] * len(short)
+    assert len(short) == len(says)
 
 
 def test_no_error_is_named_where_no_words_are_asked_for() -> None:
