@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named", "shortfalls"]
 
-ENDING = 3.0  # seconds that an interpreter may take to end
+ENDING = 10.0  # seconds that interpreters may take to end on a busy machine
 
 
 class Outcome(Enum):
@@ -30,14 +30,15 @@ class Expected:
     """What dpfuse owes."""
 
     outcome: Outcome
-    words: tuple[str, ...] = ()  # in the error of every rank, or in what it printed; in capitals or not
+    # In what every rank prints, in capitals or not; {peer} is the other rank.
+    words: tuple[str, ...] = ()
     within: float = 0.0  # seconds from the fault until every rank knows
 
 
 RIGHT = Expected(Outcome.RIGHT)
 
 
-def named(*words: str, within: float = 2.0) -> Expected:
+def named(*words: str, within: float = 5.0) -> Expected:
     """An error on every rank that has all of `words`, in so many seconds."""
     return Expected(Outcome.NAMED, words, within)
 

@@ -30,7 +30,6 @@ def judge(fault: Fault, run: Run, timeout: float) -> Verdict:
 
 def _outcome(fault: Fault, run: Run, judged: list[int], gone: float, timeout: float) -> tuple[Outcome, str]:
     codes = [run.codes[rank] for rank in judged]
-    texts = [_text(run, rank) for rank in judged]
     said = "\n".join(f"rank {rank}, exit code {run.codes[rank]}: {_text(run, rank)}" for rank in range(len(run.codes)))
     wrong = [line["off"] for lines in run.told for line in lines if "off" in line and not line["off"] <= TOLERANCE]
     same = {str([line["same"] for line in lines if "same" in line]) for lines in run.told}
@@ -49,7 +48,8 @@ def _outcome(fault: Fault, run: Run, judged: list[int], gone: float, timeout: fl
         return Outcome.HANG, f"only the time-out of the process group ended it\n{said}"
     if not all(codes):
         return Outcome.UNNAMED, f"an error on some ranks only\n{said}"
-    missing = {word for word in fault.expected.words for text in texts if word.lower() not in text.lower()}
+    words = {rank: [word.format(peer=1 - rank) for word in fault.expected.words] for rank in judged}
+    missing = {word for rank in judged for word in words[rank] if word.lower() not in _text(run, rank).lower()}
     if missing or not fault.expected.words:
         return Outcome.UNNAMED, f"not said: {sorted(missing)}\n{said}"
     return Outcome.NAMED, said

@@ -69,10 +69,10 @@ def test_seconds_to_the_error_and_to_the_end_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("verdict", "says"),
     [
-        (Verdict(Outcome.NAMED, 2.0, 0, "", 4.9), []),
+        (Verdict(Outcome.NAMED, 2.0, 0, "", 11.9), []),
         (Verdict(Outcome.RIGHT, 2.0, 0, ""), ["right, expected named error"]),
         (Verdict(Outcome.NAMED, 2.1, 0, ""), ["it took 2.1 s"]),
-        (Verdict(Outcome.NAMED, 2.0, 0, "", 5.1), ["the last rank ended after 5.1 s"]),
+        (Verdict(Outcome.NAMED, 2.0, 0, "", 12.1), ["the last rank ended after 12.1 s"]),
         (Verdict(Outcome.NAMED, 2.0, 1, ""), ["1 processes outlived the ranks"]),
     ],
 )
