@@ -13,7 +13,7 @@ __all__ = ["BY_NAME", "FAULTS", "STALL_TIMEOUT"]
 
 STALL_TIMEOUT = 4.0  # seconds; longer than the stalls that must be survived
 SILENT = {"stall_timeout": STALL_TIMEOUT}
-AT_STALL = STALL_TIMEOUT + 2  # until everybody has ended
+AT_STALL = STALL_TIMEOUT + 3  # until every rank knows; two are owed, and one is for a busy machine
 CHECKED = {"check_finite": "raise"}
 
 FAULTS = [
@@ -43,13 +43,13 @@ FAULTS = [
     Fault("wrappers_swapped", "1b 9", "rank 1 runs two wrapped models in the other order", paths.wrappers_swapped,
           named("rank 1", "wrapped model number 2")),
     Fault("uneven_steps", "1b 10", "rank 1 has one step less and waits in a barrier", paths.uneven_steps,
-          named("rank 1", within=AT_STALL), SILENT),
+          named("rank 1", "barrier", within=10), SILENT, victims=(1,)),
     Fault("exception_exit", "1b 11", "rank 1 raises between two steps and ends", paths.exception_exit,
           named("rank 1", "ValueError: planted", within=5), victims=(1,)),
     Fault("exception_mid_backward_caught", "1b 12", "rank 1's backward fails, and it goes on with the next batch",
           paths.exception_mid_backward_caught, named("rank 1")),
     Fault("kill_mid_backward", "1b 13", "rank 1 is killed in the middle of a backward", paths.kill_mid_backward,
-          named("rank 1", within=5), victims=(1,)),
+          named("rank 1 ended", within=5), victims=(1,)),
     Fault("freeze_rank", "1b 14", "rank 1 is stopped in the middle of a backward, and continued at the end",
           paths.freeze_rank, named("rank 1", within=AT_STALL), SILENT, victims=(1,)),
     Fault("stall_short", "1b 15", f"rank 1 sleeps for {silences.STALL:g} s", silences.stall_short, RIGHT, SILENT),

@@ -35,8 +35,8 @@ def plain(job: Job) -> None:
 def steps_through_a_fault(job: Job) -> None:
     """Steps before the network has its fault, during it, and after it."""
     model = job.wrap(Net())
-    job.step(model)
-    (job.folder / f"ready-{job.rank}").touch()
-    for _ in range(30):
+    for number in range(40):
         job.step(model)
         time.sleep(0.1)
+        if number == 10:
+            (job.folder / f"ready-{job.rank}").touch()
