@@ -1,7 +1,7 @@
 """A process that has imported torch and forks the ranks of one fault after another: they start in no time.
 
-Reads one request per line, as JSON, and answers each with what it saw. A forked rank leaves by the end of this very
-program, as an ordinary one does: with the hooks of the interpreter, its exit code, and what C++ does at the end.
+Reads one request per line, as JSON, and answers each with what it saw. A forked rank that fails leaves by the end of
+this very program, as an ordinary one does: with the hooks of the interpreter, its exit code, and what C++ does at the end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # torch's wrapper, and its checkpoints, import it when they are first used
 import torch.distributed as dist
 
+from dpfuse.distributed.rank import end_process
 from tests.faults.faults import BY_NAME
 from tests.faults.job import Job
 
@@ -84,6 +85,8 @@ def play(rank: int, request: dict[str, Any]) -> None:
         job.tell(raised=True)
         raise
     job.tell(ended=True)
+    if not request.get("whole"):
+        end_process(0)  # as under the launcher; to take an interpreter apart takes longer than most programs
     dist.destroy_process_group()
 
 
