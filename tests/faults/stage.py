@@ -1,7 +1,7 @@
 """A process that has imported torch and forks the ranks of one fault after another: they start in no time.
 
 Reads one request per line, as JSON, and answers each with what it saw. A forked rank that fails leaves by the end of
-this very program, as an ordinary one does: with the hooks of the interpreter, its exit code, and what C++ does at the end.
+this very program, as an ordinary one does: with hooks and exit code of the interpreter, and what C++ does at its end.
 """
 
 from __future__ import annotations
