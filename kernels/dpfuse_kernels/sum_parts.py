@@ -36,6 +36,7 @@ def _sum_parts_kernel(
     start = (first_program + tl.program_id(0).to(tl.int64)) * CHUNK
     length = tl.minimum(numel - start, CHUNK).to(tl.int32)
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
+    stride = numel.to(tl.int64) * SIZE
     source = parts_address + start * SIZE
     target = out_address + start * SIZE
     lane = tl.arange(0, CHUNK)
@@ -46,14 +47,14 @@ def _sum_parts_kernel(
         # From the first part on, not from zero: the sum of negative zeros is negative zero.
         total = tl.load(source_ptr + lane, mask=whole).to(SUM)
         for _ in range(1, count):
-            source += numel * SIZE
+            source += stride
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
             total += tl.load(source_ptr + lane, mask=whole).to(SUM)
         tl.store(tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane, total.to(WIRE), mask=whole)
     else:
         total = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
         for _ in range(1, count):
-            source += numel * SIZE
+            source += stride
             total += tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
         tl.store(target.to(tl.pointer_type(WIRE)) + lane, total.to(WIRE), mask=lane < length)
 
