@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -17,6 +18,8 @@ from torch import nn
 
 import dpfuse
 from bench.network import Network, simulated_network
+from dpfuse import collective
+from dpfuse.ordered_bucket import _OrderedSum
 from dpfuse.plan import plan_buckets
 from tests.distributed.random_models import (
     RandomModel,
@@ -353,6 +356,31 @@ def a_copy_is_deterministic_too(rank, size):
 
 def test_a_copy_is_deterministic_too(ranks):
     ranks(a_copy_is_deterministic_too, size=3)
+
+
+def queued_at_once(rank, size):
+    """What follows on a GPU, with streams that are none: nobody has to wait before everything is under way."""
+    made = []
+    gather = collective.start_all_gather_into
+    flat = torch.arange(8.0 * size) + rank
+    expected = added_in_rank_order(size * flat, size)
+    entered = mock.Mock(side_effect=nullcontext)
+    with (
+        mock.patch.object(torch.cuda, "stream", entered),
+        mock.patch.object(collective, "start_all_gather_into", lambda *args: made.append(gather(*args)) or made[-1]),
+    ):
+        work = _OrderedSum(flat, torch.empty_like(flat), dist.group.WORLD, "stream")
+        assert len(made) == 1
+        assert not work.get_future().done()
+        work.wait()
+    entered.assert_called_once_with("stream")
+    assert len(made) == 1
+    assert work.get_future().done()
+    assert torch.equal(flat, expected)
+
+
+def test_on_a_stream_the_gather_is_queued_when_the_bucket_is_sent(ranks):
+    ranks(queued_at_once, size=3)
 
 
 def counted(rank, size):
