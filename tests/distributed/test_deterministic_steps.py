@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -171,6 +173,33 @@ def queued_at_once(rank, size):
 
 def test_on_a_stream_the_gather_is_queued_when_the_bucket_is_sent(ranks):
     ranks(queued_at_once, size=3)
+
+
+def waited_for_in_slices(rank, size):
+    """As who wants to look around now and then."""
+    flat = torch.full((8 * size,), rank + 1.0)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.2)
+    work = _OrderedSum(flat, torch.empty_like(flat), dist.group.WORLD, None)
+    too_short = 0
+    while True:
+        try:
+            assert work.wait(timedelta(milliseconds=30))
+            break
+        except RuntimeError:
+            assert not work.is_completed()  # else it had failed
+            too_short += 1
+        if rank == 1:
+            time.sleep(0.1)
+    assert work.is_completed()
+    assert work.get_future().done()
+    assert flat.tolist() == [sum(range(1, size + 1))] * len(flat)
+    return too_short
+
+
+def test_it_can_be_waited_for_again_when_the_time_was_too_short(ranks):
+    assert ranks(waited_for_in_slices, size=2)[0] >= 3
 
 
 def counted(rank, size):
