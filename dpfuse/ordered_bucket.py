@@ -62,9 +62,14 @@ class _OrderedSum(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether nobody has to wait, or it is in vain."""
-        if self._gather is None:
-            return self._exchange.is_completed() and not self._exchange.is_success()
-        return self._gather.is_completed()
+        if self._gather is not None:
+            return self._gather.is_completed()
+        if self._exchange.is_completed():
+            try:
+                self._exchange.wait()
+            except RuntimeError:
+                return True
+        return False
 
     def get_future(self) -> Future[Any]:
         """Done when somebody has waited for the sum."""

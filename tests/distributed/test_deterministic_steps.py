@@ -202,6 +202,20 @@ def test_it_can_be_waited_for_again_when_the_time_was_too_short(ranks):
     assert ranks(waited_for_in_slices, size=2)[0] >= 3
 
 
+def test_it_is_told_from_one_that_has_failed(group):
+    exchange = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed"), "is_completed.return_value": False})
+    flat = torch.ones(8)
+    with mock.patch.object(collective, "start_all_to_all", return_value=exchange):
+        work = _OrderedSum(flat, torch.empty_like(flat), dist.group.WORLD, None)
+    assert not work.is_completed()
+    exchange.is_completed.return_value = True
+    with pytest.raises(RuntimeError, match="connection closed"):
+        work.wait()
+    assert work.is_completed()
+    exchange.wait.side_effect = None  # it has come to an end just now: the gather is still to come
+    assert not work.is_completed()
+
+
 def counted(rank, size):
     times = []
     for deterministic in (True, False):
