@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-from dpfuse import collective
+from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
+from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
@@ -76,6 +77,8 @@ class GradBucket:
         self._handed_out = False  # whether the views were handed out when the bucket was sent
         self.tail = tail
         self.times: BucketObserver | None = None
+        self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
+        self.writers = writers_on(torch.device(bucket.device))
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._views: list[Tensor] = []  # what gradients become: the table's views, as complex numbers where they are
@@ -98,6 +101,7 @@ class GradBucket:
         if empty:
             self._launch_empty(failed)
             return
+        self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
@@ -209,6 +213,11 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
+    def _precede(self) -> None:
+        """Order what is read of gradients from here on behind all that wrote them."""
+        if self.writers is not None:
+            self.writers.precede()
+
     def _target(self, place: int) -> Tensor:
         """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
         assert self._table is not None
@@ -274,9 +283,16 @@ class GradBucket:
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = PointerTable(torch.zeros(numel, dtype=wire, device=self.plan.device), slots, dtype)
+        self._table = PointerTable(self._zeros(numel, wire), slots, dtype)
         self._views = self._gradient_views(self._table)
         return self._table
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        device = torch.device(self.plan.device)
+        # A graph has a pool of its own for what is allocated while it is captured.
+        if not self.registered or capturing():
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return registered_memory.zeros(numel, dtype=dtype, device=device, group=self._group)
 
     def _gradient_views(self, table: PointerTable) -> list[Tensor]:
         if not self._is_complex or not self._keep_views:

@@ -29,6 +29,7 @@ def make_buckets(
     wire: str | None = None,
     views: bool = False,
     tail: bool = False,
+    registered: bool = False,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -40,8 +41,9 @@ def make_buckets(
         wire: name of the dtype that travels; None sends gradients as they are.
         views: whether `.grad` becomes a view of the buffers.
         tail: whether the last bucket carries a `Tail`.
+        registered: whether buffers lie in memory that the group's back end has registered.
     """
-    buckets = []
+    buckets: list[GradBucket] = []
     for order, bucket in enumerate(plan.buckets):
         averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
         is_last = order == len(plan.buckets) - 1
@@ -61,6 +63,7 @@ def make_buckets(
                 label=f"bucket {order}",
             )
         )
+        buckets[-1].registered = registered
     return buckets
 
 

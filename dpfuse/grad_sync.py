@@ -224,6 +224,7 @@ class GradSync:
             wire=self._options.wire,
             views=self._options.gradient_as_bucket_view,
             tail=True,
+            registered=self._options.registered,
         )
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
@@ -307,6 +308,11 @@ class GradSync:
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()
+        for bucket in self.reducer.buckets:
+            if bucket.writers is not None and bucket.plan.params:
+                marker = bucket.writers.noting(markers[bucket.plan.params[0]])
+                for index in bucket.plan.params:
+                    markers[index] = marker
         if self._recorder is not None:
             markers = self._recorder.stamped(markers)
         for marker in markers:

@@ -161,6 +161,7 @@ class HookedSparseBucket(HookedBucket):
     ) -> None:
         """Call the hook with the gradient; arguments as for `GradBucket.launch`."""
         self._hook.check()
+        self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         (param,), (name,) = self.params, self._names
         grad = None if empty else param.grad

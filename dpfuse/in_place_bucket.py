@@ -80,6 +80,7 @@ class InPlaceBucket(GradBucket):
         self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
     ) -> None:
         """Pack the small gradients and start the all-reduce of all; arguments as for `GradBucket.launch`."""
+        self._precede()
         self._refused = None
         try:
             # Nothing is written yet: what lies in memory of others is read before anything is reduced.

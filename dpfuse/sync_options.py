@@ -30,6 +30,7 @@ class SyncOptions:
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
     autotune: bool = False  # whether the sizes are only those to begin with
+    registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
