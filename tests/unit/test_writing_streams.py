@@ -100,7 +100,7 @@ def plain(model):
 
 
 def hooked(model):
-    model.register_comm_hook(None, lambda state, comm: done(comm.buffer()))
+    model.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
 
 
 def done(buffer):
