@@ -121,6 +121,9 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, g
     wrote: dict[str, str] = {}  # the stream of each parameter's gradient
     for name, param in model.module.named_parameters():
         param.register_hook(partial(write_on_a_side, streams, sides, wrote, name))
+    main = streams.current
+    # The last gradient is on its stream alone, and its bucket is sent from another one.
+    model.module.table.weight.register_post_accumulate_grad_hook(lambda param: setattr(streams, "current", main))
     move, kinds = GradBucket._move, set()
 
     def launched(bucket, expected, to):
