@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.comm_hook import CommHook
+from dpfuse.early_unpack import side_stream_on
 from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.in_place_bucket import InPlaceBucket
 from dpfuse.plan import BucketPlan
@@ -44,6 +46,7 @@ def make_buckets(
         registered: whether buffers lie in memory that the group's back end has registered.
     """
     buckets: list[GradBucket] = []
+    side = side_stream_on(group, torch.device(plan.buckets[0].device)) if tail else None
     for order, bucket in enumerate(plan.buckets):
         averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
         is_last = order == len(plan.buckets) - 1
@@ -64,6 +67,8 @@ def make_buckets(
             )
         )
         buckets[-1].registered = registered
+        if side is not None and not bucket.sparse:
+            buckets[-1].unpack_early_on(side)
     return buckets
 
 

@@ -20,9 +20,24 @@ class PretendedStream:
         """Note it."""
         self.streams.log.append(f"{self.name} waits for {other.name}")
 
+    def record_event(self) -> PretendedEvent:
+        """One that has not passed yet."""
+        return PretendedEvent()
+
+
+class PretendedEvent:
+    """It has passed once somebody says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        """Has it?"""
+        return self.passed
+
 
 class PretendedStreams:
-    """What `torch.cuda` is asked for of streams, for one device.
+    """What `torch.cuda` is asked for of streams, for one device; the same names.
 
     Attributes:
         log: what happened, in order.
@@ -34,12 +49,20 @@ class PretendedStreams:
         self.current = PretendedStream(self, "main")
         self.initialized = True
 
-    def stream(self, name: str, *, captured: bool = False) -> PretendedStream:
+    def Stream(self, device: torch.device) -> PretendedStream:  # noqa: N802  # torch's name
+        """A new stream, called side."""
+        return self.new("side")
+
+    def current_stream(self, device: torch.device | None = None) -> PretendedStream:
+        """The stream that operations go to."""
+        return self.current
+
+    def new(self, name: str, *, captured: bool = False) -> PretendedStream:
         """A new stream."""
         return PretendedStream(self, name, captured=captured)
 
     @contextmanager
-    def use(self, stream: PretendedStream) -> Iterator[None]:
+    def stream(self, stream: PretendedStream) -> Iterator[None]:
         """Make it the current one."""
         before, self.current = self.current, stream
         try:
@@ -50,7 +73,8 @@ class PretendedStreams:
     def install(self, monkeypatch) -> None:
         """Let torch ask these."""
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(self.current), raising=False)
-        monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: self.current)
-        monkeypatch.setattr("torch.cuda.stream", self.use)
+        monkeypatch.setattr("torch.get_device_module", lambda device=None: self)
+        monkeypatch.setattr("torch.cuda.current_stream", self.current_stream)
+        monkeypatch.setattr("torch.cuda.stream", self.stream)
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: self.initialized)
         monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: self.current.captured)

@@ -46,8 +46,8 @@ def test_the_current_stream_waits_once_for_each_of_the_others(streams):
     writers = WritingStreams(CUDA)
     marked = []
     mark = writers.noting(marked.append)
-    for stream in (side := streams.stream("side"), streams.current, side, streams.stream("other")):
-        with streams.use(stream):
+    for stream in (side := streams.new("side"), streams.current, side, streams.new("other")):
+        with streams.stream(stream):
             mark(stream.name)
     writers.precede()
     assert marked == ["side", "main", "side", "other"]
@@ -68,10 +68,10 @@ def test_one_stream_waits_for_nothing(streams):
 def test_a_captured_stream_waits_only_for_captured_ones(streams):
     writers = WritingStreams(CUDA)
     mark = writers.noting(lambda param: None)
-    for stream in (streams.stream("before the capture"), streams.stream("inside", captured=True)):
-        with streams.use(stream):
+    for stream in (streams.new("before the capture"), streams.new("inside", captured=True)):
+        with streams.stream(stream):
             mark(None)
-    with streams.use(streams.stream("capture", captured=True)):
+    with streams.stream(streams.new("capture", captured=True)):
         writers.precede()
     assert streams.log == ["capture waits for inside"]
 
@@ -79,7 +79,7 @@ def test_a_captured_stream_waits_only_for_captured_ones(streams):
 def test_what_compiled_autograd_traces_notes_nothing(streams, monkeypatch):
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     writers = WritingStreams(CUDA)
-    with streams.use(streams.stream("side")):
+    with streams.stream(streams.new("side")):
         writers.noting(lambda param: None)(None)
     writers.precede()
     assert streams.log == []
@@ -117,7 +117,7 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, g
     streams.initialized = False  # of graphs there is nothing here
     model = dpfuse.DistributedDataParallel(Net(), bucket_cap_mb=8e-5, gradient_as_bucket_view=views)
     prepare(model)
-    sides = itertools.cycle([streams.stream(f"side {i}") for i in range(3)])
+    sides = itertools.cycle([streams.new(f"side {i}") for i in range(3)])
     wrote: dict[str, str] = {}  # the stream of each parameter's gradient
     for name, param in model.module.named_parameters():
         param.register_hook(partial(write_on_a_side, streams, sides, wrote, name))
