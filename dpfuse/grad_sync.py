@@ -15,12 +15,14 @@ from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
+from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
+from dpfuse.phase import Phase
 from dpfuse.plan import BucketPlan, rebuild_plan
-from dpfuse.reducer import Phase, Reducer
+from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
@@ -36,6 +38,7 @@ class GradSync:
         plan: its buckets.
         group: process group.
         options: of the wrapper.
+        canary: of the wrapper.
     """
 
     def __init__(
@@ -44,9 +47,11 @@ class GradSync:
         plan: BucketPlan,
         group: dist.ProcessGroup,
         options: SyncOptions,
+        canary: Canary,
     ) -> None:
         self.plan = plan
         self.group = group
+        self.canary = canary
         self._module = module
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
@@ -71,6 +76,7 @@ class GradSync:
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
+            canary=canary,
             index_of=lambda param: self._indices[id(param)],
             warn_unused=not options.find_unused_parameters,
             open_backward=self._watch.begin,
@@ -92,6 +98,7 @@ class GradSync:
         """
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
+        self.canary.forward_begins()
         if self.reducer.phase is Phase.IDLE:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.
@@ -104,7 +111,8 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
-        watched = self._watch.watch(outputs)
+        watched = self._watch.watch(outputs, self.canary.on_backward())
+        self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 
     def listen_through(self, wrap: Callable[[BackwardListener], BackwardListener]) -> None:
@@ -215,7 +223,7 @@ class GradSync:
     def _make_buckets(self, plan: BucketPlan) -> list[GradBucket]:
         if self.hook is not None:
             views = self._options.gradient_as_bucket_view
-            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views)
+            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views, canary=self.canary)
         return make_buckets(
             plan,
             self._params,
@@ -223,7 +231,7 @@ class GradSync:
             scale=self._options.gradient_scale,
             wire=self._options.wire,
             views=self._options.gradient_as_bucket_view,
-            tail=True,
+            canary=self.canary,
             registered=self._options.registered,
         )
 

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dpfuse import agreement
+from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import GradSync, agree_on_model
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncedModule"]
 
+_counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
+
 
 class SyncedModule(nn.Module):
     """A module whose gradients are averaged over a group in every backward that synchronises.
@@ -45,6 +48,7 @@ class SyncedModule(nn.Module):
     module: nn.Module
     _options: SyncOptions
     tuning: Tuning | None = None
+    _number: int | None = None  # how many were made for the group before; a copy has that of its original
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
@@ -65,7 +69,11 @@ class SyncedModule(nn.Module):
             return
         if fresh:
             agree_on_model(self.module, plan, self._options, group)
-        self._sync = GradSync(self.module, plan, group, self._options)
+        if self._number is None:
+            self._number = _counted.setdefault(group, 0)
+            _counted[group] += 1
+        canary = Canary(self._number, counts_forwards=not self._options.find_unused_parameters)
+        self._sync = GradSync(self.module, plan, group, self._options, canary)
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         finalize(self, self._sync.remove_hooks).atexit = False
 

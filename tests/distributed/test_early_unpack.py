@@ -114,7 +114,7 @@ def test_averaged_gradients_accumulate(ranks):
 
 def replaced(rank, how):
     """The last layer's gradient is replaced while backward goes on, after its bucket was sent and unpacked."""
-    model = WRAPS["small"](Net())
+    model = dpfuse.DataParallel(Net(), None, 0, 0, gradient_as_bucket_view=False)
     last, first = model.module.layers[-1].weight, model.module.layers[0].weight
 
     def replace(grad):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpfuse.buckets import make_buckets
+from dpfuse.canary import Canary
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import plan_buckets
 from dpfuse.registered_memory import VARIABLE, can_register
@@ -74,7 +75,7 @@ def test_another_value_is_refused_by_name(monkeypatch):
 def buckets_over(group, **options):
     plan = plan_buckets([ParamSpec("a", (3,), "float32"), ParamSpec("b", (5,), "float32")])
     params = [torch.zeros(3), torch.zeros(5)]
-    return make_buckets(plan, params, group, tail=True, **options)
+    return make_buckets(plan, params, group, canary=Canary(), **options)
 
 
 def test_a_bucket_lies_there_and_its_padding_is_zero():
