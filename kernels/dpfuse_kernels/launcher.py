@@ -15,7 +15,7 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.pointer_table import PointerTable
 
-__all__ = ["Launcher", "jit"]
+__all__ = ["Launcher", "current_device", "interpreting", "jit", "triton_dtype"]
 
 # What the kernels take, and in which types, before their compile-time arguments.
 ARGUMENTS = {
@@ -133,7 +133,7 @@ class Launcher:
         if not programs:
             return
         key = (kernel, scale != 1.0, *options.items())
-        with _current_device(self._device):
+        with current_device(self._device):
             copy = self.ring.device_copy(addresses)
             arguments = (self._flat_address, copy.data_ptr(), self._rows.data_ptr(), double_bits(scale), programs.start)
             if not self._launch_bound(key, len(programs), arguments):
@@ -198,7 +198,8 @@ def double_bits(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def _current_device(device: torch.device) -> AbstractContextManager[Any]:
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which `device` is the current one; for kernels, which are launched on that."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)

@@ -1,6 +1,7 @@
 """Compiles both kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
-With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures.
+With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
+fills with NaN.
 
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
@@ -36,8 +37,6 @@ def compile_one(
     kernel: str, architecture: int | str, dtype: str, wire: str, shape: tuple[int, int] | None = None
 ) -> dict[str, object]:
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from dpfuse_kernels import PointerTable
@@ -61,20 +60,32 @@ def compile_one(
         function = _unflatten_kernel
         constants["ACCUMULATE"] = kernel.endswith("accumulate")
     signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
+    names = {"kernel": kernel, "architecture": architecture, "dtype": dtype, "wire": wire, "shape": [chunk, warps]}
+    return names | _compile(ASTSource(jit(function), signature, constexprs=constants), architecture, warps)
+
+
+def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
+    import torch
+    from triton.compiler import ASTSource
+
+    from dpfuse_kernels.launcher import jit, triton_dtype
+    from dpfuse_kernels.spoil import CHUNK, WARPS, _spoil_kernel
+
+    constants = {"TENSOR": triton_dtype(getattr(torch, dtype)), "CHUNK": CHUNK}
+    signature = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(jit(_spoil_kernel), signature, constexprs=constants)
+    return {"architecture": architecture, "dtype": dtype} | _compile(source, architecture, WARPS)
+
+
+def _compile(source: object, architecture: int | str, warps: int) -> dict[str, object]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
-    compiled = triton.compile(
-        ASTSource(jit(function), signature, constexprs=constants),
-        target=target,
-        options={"num_warps": warps, "enable_fp_fusion": False},
-    )
+    compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     return {
-        "kernel": kernel,
-        "architecture": architecture,
-        "dtype": dtype,
-        "wire": wire,
-        "shape": [chunk, warps],
         "assembly": assembly,
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
     }
@@ -119,9 +130,16 @@ def every_shape() -> Iterator[dict[str, object]]:
                 yield compile_one(kernel, 90, dtype, wire, shape)
 
 
+def every_spoil() -> Iterator[dict[str, object]]:
+    for architecture in (*NVIDIA, *AMD):
+        for dtype in ("float32", "float16", "bfloat16", "float64"):
+            yield compile_spoil(architecture, dtype)
+
+
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    for row in every_shape() if sys.argv[1:] == ["shapes"] else every_compilation():
+    which = {"shapes": every_shape, "spoil": every_spoil}
+    for row in which[sys.argv[1]]() if sys.argv[1:] else every_compilation():
         print(json.dumps(row), flush=True)
 
 
