@@ -49,6 +49,9 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        check: when a failure of another rank raises where gradients are on a GPU: "deferred" is at the end of the next
+            backward at the latest, and until then this one's gradients are NaN; "strict" waits for the GPU in each
+            backward and raises in the same one. On the CPU that is always so.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -82,6 +85,7 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        check: str = "deferred",
     ) -> None:
         super().__init__()
         if strategy is not None:
@@ -97,6 +101,7 @@ class DataParallel(SyncedModule):
             gradient_scale,
             wire_dtype,
             autotune=auto,
+            checked=check,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

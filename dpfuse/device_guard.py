@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpfuse_kernels import SpoilTable, spoil
 
-__all__ = ["DeviceGuard"]
+__all__ = ["DeviceGuard", "guard_of"]
 
 
 class DeviceGuard:
@@ -34,6 +34,11 @@ class DeviceGuard:
         """Spoil their gradients, if `alarm`, bool of shape [] on their device, is set; waits for nothing."""
         for table, params in self._kinds:
             spoil(table, [_real(param.grad) for param in params], alarm.to(table.device))
+
+
+def guard_of(params: Sequence[Tensor], world_size: int) -> DeviceGuard | None:
+    """One where it is needed: on the CPU errors are raised in the same backward, and a rank alone has no peers."""
+    return DeviceGuard(params) if params[0].device.type == "cuda" and world_size > 1 else None
 
 
 def _width(param: Tensor) -> int:

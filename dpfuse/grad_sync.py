@@ -17,6 +17,7 @@ from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
+from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
@@ -82,6 +83,8 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        self.reducer.strict = options.checked == "strict"
+        self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
@@ -251,6 +254,7 @@ class GradSync:
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
+        self.reducer.guard = guard_of(self._params, self.group.size())
         self._hooks.replace(self._params, self._markers())
 
     def _follow_module(self) -> None:

@@ -58,7 +58,7 @@ class SyncedModule(nn.Module):
         self._require_sync = True
         try:
             plan = check_module(self.module, self._options, group)
-            if group is not None:
+            if group is not None and fresh:  # else nothing is compared, or it was when the original was made
                 device = torch.device(plan.buckets[0].device)
                 self._options = replace(self._options, registered=can_register(group, device))
         except Exception as error:

@@ -39,6 +39,7 @@ ALLOWED = {
     },
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
     "ownership": {"torch"},
+    "device_guard": {"torch", "dpfuse_kernels"},
     "sparse_bucket": {"torch", "averaging", "bucket", "collective"},
     "in_place_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership"},
     "comm_bucket": {"torch"},
@@ -63,7 +64,7 @@ ALLOWED = {
     "grad_sync": {
         "torch", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
-        "canary", "phase", "sync_options",
+        "canary", "phase", "sync_options", "device_guard",
     },
     "tracing": {"torch"},
     "wrapper": {
