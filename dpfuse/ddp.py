@@ -70,6 +70,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
         check: not torch's; as for `DataParallel`.
+        deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -112,6 +113,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         check: str = "deferred",
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -174,6 +176,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             send_buffers_at_start=at_start,
             rule=rule,
             checked=check,
+            deterministic=deterministic,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

@@ -46,9 +46,10 @@ ALLOWED = {
     "comm_hook": {"torch", "comm_bucket"},
     "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook"},
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail"},
+    "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
     "buckets": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",
-        "in_place_bucket", "early_unpack", "canary",
+        "in_place_bucket", "ordered_bucket", "early_unpack", "canary",
     },
     "hooks": {"torch", "collective"},
     "verdict": {"canary"},

@@ -13,10 +13,12 @@ from dpfuse_kernels.flatten import flatten_reference
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.spoil import SpoilTable, spoil_reference
 from dpfuse_kernels.spoil import spoil as spoil_triton
+from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
+from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
 
-__all__ = ["flatten", "spoil", "unflatten", "uses_triton"]
+__all__ = ["flatten", "spoil", "sum_parts", "unflatten", "uses_triton"]
 
 VARIABLE = "DPFUSE_KERNELS"
 
@@ -113,3 +115,19 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) ->
         spoil_triton(table, tensors, alarm)
     else:
         spoil_reference(table, tensors, alarm)
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Add up the rows of `parts` in their order, in float32 (float64 for float64), and round once.
+
+    Arguments, result and errors are those of `dpfuse_kernels.sum_parts.sum_parts`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import sum_parts
+        >>> out = torch.empty(2, dtype=torch.bfloat16)
+        >>> sum_parts(torch.tensor([[1.0, 2], [256, 4], [1, 6]], dtype=torch.bfloat16), out)
+        >>> out
+        tensor([258.,  12.], dtype=torch.bfloat16)
+    """
+    (sum_parts_triton if _choose(out.device) else sum_parts_reference)(parts, out)

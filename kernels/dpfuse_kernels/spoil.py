@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
-from dpfuse_kernels.launcher import current_device, interpreting, jit, triton_dtype
+from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
@@ -143,13 +143,10 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) ->
     except ValueError:  # new addresses cannot be uploaded in a graph
         spoil_reference(table, tensors, alarm)
         return
-    compiled = jit(_spoil_kernel)
-    if table.device.type == "cpu" and not interpreting(compiled):
-        raise ValueError("Triton got tensors on the CPU, expected a GPU. Set TRITON_INTERPRET=1 for its interpreter.")
+    arguments = (alarm.view(torch.uint8), copy, table.rows)
+    constants = {"TENSOR": triton_dtype(table.dtype), "CHUNK": table.chunk}
     with current_device(table.device):
-        compiled[(len(table.rows),)](
-            alarm.view(torch.uint8), copy, table.rows, triton_dtype(table.dtype), table.chunk, num_warps=WARPS
-        )
+        dispatch(_spoil_kernel, table.device, len(table.rows), arguments, constants, WARPS)
     table.launches += 1
 
 

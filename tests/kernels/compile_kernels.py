@@ -1,4 +1,4 @@
-"""Compiles both kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
+"""Compiles the kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
 With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
 fills with NaN.
@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PAIRS = [
@@ -30,6 +30,7 @@ MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", 
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 KERNELS = ("flatten", "unflatten", "unflatten accumulate")
+SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
 
@@ -37,12 +38,11 @@ def compile_one(
     kernel: str, architecture: int | str, dtype: str, wire: str, shape: tuple[int, int] | None = None
 ) -> dict[str, object]:
     import torch
-    from triton.compiler import ASTSource
 
     from dpfuse_kernels import PointerTable
     from dpfuse_kernels.flatten import _flatten_kernel
     from dpfuse_kernels.launch_shape import launch_shape
-    from dpfuse_kernels.launcher import ARGUMENTS, jit, triton_dtype
+    from dpfuse_kernels.launcher import ARGUMENTS, triton_dtype
     from dpfuse_kernels.unflatten import _unflatten_kernel
 
     table = PointerTable(torch.zeros(1, dtype=getattr(torch, wire)), [], getattr(torch, dtype))
@@ -59,33 +59,63 @@ def compile_one(
     if kernel.startswith("unflatten"):
         function = _unflatten_kernel
         constants["ACCUMULATE"] = kernel.endswith("accumulate")
-    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
-    names = {"kernel": kernel, "architecture": architecture, "dtype": dtype, "wire": wire, "shape": [chunk, warps]}
-    return names | _compile(ASTSource(jit(function), signature, constexprs=constants), architecture, warps)
+    row = {"kernel": kernel, "dtype": dtype, "wire": wire}
+    return row | _compiled(function, ARGUMENTS, constants, architecture, chunk, warps)
+
+
+def compile_sum(architecture: int | str, dtype: str) -> dict[str, object]:
+    import torch
+    import triton.language as tl
+
+    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.sum_parts import _sum_parts_kernel
+
+    usual = launch_shape(getattr(torch, dtype), getattr(torch, dtype), 25 << 20)
+    constants = {"WIRE": getattr(tl, dtype), "SUM": getattr(tl, SUM_TYPES[dtype]), "CHUNK": usual.chunk}
+    names = ("parts_address", "out_address", "count", "numel", "first_program")
+    arguments = dict.fromkeys(names, "i64")
+    row = {"kernel": "sum_parts", "dtype": dtype, "wire": dtype}
+    return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, usual.chunk, usual.warps)
 
 
 def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
-    import torch
-    from triton.compiler import ASTSource
+    import triton.language as tl
 
-    from dpfuse_kernels.launcher import jit, triton_dtype
     from dpfuse_kernels.spoil import CHUNK, WARPS, _spoil_kernel
 
-    constants = {"TENSOR": triton_dtype(getattr(torch, dtype)), "CHUNK": CHUNK}
-    signature = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(jit(_spoil_kernel), signature, constexprs=constants)
-    return {"architecture": architecture, "dtype": dtype} | _compile(source, architecture, WARPS)
+    arguments = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64"}
+    constants = {"TENSOR": getattr(tl, dtype), "CHUNK": CHUNK}
+    return {"kernel": "spoil", "dtype": dtype} | _compiled(
+        _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS
+    )
 
 
-def _compile(source: object, architecture: int | str, warps: int) -> dict[str, object]:
+def _compiled(
+    function: Callable[..., None],
+    arguments: dict[str, str],
+    constants: dict[str, object],
+    architecture: int | str,
+    chunk: int,
+    warps: int,
+) -> dict[str, object]:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
+    from dpfuse_kernels.launcher import jit
+
+    signature = arguments | dict.fromkeys(constants, "constexpr")
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    compiled = triton.compile(
+        ASTSource(jit(function), signature, constexprs=constants),
+        target=target,
+        options={"num_warps": warps, "enable_fp_fusion": False},
+    )
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     return {
+        "architecture": architecture,
+        "shape": [chunk, warps],
         "assembly": assembly,
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
     }
@@ -121,6 +151,8 @@ def every_compilation() -> Iterator[dict[str, object]]:
         for dtype, wire in PAIRS:
             for kernel in KERNELS:
                 yield compile_one(kernel, architecture, dtype, wire)
+        for dtype in SUM_TYPES:
+            yield compile_sum(architecture, dtype)
 
 
 def every_shape() -> Iterator[dict[str, object]]:
@@ -132,7 +164,7 @@ def every_shape() -> Iterator[dict[str, object]]:
 
 def every_spoil() -> Iterator[dict[str, object]]:
     for architecture in (*NVIDIA, *AMD):
-        for dtype in ("float32", "float16", "bfloat16", "float64"):
+        for dtype in SUM_TYPES:
             yield compile_spoil(architecture, dtype)
 
 
