@@ -13,6 +13,8 @@ from dpfuse.plan import NO_WISHES
 
 __all__ = ["SyncOptions"]
 
+CHECKS = ("deferred", "strict")
+
 
 @dataclass(frozen=True)
 class SyncOptions:
@@ -30,6 +32,8 @@ class SyncOptions:
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
     autotune: bool = False  # whether the sizes are only those to begin with
+    checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
+    registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
     deterministic: bool = False
 
     def check(self) -> None:
@@ -42,6 +46,11 @@ class SyncOptions:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "deterministic"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        if self.checked not in CHECKS:
+            raise ValueError(
+                f"check must be {' or '.join(map(repr, CHECKS))}, got {self.checked!r}; strict waits for the GPU in "
+                "each backward"
+            )
         try:
             averaging_for("float32", 1, self.gradient_scale)
         except (TypeError, ValueError) as error:
