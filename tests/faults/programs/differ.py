@@ -42,7 +42,7 @@ def model_dtype(job: Job) -> None:
 
 
 def bucket_size(job: Job) -> None:
-    job.steps(job.wrap(Net(), bucket_mb=BUCKET_MB * (3 if job.rank == 1 else 1)))
+    job.steps(job.wrap(Net(), bucket_mb=BUCKET_MB * (2 if job.rank == 1 else 1)))
 
 
 def _normed() -> nn.Module:
