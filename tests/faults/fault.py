@@ -67,7 +67,7 @@ class Fault:
     expected: Expected
     options: Mapping[str, Any] = field(default_factory=dict)
     victims: tuple[int, ...] = ()
-    limit: float = 20.0
+    limit: float = 60.0
     slow: bool = False
     cable: str = ""
 
