@@ -101,7 +101,7 @@ class GradSync:
         """
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        self.canary.forward_begins()
+        self.canary.forward_begins(training=self._module.training)
         if self.reducer.phase is Phase.IDLE:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.

@@ -136,6 +136,7 @@ class Reducer:
     def forget_forwards(self) -> None:
         """Let the next backward be judged by later forwards alone, or by the state of `no_sync()` then."""
         self._recorded = None
+        self._canary.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise although its forward ran inside `no_sync()`.
