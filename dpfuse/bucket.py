@@ -14,9 +14,11 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from dpfuse import collective
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
+from dpfuse.whereabouts import board_of
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
@@ -71,6 +73,7 @@ class GradBucket:
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._names = names
         self._group = group
+        self._board = board_of(group)
         self._averaging = averaging
         self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
@@ -136,7 +139,7 @@ class GradBucket:
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
         with _ranged("dpfuse::wait", self._label):
-            self._work.wait()
+            finish(self._work, self._board, self._table.flat.device.type, last=self.tail is not None)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
+from dpfuse.whereabouts import board_of
 
 __all__ = [
     "FlatBroadcast",
@@ -129,10 +131,14 @@ class _Together(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them; `timeout` is not looked at."""
+        """Wait for all of them, for each of them as long as `timeout` says."""
         for work in self._works:
-            work.wait()
+            work.wait(timeout) if timeout else work.wait()
         return True
+
+    def is_completed(self) -> bool:
+        """Whether all of them are."""
+        return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Done when all of them are."""
@@ -141,13 +147,13 @@ class _Together(dist.Work):
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """The element-wise maximum of `values` over the ranks, in place, finished on return."""
-    group.allreduce([values], _MAX).wait()
+    finish(group.allreduce([values], _MAX), board_of(group), values.device.type)
 
 
 def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's `row`, by rank; all rows have the same shape and dtype."""
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
+    rows, work = start_all_gather(row, group)
+    finish(work, board_of(group), row.device.type)
     return rows
 
 
@@ -161,7 +167,9 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensor` with that of rank `source` of the group."""
-    dist.broadcast(tensor, group=group, group_src=source)
+    work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    assert work is not None
+    finish(work, board_of(group), tensor.device.type)
 
 
 class FlatBroadcast:
@@ -176,6 +184,7 @@ class FlatBroadcast:
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
+        self._board = board_of(group)
         self._device = group_device(group)
         kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for tensor in tensors:
@@ -218,7 +227,7 @@ class FlatBroadcast:
         if not self._staging.numel():
             return
         while self._sent:
-            self._sent.pop().wait()
+            finish(self._sent.pop(), self._board, self._device.type)
         sends = self._group.rank() == source
         # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
         with torch.inference_mode():
@@ -236,7 +245,7 @@ class FlatBroadcast:
             if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
                 self._sent.append(work)
                 return
-            work.wait()
+            finish(work, self._board, self._device.type)
             if not sends:
                 if wire is not self._staging:
                     self._staging.copy_(wire)

@@ -49,6 +49,8 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
+            raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -82,6 +84,7 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         if strategy is not None:
@@ -96,6 +99,7 @@ class DataParallel(SyncedModule):
             broadcast_buffers,
             gradient_scale,
             wire_dtype,
+            stall_timeout=stall_timeout,
             autotune=auto,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)

@@ -69,6 +69,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        stall_timeout: as for `DataParallel`; no argument of torch's.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -109,6 +110,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -170,6 +173,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
+            stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

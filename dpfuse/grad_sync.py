@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.lookout import watch
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
 from dpfuse.plan import BucketPlan, rebuild_plan
@@ -24,6 +26,7 @@ from dpfuse.reducer import Phase, Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
+from dpfuse.whereabouts import Board, Doing, board_of
 
 __all__ = ["GradSync", "agree_on_model"]
 
@@ -36,6 +39,7 @@ class GradSync:
         plan: its buckets.
         group: process group.
         options: of the wrapper.
+        fresh: whether all ranks make it at the same time; else it is a copy.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class GradSync:
         plan: BucketPlan,
         group: dist.ProcessGroup,
         options: SyncOptions,
+        *,
+        fresh: bool = True,
     ) -> None:
         self.plan = plan
         self.group = group
@@ -68,6 +74,7 @@ class GradSync:
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self.board = board_of(group) or Board()
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
@@ -75,6 +82,8 @@ class GradSync:
             warn_unused=not options.find_unused_parameters,
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
+            board=self.board,
+            wrapper=self.board.new_wrapper(options.stall_timeout, copy=not fresh),
         )
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
@@ -90,6 +99,8 @@ class GradSync:
         Raises:
             DPFuseError: the last backward was interrupted here only.
         """
+        self.board.thread = get_ident()
+        self.reducer.tell(Doing.FORWARD)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
         if self.reducer.phase is Phase.IDLE:
@@ -104,6 +115,7 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
+        self.reducer.tell(Doing.LOSS)
         watched = self._watch.watch(outputs)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 
@@ -324,7 +336,7 @@ def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
 
 
 def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
-    """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
+    """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
 
     Raises:
         DPFuseError: on every rank alike, naming rank and first difference.
@@ -334,6 +346,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
+    watch(group)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
     _send(tensors, group)
 

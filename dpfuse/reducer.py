@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpfuse import verdict
 from dpfuse.errors import DPFuseError
 from dpfuse.tracing import leave_untraced
+from dpfuse.whereabouts import Board, Doing, Wrapper
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
@@ -56,6 +57,8 @@ class Reducer:
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
         rebuild: called after the first synchronised backward of a model with the ready order and the number of
             ready marks per parameter; may call `adopt`.
+        board: where to tell the heartbeat how far it has come.
+        wrapper: as which of the group's wrappers.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Reducer:
         warn_unused: bool,
         open_backward: Callable[[], None],
         rebuild: Callable[[list[int], list[int]], None],
+        board: Board | None = None,
+        wrapper: Wrapper | None = None,
     ) -> None:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
@@ -76,6 +81,8 @@ class Reducer:
         self._warn_unused = warn_unused
         self._open_backward = open_backward
         self._rebuild = rebuild
+        self._board = board or Board()
+        self._wrapper = wrapper or self._board.place[0]
         self.rebuilt = False  # whether the buckets are those of the first synchronised backward's ready order
         self._outdated: list[GradBucket] = []  # those in use, once `follow` has brought others
         self._change = ""
@@ -184,6 +191,7 @@ class Reducer:
         """
         if self.phase is Phase.ABANDONED:
             self.drain()
+        self.tell(Doing.BACKWARD)
         sync = self._recorded
         # A backward through none of the watched outputs has no forward of its own.
         if sync is None or (not sync and not announced and self._outputs_watched):
@@ -212,6 +220,7 @@ class Reducer:
         """
         if self.phase is Phase.LOCAL or (not self._any_mark() and not reached_leaves()):
             self._enter(Phase.IDLE)
+            self.tell(Doing.BETWEEN)
             return
         try:
             if self.phase is Phase.CHANGED:
@@ -232,11 +241,13 @@ class Reducer:
             order, marks = list(self._ready), [self._ready.get(i, 0) for i in range(len(self._names))]
             self._reset()
             self._rebuild(order, marks)
+        self.tell(Doing.BETWEEN)
         for action in self.after_delivery:
             action()
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
+        self.tell(Doing.BETWEEN)
         self._enter(Phase.IDLE if self.phase is Phase.LOCAL else Phase.ABANDONED)
 
     def drain(self) -> None:
@@ -257,6 +268,10 @@ class Reducer:
         world_size = self._tail.world_size
         if len(failed) < world_size:
             raise DPFuseError(verdict.interrupted(failed, world_size))
+
+    def tell(self, doing: Doing, bucket: int = -1) -> None:
+        """Tell the heartbeat what is done now."""
+        self._board.place = (self._wrapper, doing, self.completed + 1, bucket)
 
     @property
     def owes_backward(self) -> bool:
@@ -322,6 +337,7 @@ class Reducer:
         self._outdated, self.rebuilt, self._next = [], False, 0
 
     def _launch(self, order: int, *, complete: bool) -> None:
+        self.tell(Doing.BACKWARD, order)
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
@@ -333,7 +349,8 @@ class Reducer:
     def _deliver(self) -> None:
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
-        for bucket in self.buckets:
+        for order, bucket in enumerate(self.buckets):
+            self.tell(Doing.BACKWARD, order)
             bucket.wait()
             error = error or bucket.error  # a communication hook may fail as late as that
             here = error is not None or bool(self._late)

@@ -12,6 +12,7 @@ from dpfuse.averaging import Averaging
 from dpfuse.bucket import BucketState, GradBucket
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
 from dpfuse.plan import Bucket
 from dpfuse.tail import Tail
 
@@ -81,7 +82,7 @@ class TailBucket(GradBucket):
             work = collective.all_reduce(flat, self._group)
             if self.times is not None:
                 self.times.sent([flat], work, is_last=True)
-            work.wait()
+            finish(work, self._board, flat.device.type, last=True)
         except RuntimeError as error:
             if errors:
                 raise DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}") from errors[0]

@@ -60,7 +60,7 @@ class SyncedModule(nn.Module):
             return
         if fresh:
             agree_on_model(self.module, plan, self._options, group)
-        self._sync = GradSync(self.module, plan, group, self._options)
+        self._sync = GradSync(self.module, plan, group, self._options, fresh=fresh)
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         finalize(self, self._sync.remove_hooks).atexit = False
 
@@ -84,6 +84,9 @@ class SyncedModule(nn.Module):
             outputs = call(*inputs, **kwargs)
             set_tracer(None)
             sync.after_forward(outputs)
+        except Exception as error:
+            sync.board.error = f"{type(error).__name__}: {error}"
+            raise
         finally:
             set_tracer(tracer)
         return outputs
