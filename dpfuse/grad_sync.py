@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,17 +15,19 @@ from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
+from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.lookout import watch
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
+from dpfuse.phase import Phase
 from dpfuse.plan import BucketPlan, rebuild_plan
-from dpfuse.reducer import Phase, Reducer
+from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
-from dpfuse.whereabouts import Board, Doing, board_of
+from dpfuse.whereabouts import Doing, Track, board_of
 
 __all__ = ["GradSync", "agree_on_model"]
 
@@ -39,7 +40,7 @@ class GradSync:
         plan: its buckets.
         group: process group.
         options: of the wrapper.
-        fresh: whether all ranks make it at the same time; else it is a copy.
+        canary: of the wrapper.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class GradSync:
         plan: BucketPlan,
         group: dist.ProcessGroup,
         options: SyncOptions,
-        *,
-        fresh: bool = True,
+        canary: Canary,
     ) -> None:
         self.plan = plan
         self.group = group
+        self.canary = canary
         self._module = module
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
@@ -74,16 +75,16 @@ class GradSync:
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
-        self.board = board_of(group) or Board()
+        self.track = Track(board_of(group), canary.wrapper, options.stall_timeout)
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
+            canary=canary,
             index_of=lambda param: self._indices[id(param)],
             warn_unused=not options.find_unused_parameters,
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
-            board=self.board,
-            wrapper=self.board.new_wrapper(options.stall_timeout, copy=not fresh),
+            track=self.track,
         )
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
@@ -99,10 +100,10 @@ class GradSync:
         Raises:
             DPFuseError: the last backward was interrupted here only.
         """
-        self.board.thread = get_ident()
-        self.reducer.tell(Doing.FORWARD)
+        self.track.begin(self.reducer.completed)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
+        self.canary.forward_begins()
         if self.reducer.phase is Phase.IDLE:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.
@@ -115,8 +116,9 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
-        self.reducer.tell(Doing.LOSS)
-        watched = self._watch.watch(outputs)
+        self.track.tell(Doing.LOSS, self.reducer.completed)
+        watched = self._watch.watch(outputs, self.canary.on_backward())
+        self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 
     def listen_through(self, wrap: Callable[[BackwardListener], BackwardListener]) -> None:
@@ -227,7 +229,7 @@ class GradSync:
     def _make_buckets(self, plan: BucketPlan) -> list[GradBucket]:
         if self.hook is not None:
             views = self._options.gradient_as_bucket_view
-            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views)
+            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views, canary=self.canary)
         return make_buckets(
             plan,
             self._params,
@@ -235,7 +237,7 @@ class GradSync:
             scale=self._options.gradient_scale,
             wire=self._options.wire,
             views=self._options.gradient_as_bucket_view,
-            tail=True,
+            canary=self.canary,
         )
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:

@@ -157,11 +157,11 @@ class Heartbeat:
                 self._blocked_since = None
             elif self._blocked_since is None:
                 self._blocked_since = now
-        wrapper, doing, step, bucket = moved[0]
+        wrapper, doing, completed, bucket = moved[0]
         waits = moved[1] % 2 == 1 or self._overdue(age)
         blocked = 0.0 if self._blocked_since is None or waits else now - self._blocked_since
         self.status = Status(
-            Doing(doing), step, bucket, wrapper.number, age, waits, wrapper.stall_timeout,
+            doing, completed + 1, bucket, wrapper.number, age, waits, wrapper.stall_timeout,
             self._look.at, self._look.call if blocked else "", blocked,
         )  # fmt: skip
 

@@ -88,8 +88,8 @@ def _ends_within(time: timedelta, work: dist.Work) -> bool:
 
 
 def _blaming(verdict: Verdict, board: Board) -> DPFuseError:
-    wrapper, doing, step, bucket = board.place
-    here = Status(doing, step, bucket, wrapper.number, waits=True)
+    wrapper, doing, completed, bucket = board.place
+    here = Status(doing, completed + 1, bucket, wrapper.number, waits=True)
     error = DPFuseError(f"rank {board.rank} {here} and cannot go on: {verdict.text}")
     error.ranks = verdict.ranks
     return error

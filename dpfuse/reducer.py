@@ -4,46 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from dpfuse import verdict
+from dpfuse.countdown import ENDLESS, Countdown
 from dpfuse.errors import DPFuseError
+from dpfuse.phase import Phase
 from dpfuse.tracing import leave_untraced
-from dpfuse.whereabouts import Board, Doing, Wrapper
+from dpfuse.whereabouts import Doing, Track
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
+    from dpfuse.canary import Canary
     from dpfuse.tail import Report, Tail
 
-__all__ = ["Phase", "Reducer"]
-
-ENDLESS = 1 << 62  # marks that a countdown survives when nothing is to happen at its end
-
-
-class Phase(Enum):
-    """What the backward that is open, if any, means for the reducer."""
-
-    IDLE = auto()  # none is open; the next ready mark opens one
-    LOCAL = auto()  # it does not synchronise; marks mean nothing
-    RECORDING = auto()  # the first that synchronises: marks are recorded, all is sent at its end
-    CHANGED = auto()  # like RECORDING, but first the buckets of the model before are sent, empty
-    REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
-    ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
+__all__ = ["Reducer"]
 
 
 RECORDERS = (Phase.RECORDING, Phase.CHANGED)
-
-
-class _Countdown:
-    """Ready marks that a bucket still waits for. Below zero: it got more of them than expected."""
-
-    __slots__ = ("expected", "launched", "pending")
-
-    def __init__(self, expected: int) -> None:
-        self.expected = expected
-        self.pending = 0
-        self.launched = False
 
 
 class Reducer:
@@ -52,13 +30,13 @@ class Reducer:
     Args:
         buckets: in communication order; the last one carries the tail.
         names: of the parameters, by registration index.
+        canary: counts what the tail tells of.
         index_of: the registration index of what a ready mark is called with.
         warn_unused: whether to warn, once, of parameters without gradient.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
         rebuild: called after the first synchronised backward of a model with the ready order and the number of
             ready marks per parameter; may call `adopt`.
-        board: where to tell the heartbeat how far it has come.
-        wrapper: as which of the group's wrappers.
+        track: where to tell the heartbeat how far it has come.
     """
 
     def __init__(
@@ -66,23 +44,23 @@ class Reducer:
         buckets: Sequence[GradBucket],
         names: Sequence[str],
         *,
+        canary: Canary,
         index_of: Callable[[Any], int],
         warn_unused: bool,
         open_backward: Callable[[], None],
         rebuild: Callable[[list[int], list[int]], None],
-        board: Board | None = None,
-        wrapper: Wrapper | None = None,
+        track: Track | None = None,
     ) -> None:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
         self._names = names
+        self._canary = canary
         self._index_of = index_of
         self._warn_unused = warn_unused
         self._open_backward = open_backward
         self._rebuild = rebuild
-        self._board = board or Board()
-        self._wrapper = wrapper or self._board.place[0]
+        self._track = track or Track()
         self.rebuilt = False  # whether the buckets are those of the first synchronised backward's ready order
         self._outdated: list[GradBucket] = []  # those in use, once `follow` has brought others
         self._change = ""
@@ -103,7 +81,7 @@ class Reducer:
         Every marker made before is out of date afterwards.
         """
         self.buckets = list(buckets)
-        self._countdowns = [_Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
+        self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
         self._next = 0
 
     def follow(
@@ -142,7 +120,7 @@ class Reducer:
             by_parameter |= dict.fromkeys(bucket.plan.params, marker)
         return [by_parameter[index] for index in range(len(self._names))]
 
-    def _marker(self, countdown: _Countdown) -> Callable[[Any], None]:
+    def _marker(self, countdown: Countdown) -> Callable[[Any], None]:
         decide = self._decide
 
         def mark_ready(param: Any) -> None:
@@ -175,11 +153,13 @@ class Reducer:
             DPFuseError: that backward failed on some rank.
         """
         warn_unused, self._warn_unused = self._warn_unused, False
+        self._canary.elsewhere = True
         try:
             self.record_forward(True)
             self.open(announced=True)
             self.close(lambda: True)
         finally:
+            self._canary.elsewhere = False
             self._warn_unused = warn_unused
 
     def open(self, *, announced: bool) -> None:
@@ -191,7 +171,6 @@ class Reducer:
         """
         if self.phase is Phase.ABANDONED:
             self.drain()
-        self.tell(Doing.BACKWARD)
         sync = self._recorded
         # A backward through none of the watched outputs has no forward of its own.
         if sync is None or (not sync and not announced and self._outputs_watched):
@@ -218,9 +197,13 @@ class Reducer:
         Raises:
             DPFuseError: this rank or another one failed; no rank's gradients may be used.
         """
-        if self.phase is Phase.LOCAL or (not self._any_mark() and not reached_leaves()):
+        if self.phase is Phase.LOCAL:
+            if any(countdown.pending != ENDLESS for countdown in self._countdowns):
+                self._canary.backward_ends()
             self._enter(Phase.IDLE)
-            self.tell(Doing.BETWEEN)
+            return
+        if not self._any_mark() and not reached_leaves():
+            self._enter(Phase.IDLE)
             return
         try:
             if self.phase is Phase.CHANGED:
@@ -241,14 +224,16 @@ class Reducer:
             order, marks = list(self._ready), [self._ready.get(i, 0) for i in range(len(self._names))]
             self._reset()
             self._rebuild(order, marks)
-        self.tell(Doing.BETWEEN)
         for action in self.after_delivery:
             action()
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
-        self.tell(Doing.BETWEEN)
-        self._enter(Phase.IDLE if self.phase is Phase.LOCAL else Phase.ABANDONED)
+        if self.phase is Phase.LOCAL:
+            self._canary.backward_dies()
+            self._enter(Phase.IDLE)
+        else:
+            self._enter(Phase.ABANDONED)
 
     def drain(self) -> None:
         """Complete the collectives of an abandoned backward, whose peers may wait in them.
@@ -269,10 +254,6 @@ class Reducer:
         if len(failed) < world_size:
             raise DPFuseError(verdict.interrupted(failed, world_size))
 
-    def tell(self, doing: Doing, bucket: int = -1) -> None:
-        """Tell the heartbeat what is done now."""
-        self._board.place = (self._wrapper, doing, self.completed + 1, bucket)
-
     @property
     def owes_backward(self) -> bool:
         """Whether a forward that synchronises still waits for its backward."""
@@ -282,7 +263,7 @@ class Reducer:
     def _tail(self) -> Tail:
         return _tail_of(self.buckets)
 
-    def _decide(self, param: Any, countdown: _Countdown) -> None:
+    def _decide(self, param: Any, countdown: Countdown) -> None:
         if self.phase is Phase.REDUCING:
             if countdown.pending == 0:
                 self._launch_complete()
@@ -328,7 +309,7 @@ class Reducer:
             bucket.discard()
         report = _tail_of(buckets).report(wait=True)
         try:
-            if report.failed or len(report.changed) < self._tail.world_size:
+            if len(report.changed) < self._tail.world_size:
                 raise DPFuseError(self._verdict(report, error)) from error
             self._agree()
         except BaseException:
@@ -337,7 +318,7 @@ class Reducer:
         self._outdated, self.rebuilt, self._next = [], False, 0
 
     def _launch(self, order: int, *, complete: bool) -> None:
-        self.tell(Doing.BACKWARD, order)
+        self._track.tell(Doing.BACKWARD, self.completed, order)
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
@@ -350,7 +331,7 @@ class Reducer:
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
         for order, bucket in enumerate(self.buckets):
-            self.tell(Doing.BACKWARD, order)
+            self._track.tell(Doing.BACKWARD, self.completed, order)
             bucket.wait()
             error = error or bucket.error  # a communication hook may fail as late as that
             here = error is not None or bool(self._late)
@@ -362,7 +343,7 @@ class Reducer:
         if missing and self._tail.deaf:
             error, here = DPFuseError(verdict.unread([self._names[index] for index in sorted(missing)])), True
         report = self._tail.report(wait=here or bool(missing), failed=here)
-        if report.failed or report.changed:
+        if not report.all_well:
             for bucket in held:
                 bucket.discard()
             message = self._verdict(report, error)
@@ -380,6 +361,8 @@ class Reducer:
 
     def _verdict(self, report: Report, error: Exception | None) -> str:
         rank, size = self._tail.rank, self._tail.world_size
+        if report.strayed:
+            return verdict.strayed(rank, report.strayed)
         if not report.failed:
             return verdict.changed(rank, size, report.changed, self._change)
         late = [self._names[index] for index in sorted(set(self._late))]
@@ -392,10 +375,13 @@ class Reducer:
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase
+        rests = phase is Phase.IDLE or phase is Phase.ABANDONED
+        self._track.tell(Doing.BETWEEN if rests else Doing.BACKWARD, self.completed)
         for order, countdown in enumerate(self._countdowns):
             countdown.pending = pending[order] if pending else 0
 
     def _reset(self) -> None:
+        self._canary.begin_window()
         self._recorded = None
         self._ready = {}
         self._late = []

@@ -9,7 +9,7 @@ from math import inf
 from threading import get_ident
 from typing import Any, NamedTuple
 
-__all__ = ["Board", "Doing", "Verdict", "Wrapper", "board_of", "put_board"]
+__all__ = ["Board", "Doing", "Track", "Verdict", "Wrapper", "board_of", "put_board"]
 
 
 class Doing(IntEnum):
@@ -24,7 +24,7 @@ class Doing(IntEnum):
 class Wrapper(NamedTuple):
     """One wrapper of a group."""
 
-    number: int  # from 0, in the order in which they were made
+    number: int  # in the order in which they were made
     stall_timeout: float  # seconds
 
 
@@ -49,22 +49,43 @@ class Board:
         self.rank = rank
         self.patient = patient
         # By the thread that trains.
-        # Wrapper, what it does, the synchronised backward that is running or comes next (from 1), the bucket last sent
-        # or waited for (-1: none). A new tuple for each move, so that the same object means that nothing has moved.
-        self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, inf), Doing.BETWEEN, 1, -1)
+        # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). A new tuple for each move, so
+        # that the same object means that nothing has moved.
+        self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, inf), Doing.BETWEEN, 0, -1)
         self.waits = 0  # waits begun and ended for the peers: odd while it waits
         self.thread = get_ident()
         self.reached: Callable[[], bool] | None = None  # have the collectives, which nobody waits for, come to an end?
         self.error = ""  # what last ended a forward
-        self.wrappers = 0
         # By the heartbeat.
         self.verdict: Verdict | None = None
         self.explain: Callable[[], Verdict | None] = lambda: None  # why a collective failed, after a moment
 
-    def new_wrapper(self, stall_timeout: float, *, copy: bool = False) -> Wrapper:
-        """A wrapper of this group. A copy, which some ranks may make alone, does not count."""
-        self.wrappers += not copy
-        return Wrapper(max(0, self.wrappers - 1), stall_timeout)
+
+class Track:
+    """What one wrapper writes on the board of its group.
+
+    Args:
+        board: None where there is no heartbeat; then it is written for nobody.
+        number: of the wrapper.
+        stall_timeout: of the wrapper, in seconds.
+    """
+
+    def __init__(self, board: Board | None = None, number: int = 0, stall_timeout: float = inf) -> None:
+        self._board = board or Board()
+        self._wrapper = Wrapper(number, stall_timeout)
+
+    def tell(self, doing: Doing, completed: int, bucket: int = -1) -> None:
+        """This is done now, after so many synchronised backwards; on the hot path."""
+        self._board.place = (self._wrapper, doing, completed, bucket)
+
+    def begin(self, completed: int) -> None:
+        """A forward begins, in the thread that trains."""
+        self._board.thread = get_ident()
+        self._board.place = (self._wrapper, Doing.FORWARD, completed, -1)
+
+    def failed(self, error: Exception) -> None:
+        """A forward died of an exception, of which the process may end without a word."""
+        self._board.error = f"{type(error).__name__}: {error}"
 
 
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
