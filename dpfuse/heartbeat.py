@@ -25,11 +25,12 @@ __all__ = ["Heartbeat"]
 BEAT = 0.5  # seconds between two heartbeats of a rank
 RANKS_PER_BEAT = 512  # of more than so many, each sends fewer, so that the hub has as much to do
 LOOK_AFTER = 1.0  # seconds at one place after which the thread that trains is looked at
+QUERY_AFTER = 2.0  # seconds at one place after which its device is asked; one that moves is not disturbed
 IDLE_CPU = 0.02  # seconds of processor time between two heartbeats up to which a thread counts as blocked
 GAP = 1.0  # seconds between two turns, beyond BEAT, that are no peer's silence but our own
 EXPLAIN_WITHIN = 2.0  # seconds in which the news of a peer's end comes, when a collective has failed
 REMIND_AFTER = 60.0  # seconds between two warnings
-GRACE = 3.0  # seconds that the thread that trains gets to end with an error of its own
+GRACE = 2.0  # seconds that the thread that trains gets to end with an error of its own
 
 
 class Heartbeat:
@@ -168,8 +169,8 @@ class Heartbeat:
     def _overdue(self, age: float) -> bool:
         """Whether collectives that nobody waits for on the CPU have not come to an end."""
         reached = self._board.reached
-        if reached is None or age < LOOK_AFTER:
-            return False  # as long as a rank moves nothing is asked of its device, which may be capturing a graph
+        if reached is None or age < QUERY_AFTER:
+            return False
         try:
             done = reached()
         except RuntimeError:
@@ -184,6 +185,8 @@ class Heartbeat:
             if self._board.verdict is None and self.status.waits:
                 self._board.verdict = Verdict(finding.text, finding.ranks)
                 self._fatal_at = now
+                with self._news:
+                    self._news.notify_all()
         elif now >= self._warned + REMIND_AFTER or not self._warned:
             self._warned = now
             self._print(f"after {finding.waited:.0f} s {finding.text}")
@@ -206,11 +209,15 @@ class Heartbeat:
         self._wake()
         with self._news:
             self._news.wait_for(self._knows_cause, EXPLAIN_WITHIN)
+        if self._board.verdict is not None:
+            return self._board.verdict
         finding = blame(self._seen(monotonic()))
         return None if finding is None else Verdict(finding.text, finding.ranks)
 
     def _knows_cause(self) -> bool:
-        return any(one.end is not None and not one.end.echo for one in self._seen(monotonic()).values())
+        return self._board.verdict is not None or any(
+            one.end is not None and not one.end.echo for one in self._seen(monotonic()).values()
+        )
 
     def _wake(self) -> None:
         with suppress(OSError):

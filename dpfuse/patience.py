@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from dpfuse import ending
 from dpfuse.diagnosis import Status
 from dpfuse.errors import DPFuseError
+from dpfuse.progress import progress_of
 from dpfuse.whereabouts import Board, Verdict
 
 __all__ = ["finish", "patient_devices"]
@@ -57,7 +56,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         else:
             work.wait()
             if last:
-                board.reached = _progress(work, device)
+                board.reached = progress_of(work, device)
     except DPFuseError:
         raise
     except RuntimeError as error:
@@ -93,15 +92,3 @@ def _blaming(verdict: Verdict, board: Board) -> DPFuseError:
     error = DPFuseError(f"rank {board.rank} {here} and cannot go on: {verdict.text}")
     error.ranks = verdict.ranks
     return error
-
-
-def _progress(work: dist.Work, device: str) -> Callable[[], bool] | None:
-    """What tells whether the collectives up to this one have come to an end on the device."""
-    if device != "cuda":
-        return work.is_completed
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    # Not the work itself: it would keep gradients that travel where they lie.
-    event = torch.cuda.Event()
-    event.record()
-    return event.query

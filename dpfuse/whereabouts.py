@@ -49,8 +49,8 @@ class Board:
         self.rank = rank
         self.patient = patient
         # By the thread that trains.
-        # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). A new tuple for each move, so
-        # that the same object means that nothing has moved.
+        # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). A new
+        # tuple for each move, so that the same object means that nothing has moved.
         self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, inf), Doing.BETWEEN, 0, -1)
         self.waits = 0  # waits begun and ended for the peers: odd while it waits
         self.thread = get_ident()

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
+from tests.distributed.scripts.lame_group import join_lame_group
 
-STEPS = 6
+STEPS = int(os.environ.get("STEPS", "6"))
 WHEN = 3  # the step in which it goes wrong, from 0
 
 what, stall_timeout = sys.argv[1], float(sys.argv[2])
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
+lame = what.startswith("lame")
+group = join_lame_group() if lame else dist.init_process_group("gloo")
 
 
 class Probe(nn.Module):
@@ -67,6 +69,10 @@ print(f"pid={os.getpid()}", flush=True)
 begin = time.monotonic()
 try:
     for step in range(STEPS):
+        if step == WHEN and lame:
+            group.lame = True
+            if faulty:
+                os.kill(os.getpid(), signal.SIGSTOP if what == "lame-freeze" else signal.SIGKILL)
         if step == WHEN and faulty:
             if what == "kill":
                 probe.in_backward = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +92,8 @@ try:
                 sys.exit(7)
         begin = time.monotonic()
         model(torch.ones(4, 8)).sum().backward()
+        if lame and group.lame:
+            time.sleep(40)  # as in reading the loss from the device
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step}", flush=True)
