@@ -37,7 +37,7 @@ def progress_of(work: dist.Work, device: str) -> Callable[[], bool] | None:
 
 def _query(event: torch.cuda.Event) -> bool:
     _permit_queries()
-    return event.query()
+    return bool(event.query())
 
 
 _permitted = threading.local()
