@@ -87,7 +87,8 @@ class TailBucket(GradBucket):
                 self.times.sent([flat], work, is_last=True)
             finish(work, self._board, flat.device.type, last=True)
         except RuntimeError as error:
-            if errors:
+            named = isinstance(error, DPFuseError) and error.ranks  # the rank that ended, of which the hook knew less
+            if errors and not named:
                 raise DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}") from errors[0]
             raise
         if self.times is not None:

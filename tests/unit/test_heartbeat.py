@@ -136,22 +136,22 @@ RUBBISH = [
 ]
 
 
-@pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda rubbish: repr(rubbish[:12]))
-def test_a_stranger_is_hung_up_on_and_changes_nothing(job, rubbish):
-    with job.stranger() as stranger:
-        try:
-            stranger.sendall(rubbish)
-            assert stranger.recv(100) == b""
-        except (ConnectionResetError, BrokenPipeError):
-            pass  # hung up before all of it was read
+def test_strangers_are_hung_up_on_and_change_nothing(job):
+    for rubbish in RUBBISH:
+        with job.stranger() as stranger:
+            try:
+                stranger.sendall(rubbish)
+                assert stranger.recv(100) == b"", rubbish[:20]
+            except (ConnectionResetError, BrokenPipeError):
+                pass  # hung up before all of it was read
     assert job.is_well()
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3, -1, 1.0, True, None, "1", 10**30])
-def test_a_rank_that_is_none_or_here_already_is_hung_up_on(job, rank):
-    with job.stranger() as stranger:
-        stranger.sendall(json.dumps(["hello", job.meeting.token, rank]).encode() + b"\n")
-        assert stranger.recv(100) == b""
+def test_a_rank_that_is_none_or_here_already_is_hung_up_on(job):
+    for rank in (0, 1, 3, -1, 1.0, True, None, "1", 10**30):
+        with job.stranger() as stranger:
+            stranger.sendall(json.dumps(["hello", job.meeting.token, rank]).encode() + b"\n")
+            assert stranger.recv(100) == b"", rank
     assert job.is_well()
 
 

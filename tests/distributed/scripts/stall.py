@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dpfuse
 from tests.distributed.scripts.lame_group import join_lame_group
@@ -58,9 +59,9 @@ def fail() -> None:
 probe = Probe()
 net = nn.Sequential(nn.Linear(8, 8), probe, nn.BatchNorm1d(8), nn.Linear(8, 8))
 options: dict[str, Any] = {"stall_timeout": stall_timeout}
-if what == "hook":
-    model = dpfuse.DistributedDataParallel(net, **options)
-    model.register_comm_hook(None, dpfuse.hooks.allreduce_hook if hasattr(dpfuse.hooks, "allreduce_hook") else None)
+if what.startswith("hook"):
+    model = dpfuse.DistributedDataParallel(net, bucket_cap_mb=0, **options)
+    model.register_comm_hook(None, allreduce_hook)
 else:
     model = dpfuse.DataParallel(net, comm_buffer_size=0, last_comm_buffer_size=0, **options)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -76,9 +77,9 @@ try:
         if step == WHEN and faulty:
             if what == "kill":
                 probe.in_backward = lambda: os.kill(os.getpid(), signal.SIGKILL)
-            elif what in ("raise", "hook"):
+            elif what in ("raise", "hook-raise"):
                 probe.in_forward = fail
-            elif what == "freeze":
+            elif what in ("freeze", "hook-freeze"):
                 probe.in_backward = lambda: os.kill(os.getpid(), signal.SIGSTOP)
             elif what.startswith("hold"):
                 ctypes.PyDLL(None).usleep(int(float(what[4:]) * 1e6))  # with Python's lock
