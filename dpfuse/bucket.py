@@ -74,6 +74,7 @@ class GradBucket:
         self._names = names
         self._group = group
         self._board = board_of(group)
+        self._device_type = torch.device(bucket.device).type
         self._averaging = averaging
         self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
@@ -139,7 +140,7 @@ class GradBucket:
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
         with _ranged("dpfuse::wait", self._label):
-            finish(self._work, self._board, self._table.flat.device.type, last=self.tail is not None)
+            finish(self._work, self._board, self._device_type, last=self.tail is not None)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None

@@ -206,7 +206,7 @@ class HookedSparseBucket(HookedBucket):
         self._move(BucketState.FLIGHT, BucketState.LANDED)
         if self.times is not None:
             self.times.wait_begins(grad)
-        finish(work, self._board, grad.device.type)
+        finish(work, self._board, self._device_type)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None

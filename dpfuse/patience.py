@@ -51,12 +51,12 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         return
     board.waits += 1
     try:
-        if device in board.patient:
-            _wait_in_slices(work, board)
-        else:
+        if device not in board.patient:
             work.wait()
             if last:
                 board.reached = progress_of(work, device)
+        elif not _ends_within_a_slice(work):
+            _wait_on(work, board)
     except DPFuseError:
         raise
     except RuntimeError as error:
@@ -68,22 +68,21 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         board.waits += 1
 
 
-def _wait_in_slices(work: dist.Work, board: Board) -> None:
-    while not _ends_within(SLICE, work):
+def _ends_within_a_slice(work: dist.Work) -> bool:
+    try:
+        work.wait(SLICE)
+        return True
+    except RuntimeError:
+        return False  # it has failed, or is not done
+
+
+def _wait_on(work: dist.Work, board: Board) -> None:
+    while not work.is_completed():
         if board.verdict is not None:
             ending.leave_behind(work)
             raise _blaming(board.verdict, board)
-
-
-def _ends_within(time: timedelta, work: dist.Work) -> bool:
-    try:
-        work.wait(time)
-        return True
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-    work.wait()  # it has failed, or come to an end just now
-    return True
+        _ends_within_a_slice(work)
+    work.wait()  # raises what it has failed of
 
 
 def _blaming(verdict: Verdict, board: Board) -> DPFuseError:

@@ -64,7 +64,7 @@ class SparseBucket(GradBucket):
         assert self._work is not None
         if self.times is not None:
             self.times.wait_begins(self._rows)
-        finish(self._work, self._board, self._rows.device.type)
+        finish(self._work, self._board, self._device_type)
         headers = torch.stack(self._headers)
         counts = [int(count) for count in headers[:, 0].tolist()]
         self._is_dense = bool(headers[:, 1].any())
@@ -75,7 +75,7 @@ class SparseBucket(GradBucket):
         gathered, work = collective.start_all_gather(padded, self._group)
         if self.times is not None:
             self.times.sent([padded], work, is_last=False)
-        finish(work, self._board, padded.device.type, last=self.tail is not None)
+        finish(work, self._board, self._device_type, last=self.tail is not None)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None

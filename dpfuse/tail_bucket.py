@@ -85,7 +85,7 @@ class TailBucket(GradBucket):
             work = collective.all_reduce(flat, self._group)
             if self.times is not None:
                 self.times.sent([flat], work, is_last=True)
-            finish(work, self._board, flat.device.type, last=True)
+            finish(work, self._board, self._device_type, last=True)
         except RuntimeError as error:
             named = isinstance(error, DPFuseError) and error.ranks  # the rank that ended, of which the hook knew less
             if errors and not named:
