@@ -13,6 +13,7 @@ from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.in_place_bucket import InPlaceBucket
+from dpfuse.ordered_bucket import OrderedBucket
 from dpfuse.plan import BucketPlan
 from dpfuse.sparse_bucket import SparseBucket
 from dpfuse.tail import Tail
@@ -30,6 +31,7 @@ def make_buckets(
     wire: str | None = None,
     views: bool = False,
     canary: Canary | None = None,
+    deterministic: bool = False,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -41,6 +43,7 @@ def make_buckets(
         wire: name of the dtype that travels; None sends gradients as they are.
         views: whether `.grad` becomes a view of the buffers.
         canary: what the `Tail` of the last bucket tells of; without, there is none.
+        deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
     """
     buckets = []
     for order, bucket in enumerate(plan.buckets):
@@ -49,8 +52,8 @@ def make_buckets(
         if canary is not None and order == len(plan.buckets) - 1:
             factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
             tail = Tail(group.rank(), group.size(), len(plan.specs), factor, canary)
-        kind = SparseBucket if bucket.sparse else GradBucket
-        if not views and InPlaceBucket.suits(bucket, averaging):
+        kind = SparseBucket if bucket.sparse else OrderedBucket if deterministic else GradBucket
+        if not views and not deterministic and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
         buckets.append(
             kind(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from dpfuse.errors import DPFuseError
 from dpfuse.patience import finish
@@ -24,9 +25,12 @@ __all__ = [
     "all_reduce_together",
     "broadcast",
     "broadcast_flat",
+    "check_all_to_all",
     "group_device",
     "resolve_group",
     "start_all_gather",
+    "start_all_gather_into",
+    "start_all_to_all",
 ]
 
 _SUM = dist.AllreduceOptions()
@@ -163,6 +167,40 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor
     work = dist.all_gather(rows, row, group=group, async_op=True)
     assert work is not None
     return rows, work
+
+
+def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send each rank its part of `flat`, and to fill `parts` with what all send to this one, by rank.
+
+    Both are flat, of one dtype and of one length, a multiple of the number of ranks; the work must be waited for.
+    """
+    return group.alltoall_base(parts, flat, [], [], dist.AllToAllOptions())
+
+
+def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `flat` with every rank's `part`, by rank; `part` may be this rank's place in it."""
+    return group._allgather_base(flat, part, AllgatherOptions())
+
+
+def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Try the collectives of `deterministic=True`; to be called on all ranks.
+
+    Raises:
+        DPFuseError: the back end lacks one of them.
+    """
+    flat = torch.zeros(group.size(), device=device)
+    parts = torch.empty_like(flat)
+    try:
+        finish(start_all_to_all(parts, flat, group), board_of(group), device.type)
+        finish(start_all_gather_into(flat, parts[:1], group), board_of(group), device.type)
+    except DPFuseError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise DPFuseError(
+            f"rank {group.rank()}: deterministic=True needs a back end with all-to-all and all-gather of {device.type} "
+            f"tensors, which {group.name()} did not do: {error}. Use gloo on CPUs and nccl on GPUs, or leave "
+            "deterministic out."
+        ) from error
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:

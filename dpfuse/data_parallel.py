@@ -49,6 +49,9 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
+            bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
+            keep the order of registration. Costs time where all-to-all is slower than all-reduce.
         stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
             raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
@@ -84,6 +87,7 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -101,6 +105,7 @@ class DataParallel(SyncedModule):
             wire_dtype,
             stall_timeout=stall_timeout,
             autotune=auto,
+            deterministic=deterministic,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

@@ -69,6 +69,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
         stall_timeout: as for `DataParallel`; no argument of torch's.
 
     Raises:
@@ -111,6 +112,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        deterministic: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -173,6 +175,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
+            deterministic=deterministic,
             stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes

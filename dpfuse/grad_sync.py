@@ -193,8 +193,13 @@ class GradSync:
         """Let a communication hook reduce the gradients from the next synchronised backward on.
 
         Raises:
-            RuntimeError: there is one already; a backward is running, or was interrupted.
+            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper is deterministic.
         """
+        if self._options.deterministic:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a communication hook was registered with deterministic=True, expected one "
+                f"of the two: {hook.name} adds up as it likes. Leave deterministic out, or register no hook."
+            )
         if self.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
@@ -238,13 +243,14 @@ class GradSync:
             wire=self._options.wire,
             views=self._options.gradient_as_bucket_view,
             canary=self.canary,
+            deterministic=self._options.deterministic,
         )
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
         # waits for the old layout. Gradients that are views keep the old buffers alive until they are freed.
         order, marks = agreement.agree_on_order(order, marks, self.group, self.source)
-        if not self.plan.tuned:
+        if not self.plan.tuned and not self._options.deterministic:
             self.plan = rebuild_plan(self.plan, order)
         self._use_buckets(marks)
 
@@ -341,7 +347,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
 
     Raises:
-        DPFuseError: on every rank alike, naming rank and first difference.
+        DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
     """
     lines = [*describe_options(options), *describe_model(module, plan, options)]
     params, buffers = tensors_of(module, options)
@@ -349,6 +355,8 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
     watch(group)
+    if options.deterministic:
+        collective.check_all_to_all(group, next(iter(params.values())).device)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
     _send(tensors, group)
 

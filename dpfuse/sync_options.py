@@ -31,6 +31,7 @@ class SyncOptions:
     rule: BucketRule = NO_WISHES  # for the buckets
     stall_timeout: float = 60.0  # seconds
     autotune: bool = False  # whether the sizes are only those to begin with
+    deterministic: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -39,7 +40,7 @@ class SyncOptions:
                 f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
                 "for example comm_buffer_size=25"
             )
-        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "deterministic"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
         try:

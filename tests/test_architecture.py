@@ -54,9 +54,10 @@ ALLOWED = {
     "comm_hook": {"torch", "comm_bucket"},
     "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook", "patience"},
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail", "patience"},
+    "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
     "buckets": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",
-        "in_place_bucket", "canary",
+        "in_place_bucket", "ordered_bucket", "canary",
     },
     "hooks": {"torch", "collective"},
     "verdict": {"canary"},

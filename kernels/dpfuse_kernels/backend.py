@@ -10,10 +10,12 @@ from torch import Tensor
 from dpfuse_kernels.flatten import flatten as flatten_triton
 from dpfuse_kernels.flatten import flatten_reference
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
+from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
 
-__all__ = ["flatten", "unflatten", "uses_triton"]
+__all__ = ["flatten", "sum_parts", "unflatten", "uses_triton"]
 
 VARIABLE = "DPFUSE_KERNELS"
 
@@ -28,14 +30,14 @@ def uses_triton(table: PointerTable) -> bool:
         ValueError: DPFUSE_KERNELS holds something else.
     """
     if table.triton is None:
-        table.triton = _choose(table)
+        table.triton = _choose(table.flat)
     return table.triton
 
 
-def _choose(table: PointerTable) -> bool:
+def _choose(flat: Tensor) -> bool:
     choice = os.environ.get(VARIABLE, "")
     if not choice:
-        return table.flat.is_cuda
+        return flat.is_cuda
     if choice not in ("triton", "reference"):
         raise ValueError(f"{VARIABLE} is {choice!r}, expected 'triton' or 'reference'. Correct it, or unset it.")
     return choice == "triton"
@@ -91,3 +93,19 @@ def unflatten(
     plain = matched and scale == 1.0 and not accumulate and table.dtype == table.flat.dtype
     if not (plain and table.host_plan.unpack_matched(tensors, table)):  # type: ignore[arg-type]
         unflatten_reference(table, tensors, scale=scale, accumulate=accumulate)
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Add up the rows of `parts` in their order, in float32 (float64 for float64), and round once.
+
+    Arguments, result and errors are those of `dpfuse_kernels.sum_parts.sum_parts`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import sum_parts
+        >>> out = torch.empty(2, dtype=torch.bfloat16)
+        >>> sum_parts(torch.tensor([[1.0, 2], [256, 4], [1, 6]], dtype=torch.bfloat16), out)
+        >>> out
+        tensor([258.,  12.], dtype=torch.bfloat16)
+    """
+    (sum_parts_triton if _choose(out) else sum_parts_reference)(parts, out)

@@ -20,6 +20,7 @@ WRAPS = {
     "views": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01),
     "private": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, gradient_as_bucket_view=False),
     "torch's face": lambda module: dpfuse.DistributedDataParallel(module, bucket_cap_mb=0.05),
+    "deterministic": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, deterministic=True),
     "bfloat16": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.bfloat16),
 }
 

@@ -1,4 +1,4 @@
-"""Compiles both kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
+"""Compiles the kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
 With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures.
 
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PAIRS = [
@@ -29,6 +29,7 @@ MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", 
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 KERNELS = ("flatten", "unflatten", "unflatten accumulate")
+SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
 
@@ -36,14 +37,11 @@ def compile_one(
     kernel: str, architecture: int | str, dtype: str, wire: str, shape: tuple[int, int] | None = None
 ) -> dict[str, object]:
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from dpfuse_kernels import PointerTable
     from dpfuse_kernels.flatten import _flatten_kernel
     from dpfuse_kernels.launch_shape import launch_shape
-    from dpfuse_kernels.launcher import ARGUMENTS, jit, triton_dtype
+    from dpfuse_kernels.launcher import ARGUMENTS, triton_dtype
     from dpfuse_kernels.unflatten import _unflatten_kernel
 
     table = PointerTable(torch.zeros(1, dtype=getattr(torch, wire)), [], getattr(torch, dtype))
@@ -60,7 +58,40 @@ def compile_one(
     if kernel.startswith("unflatten"):
         function = _unflatten_kernel
         constants["ACCUMULATE"] = kernel.endswith("accumulate")
-    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
+    row = {"kernel": kernel, "dtype": dtype, "wire": wire}
+    return row | _compiled(function, ARGUMENTS, constants, architecture, chunk, warps)
+
+
+def compile_sum(architecture: int | str, dtype: str) -> dict[str, object]:
+    import torch
+    import triton.language as tl
+
+    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.sum_parts import _sum_parts_kernel
+
+    usual = launch_shape(getattr(torch, dtype), getattr(torch, dtype), 25 << 20)
+    constants = {"WIRE": getattr(tl, dtype), "SUM": getattr(tl, SUM_TYPES[dtype]), "CHUNK": usual.chunk}
+    names = ("parts_address", "out_address", "count", "numel", "first_program")
+    arguments = dict.fromkeys(names, "i64")
+    row = {"kernel": "sum_parts", "dtype": dtype, "wire": dtype}
+    return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, usual.chunk, usual.warps)
+
+
+def _compiled(
+    function: Callable[..., None],
+    arguments: dict[str, str],
+    constants: dict[str, object],
+    architecture: int | str,
+    chunk: int,
+    warps: int,
+) -> dict[str, object]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dpfuse_kernels.launcher import jit
+
+    signature = arguments | dict.fromkeys(constants, "constexpr")
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
     compiled = triton.compile(
@@ -70,10 +101,7 @@ def compile_one(
     )
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     return {
-        "kernel": kernel,
         "architecture": architecture,
-        "dtype": dtype,
-        "wire": wire,
         "shape": [chunk, warps],
         "assembly": assembly,
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
@@ -110,6 +138,8 @@ def every_compilation() -> Iterator[dict[str, object]]:
         for dtype, wire in PAIRS:
             for kernel in KERNELS:
                 yield compile_one(kernel, architecture, dtype, wire)
+        for dtype in SUM_TYPES:
+            yield compile_sum(architecture, dtype)
 
 
 def every_shape() -> Iterator[dict[str, object]]:
