@@ -354,7 +354,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
-    watch(group)
+    watch(group, options.stall_timeout)
     if options.deterministic:
         collective.check_all_to_all(group, next(iter(params.values())).device)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]

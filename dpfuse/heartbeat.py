@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from dpfuse.diagnosis import MAX_TEXT, Finding, Seen, Status, blame
 from dpfuse.sighting import Sighting, sight
@@ -30,6 +30,7 @@ IDLE_CPU = 0.02  # seconds of processor time between two heartbeats up to which 
 GAP = 1.0  # seconds between two turns, beyond BEAT, that are no peer's silence but our own
 EXPLAIN_WITHIN = 2.0  # seconds in which the news of a peer's end comes, when a collective has failed
 REMIND_AFTER = 60.0  # seconds between two warnings
+DESTROY = "destroy_process_group"
 GRACE = 2.0  # seconds that the thread that trains gets to end with an error of its own
 
 
@@ -65,7 +66,8 @@ class Heartbeat:
         self._warned = 0.0  # when
         self._stopping = False
         self.status = Status()
-        self._fatal_at: float | None = None
+        self._fatal_at = 0.0  # when the last verdict came
+        self._fatal_for = self._moved  # and where this rank was
         board.explain = self._explain
         self._thread = threading.Thread(target=self._run, name="dpfuse-heartbeat", daemon=True)
 
@@ -101,6 +103,7 @@ class Heartbeat:
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._waker.close()
+        self._selector.close()
         self._board.explain = lambda: None
 
     def _run(self) -> None:
@@ -184,7 +187,7 @@ class Heartbeat:
         if finding.fatal:
             if self._board.verdict is None and self.status.waits:
                 self._board.verdict = Verdict(finding.text, finding.ranks)
-                self._fatal_at = now
+                self._fatal_at, self._fatal_for = now, self._moved
                 with self._news:
                     self._news.notify_all()
         elif now >= self._warned + REMIND_AFTER or not self._warned:
@@ -192,16 +195,21 @@ class Heartbeat:
             self._print(f"after {finding.waited:.0f} s {finding.text}")
 
     def _end_if_stuck(self, now: float) -> None:
-        """Leave, if the thread that trains cannot."""
+        """Leave, if the thread that trains cannot; and take back a verdict that has come too late."""
         verdict = self._board.verdict
-        if verdict is None or self._fatal_at is None or now < self._fatal_at + GRACE:
-            return
-        if self.status.waits or self._blocked_since is not None:
-            self._print(f"rank {self._rank} ends, for it cannot go on: {verdict.text}")
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):
-                    stream.flush()
-            os._exit(1)
+        if verdict is not None and self._moved != self._fatal_for:
+            self._board.verdict = None  # it has raised an error, or what it waited for has come after all
+        elif verdict is not None and self.status.waits and now >= self._fatal_at + GRACE:
+            self._end(verdict.text)
+        elif self._board.gave_up and self._look.call == DESTROY and self.status.blocked >= GRACE:
+            self._end("its process group does not let itself be destroyed")
+
+    def _end(self, why: str) -> NoReturn:
+        self._print(f"rank {self._rank} ends, for it cannot go on: {why}")
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)
 
     def _explain(self) -> Verdict | None:
         """Why a collective has just failed; waits a moment for the news. Called by the thread that trains."""

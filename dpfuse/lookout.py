@@ -18,16 +18,20 @@ from dpfuse.whereabouts import Board, board_of, put_board
 __all__ = ["watch"]
 
 
-def watch(group: dist.ProcessGroup) -> Board:
+def watch(group: dist.ProcessGroup, stall_timeout: float) -> Board:
     """The board of a group, which from now on has a heartbeat; to be called on all its ranks.
 
-    A group of one rank gets none. Nor does one of whose first rank none can be reached, which is said once.
+    A group of one rank gets none. Nor does one whose first rank cannot be reached, which is said once.
+
+    Args:
+        group: process group.
+        stall_timeout: of the wrapper that is being made, in seconds.
     """
     board = board_of(group)
     if board is not None:
         return board
     rank, size = group.rank(), group.size()
-    board = Board(rank, patient_devices(group))
+    board = Board(rank, patient_devices(group), stall_timeout)
     put_board(group, board)
     if size == 1:
         return board

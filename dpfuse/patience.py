@@ -90,4 +90,5 @@ def _blaming(verdict: Verdict, board: Board) -> DPFuseError:
     here = Status(doing, completed + 1, bucket, wrapper.number, waits=True)
     error = DPFuseError(f"rank {board.rank} {here} and cannot go on: {verdict.text}")
     error.ranks = verdict.ranks
+    board.gave_up = True
     return error

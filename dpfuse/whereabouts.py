@@ -43,19 +43,21 @@ class Board:
     Args:
         rank: of this process in the group.
         patient: the types of devices on which waiting for a work of this group can be interrupted.
+        stall_timeout: of the first wrapper, in seconds, as long as it is being made.
     """
 
-    def __init__(self, rank: int = 0, patient: frozenset[str] = frozenset()) -> None:
+    def __init__(self, rank: int = 0, patient: frozenset[str] = frozenset(), stall_timeout: float = inf) -> None:
         self.rank = rank
         self.patient = patient
         # By the thread that trains.
         # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). A new
         # tuple for each move, so that the same object means that nothing has moved.
-        self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, inf), Doing.BETWEEN, 0, -1)
+        self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, stall_timeout), Doing.BETWEEN, 0, -1)
         self.waits = 0  # waits begun and ended for the peers: odd while it waits
         self.thread = get_ident()
         self.reached: Callable[[], bool] | None = None  # have the collectives, which nobody waits for, come to an end?
         self.error = ""  # what last ended a forward
+        self.gave_up = False  # whether it was told that another rank is to blame
         # By the heartbeat.
         self.verdict: Verdict | None = None
         self.explain: Callable[[], Verdict | None] = lambda: None  # why a collective failed, after a moment
