@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
+from dpfuse.early_unpack import side_stream_on
 from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.in_place_bucket import InPlaceBucket
 from dpfuse.ordered_bucket import OrderedBucket
@@ -31,6 +33,7 @@ def make_buckets(
     wire: str | None = None,
     views: bool = False,
     canary: Canary | None = None,
+    registered: bool = False,
     deterministic: bool = False,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
@@ -43,9 +46,11 @@ def make_buckets(
         wire: name of the dtype that travels; None sends gradients as they are.
         views: whether `.grad` becomes a view of the buffers.
         canary: what the `Tail` of the last bucket tells of; without, there is none.
+        registered: whether buffers lie in memory that the group's back end has registered.
         deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
     """
-    buckets = []
+    buckets: list[GradBucket] = []
+    side = side_stream_on(group, torch.device(plan.buckets[0].device)) if canary is not None else None
     for order, bucket in enumerate(plan.buckets):
         averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
         tail = None
@@ -67,6 +72,9 @@ def make_buckets(
                 label=f"bucket {order}",
             )
         )
+        buckets[-1].registered = registered
+        if side is not None and kind in (GradBucket, InPlaceBucket):
+            buckets[-1].unpack_early_on(side)
     return buckets
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,12 +32,14 @@ __all__ = [
     "start_all_gather",
     "start_all_gather_into",
     "start_all_to_all",
+    "waits_on_streams",
 ]
 
 _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 _NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not in every build
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # with which torch's NCCL holds up the host
 ALIGNMENT = 16  # bytes; the largest element, complex128
 LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
@@ -109,6 +112,12 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     for tensor in sums:
         group.allreduce([tensor], _SUM)
     return group._end_coalescing(first.device)
+
+
+def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waiting for a collective of tensors on `device` holds up the current stream only, never the host."""
+    blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
+    return _is_nccl(group, device) and not blocking
 
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -49,6 +49,9 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        check: when a failure of another rank raises where gradients are on a GPU: "deferred" is at the end of the next
+            backward at the latest, and until then this one's gradients are NaN; "strict" waits for the GPU in each
+            backward and raises in the same one. On the CPU that is always so.
         deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
             bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
             keep the order of registration. Costs time where all-to-all is slower than all-reduce.
@@ -87,6 +90,7 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        check: str = "deferred",
         deterministic: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
@@ -105,6 +109,7 @@ class DataParallel(SyncedModule):
             wire_dtype,
             stall_timeout=stall_timeout,
             autotune=auto,
+            checked=check,
             deterministic=deterministic,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)

@@ -69,6 +69,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
         stall_timeout: as for `DataParallel`; no argument of torch's.
 
@@ -112,6 +113,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        check: str = "deferred",
         deterministic: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
@@ -175,6 +177,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
+            checked=check,
             deterministic=deterministic,
             stall_timeout=stall_timeout,
         )

@@ -17,6 +17,7 @@ from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
+from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
 from dpfuse.lookout import watch
 from dpfuse.model_change import ModelChange
@@ -84,8 +85,10 @@ class GradSync:
             warn_unused=not options.find_unused_parameters,
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
-            track=self.track,
         )
+        self.reducer.track = self.track
+        self.reducer.strict = options.checked == "strict"
+        self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
@@ -103,7 +106,7 @@ class GradSync:
         self.track.begin(self.reducer.completed)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        self.canary.forward_begins()
+        self.canary.forward_begins(training=self._module.training)
         if self.reducer.phase is Phase.IDLE:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.
@@ -243,6 +246,7 @@ class GradSync:
             wire=self._options.wire,
             views=self._options.gradient_as_bucket_view,
             canary=self.canary,
+            registered=self._options.registered,
             deterministic=self._options.deterministic,
         )
 
@@ -262,6 +266,7 @@ class GradSync:
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
+        self.reducer.guard = guard_of(self._params, self.group.size())
         self._hooks.replace(self._params, self._markers())
 
     def _follow_module(self) -> None:
@@ -327,6 +332,11 @@ class GradSync:
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()
+        for bucket in self.reducer.buckets:
+            if bucket.writers is not None and bucket.plan.params:
+                marker = bucket.writers.noting(markers[bucket.plan.params[0]])
+                for index in bucket.plan.params:
+                    markers[index] = marker
         if self._recorder is not None:
             markers = self._recorder.stamped(markers)
         for marker in markers:

@@ -41,41 +41,46 @@ class _OrderedSum(dist.Work):
         self._future: Future[Any] = Future()
         self._exchange = collective.start_all_to_all(parts, flat, group)
         self._gather: dist.Work | None = None
-        self._failed = False  # whether the exchange has
         if stream is not None:
             with torch.cuda.stream(stream):
-                self._add_up()
+                self._exchange.wait()
+                self._gather = self._add_up()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the sum, for each of its two collectives as long as `timeout` says."""
+        """Wait for the sum, for each of its two collectives as long as `timeout` says, and again if that was too short.
+
+        Raises:
+            RuntimeError: it took longer, or failed, as `is_completed` tells then.
+        """
         if self._gather is None:
-            self._add_up(timeout)
-        assert self._gather is not None
+            _wait(self._exchange, timeout)
+            self._gather = self._add_up()
         _wait(self._gather, timeout)
         if not self._future.done():
             self._future.set_result([self._flat])
         return True
 
     def is_completed(self) -> bool:
-        """Whether waiting ends at once."""
-        return self._failed if self._gather is None else self._gather.is_completed()
+        """Whether nobody has to wait, or it is in vain."""
+        if self._gather is not None:
+            return self._gather.is_completed()
+        if self._exchange.is_completed():
+            try:
+                self._exchange.wait()
+            except RuntimeError:
+                return True
+        return False
 
     def get_future(self) -> Future[Any]:
         """Done when somebody has waited for the sum."""
         return self._future
 
-    def _add_up(self, timeout: timedelta = timedelta(0)) -> None:
-        landed = bool(timeout) and self._exchange.is_completed()  # not asked while a CUDA graph is captured
-        try:
-            _wait(self._exchange, timeout)
-        except RuntimeError:
-            self._failed = landed
-            raise
+    def _add_up(self) -> dist.Work:
         size = self._group.size()
         # What this rank has sent was read: the sum is put where the gather leaves it.
         ours = self._flat.view(size, -1)[self._group.rank()]
         sum_parts(self._parts.view(size, -1), ours)
-        self._gather = collective.start_all_gather_into(self._flat, ours, self._group)
+        return collective.start_all_gather_into(self._flat, ours, self._group)
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> None:

@@ -34,9 +34,7 @@ class Reducer:
         index_of: the registration index of what a ready mark is called with.
         warn_unused: whether to warn, once, of parameters without gradient.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        rebuild: called after the first synchronised backward of a model with the ready order and the number of
-            ready marks per parameter; may call `adopt`.
-        track: where to tell the heartbeat how far it has come.
+        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter.
     """
 
     def __init__(
@@ -49,18 +47,19 @@ class Reducer:
         warn_unused: bool,
         open_backward: Callable[[], None],
         rebuild: Callable[[list[int], list[int]], None],
-        track: Track | None = None,
     ) -> None:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
+        self.guard: Callable[[Any], None] | None = None  # called with the tail's alarm after each delivery
+        self.strict = False  # whether to wait for what the peers report, wherever that takes waiting
         self._names = names
         self._canary = canary
         self._index_of = index_of
         self._warn_unused = warn_unused
         self._open_backward = open_backward
         self._rebuild = rebuild
-        self._track = track or Track()
+        self.track = Track()  # where it tells the heartbeat how far it has come
         self.rebuilt = False  # whether the buckets are those of the first synchronised backward's ready order
         self._outdated: list[GradBucket] = []  # those in use, once `follow` has brought others
         self._change = ""
@@ -138,6 +137,7 @@ class Reducer:
     def forget_forwards(self) -> None:
         """Let the next backward be judged by later forwards alone, or by the state of `no_sync()` then."""
         self._recorded = None
+        self._canary.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise although its forward ran inside `no_sync()`.
@@ -210,6 +210,8 @@ class Reducer:
                 self._settle_change()
             self._launch_rest()
             self._deliver()
+            if self.guard is not None:
+                self.guard(self._tail.alarm())
         except BaseException as error:
             self.last_error = f"{type(error)}: {error}"
             # What _deliver itself reports has been cleared up; a collective that failed has not.
@@ -280,9 +282,8 @@ class Reducer:
                 self._decide(param, countdown)
 
     def _launch_complete(self) -> None:
-        # In plan order, never in the order of completion: collectives must match on all ranks. The last one
-        # goes when backward has ended, for it tells the peers whether all went well until then; its
-        # gradients are the last to arrive anyway.
+        # In plan order, never in that of completion: collectives must match on all ranks. The last one goes when backward
+        # has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
         while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
             self._launch(self._next, complete=True)
 
@@ -318,7 +319,7 @@ class Reducer:
         self._outdated, self.rebuilt, self._next = [], False, 0
 
     def _launch(self, order: int, *, complete: bool) -> None:
-        self._track.tell(Doing.BACKWARD, self.completed, order)
+        self.track.tell(Doing.BACKWARD, self.completed, order)
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
@@ -330,8 +331,7 @@ class Reducer:
     def _deliver(self) -> None:
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
-        for order, bucket in enumerate(self.buckets):
-            self._track.tell(Doing.BACKWARD, self.completed, order)
+        for bucket in self.track.each(self.buckets, self.completed):
             bucket.wait()
             error = error or bucket.error  # a communication hook may fail as late as that
             here = error is not None or bool(self._late)
@@ -342,7 +342,9 @@ class Reducer:
                 bucket.deliver()
         if missing and self._tail.deaf:
             error, here = DPFuseError(verdict.unread([self._names[index] for index in sorted(missing)])), True
-        report = self._tail.report(wait=here or bool(missing), failed=here)
+        # After the first backward the ranks agree on the buckets: whoever has failed would be missed there.
+        wait = here or bool(missing) or self.strict or not self.rebuilt
+        report = self._tail.report(wait=wait, failed=here)
         if not report.all_well:
             for bucket in held:
                 bucket.discard()
@@ -375,8 +377,7 @@ class Reducer:
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase
-        rests = phase is Phase.IDLE or phase is Phase.ABANDONED
-        self._track.tell(Doing.BETWEEN if rests else Doing.BACKWARD, self.completed)
+        self.track.tell(Doing.BETWEEN if phase in (Phase.IDLE, Phase.ABANDONED) else Doing.BACKWARD, self.completed)
         for order, countdown in enumerate(self._countdowns):
             countdown.pending = pending[order] if pending else 0
 

@@ -13,6 +13,8 @@ from dpfuse.plan import NO_WISHES
 
 __all__ = ["SyncOptions"]
 
+CHECKS = ("deferred", "strict")
+
 
 @dataclass(frozen=True)
 class SyncOptions:
@@ -31,6 +33,8 @@ class SyncOptions:
     rule: BucketRule = NO_WISHES  # for the buckets
     stall_timeout: float = 60.0  # seconds
     autotune: bool = False  # whether the sizes are only those to begin with
+    checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
+    registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
     deterministic: bool = False
 
     def check(self) -> None:
@@ -43,6 +47,11 @@ class SyncOptions:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "deterministic"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        if self.checked not in CHECKS:
+            raise ValueError(
+                f"check must be {' or '.join(map(repr, CHECKS))}, got {self.checked!r}; strict waits for the GPU in "
+                "each backward"
+            )
         try:
             averaging_for("float32", 1, self.gradient_scale)
         except (TypeError, ValueError) as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -171,6 +173,47 @@ def queued_at_once(rank, size):
 
 def test_on_a_stream_the_gather_is_queued_when_the_bucket_is_sent(ranks):
     ranks(queued_at_once, size=3)
+
+
+def waited_for_in_slices(rank, size):
+    """As who wants to look around now and then."""
+    flat = torch.full((8 * size,), rank + 1.0)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.2)
+    work = _OrderedSum(flat, torch.empty_like(flat), dist.group.WORLD, None)
+    too_short = 0
+    while True:
+        try:
+            assert work.wait(timedelta(milliseconds=30))
+            break
+        except RuntimeError:
+            assert not work.is_completed()  # else it had failed
+            too_short += 1
+        if rank == 1:
+            time.sleep(0.1)
+    assert work.is_completed()
+    assert work.get_future().done()
+    assert flat.tolist() == [sum(range(1, size + 1))] * len(flat)
+    return too_short
+
+
+def test_it_can_be_waited_for_again_when_the_time_was_too_short(ranks):
+    assert ranks(waited_for_in_slices, size=2)[0] >= 3
+
+
+def test_it_is_told_from_one_that_has_failed(group):
+    exchange = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed"), "is_completed.return_value": False})
+    flat = torch.ones(8)
+    with mock.patch.object(collective, "start_all_to_all", return_value=exchange):
+        work = _OrderedSum(flat, torch.empty_like(flat), dist.group.WORLD, None)
+    assert not work.is_completed()
+    exchange.is_completed.return_value = True
+    with pytest.raises(RuntimeError, match="connection closed"):
+        work.wait()
+    assert work.is_completed()
+    exchange.wait.side_effect = None  # it has come to an end just now: the gather is still to come
+    assert not work.is_completed()
 
 
 def counted(rank, size):

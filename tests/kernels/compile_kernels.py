@@ -1,6 +1,7 @@
 """Compiles the kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
-With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures.
+With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
+fills with NaN.
 
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
@@ -77,6 +78,18 @@ def compile_sum(architecture: int | str, dtype: str) -> dict[str, object]:
     return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, usual.chunk, usual.warps)
 
 
+def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
+    import triton.language as tl
+
+    from dpfuse_kernels.spoil import CHUNK, WARPS, _spoil_kernel
+
+    arguments = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64"}
+    constants = {"TENSOR": getattr(tl, dtype), "CHUNK": CHUNK}
+    return {"kernel": "spoil", "dtype": dtype} | _compiled(
+        _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS
+    )
+
+
 def _compiled(
     function: Callable[..., None],
     arguments: dict[str, str],
@@ -149,9 +162,16 @@ def every_shape() -> Iterator[dict[str, object]]:
                 yield compile_one(kernel, 90, dtype, wire, shape)
 
 
+def every_spoil() -> Iterator[dict[str, object]]:
+    for architecture in (*NVIDIA, *AMD):
+        for dtype in SUM_TYPES:
+            yield compile_spoil(architecture, dtype)
+
+
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    for row in every_shape() if sys.argv[1:] == ["shapes"] else every_compilation():
+    which = {"shapes": every_shape, "spoil": every_spoil}
+    for row in which[sys.argv[1]]() if sys.argv[1:] else every_compilation():
         print(json.dumps(row), flush=True)
 
 
