@@ -282,8 +282,8 @@ class Reducer:
                 self._decide(param, countdown)
 
     def _launch_complete(self) -> None:
-        # In plan order, never in that of completion: collectives must match on all ranks. The last one goes when backward
-        # has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
+        # In plan order, never in that of completion: collectives must match on all ranks. The last one goes once
+        # backward has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
         while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
             self._launch(self._next, complete=True)
 
