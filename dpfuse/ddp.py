@@ -71,6 +71,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
+        stall_timeout: as for `DataParallel`; no argument of torch's.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -114,6 +115,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         *,
         check: str = "deferred",
         deterministic: bool = False,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -177,6 +179,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             rule=rule,
             checked=check,
             deterministic=deterministic,
+            stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

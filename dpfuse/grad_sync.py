@@ -19,6 +19,7 @@ from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
+from dpfuse.lookout import watch
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
 from dpfuse.phase import Phase
@@ -27,6 +28,7 @@ from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
+from dpfuse.whereabouts import Doing, Track, board_of
 
 __all__ = ["GradSync", "agree_on_model"]
 
@@ -74,6 +76,7 @@ class GradSync:
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self.track = Track(board_of(group), canary.wrapper, options.stall_timeout)
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
@@ -83,6 +86,7 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
         self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
@@ -99,6 +103,7 @@ class GradSync:
         Raises:
             DPFuseError: the last backward was interrupted here only.
         """
+        self.track.begin(self.reducer.completed)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
         self.canary.forward_begins(training=self._module.training)
@@ -114,6 +119,7 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
+        self.track.tell(Doing.LOSS, self.reducer.completed)
         watched = self._watch.watch(outputs, self.canary.on_backward())
         self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
@@ -348,7 +354,7 @@ def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
 
 
 def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
-    """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
+    """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
 
     Raises:
         DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
@@ -358,6 +364,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
+    watch(group, options.stall_timeout)
     if options.deterministic:
         collective.check_all_to_all(group, next(iter(params.values())).device)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
