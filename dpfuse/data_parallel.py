@@ -49,6 +49,9 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite
+            values, "warn" a warning on that rank; both name parameters, how many values, and the step. On the CPU
+            in that backward, on a GPU, without waiting for it, by the end of the next.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -82,6 +85,7 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        check_finite: Literal["off", "warn", "raise"] = "off",
     ) -> None:
         super().__init__()
         if strategy is not None:
@@ -97,6 +101,7 @@ class DataParallel(SyncedModule):
             gradient_scale,
             wire_dtype,
             autotune=auto,
+            check_finite=check_finite,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

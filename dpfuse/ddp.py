@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,9 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        check_finite: not in torch. "raise" makes it an error on every rank if a rank sends a gradient with NaN or
+            infinite values, "warn" a warning on that rank; both name parameters, how many values, and the step. On
+            the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -109,6 +112,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        check_finite: Literal["off", "warn", "raise"] = "off",
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -170,6 +175,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
+            check_finite=check_finite,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

@@ -17,6 +17,8 @@ from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.finite_check import FiniteCheck, FiniteCounter
+from dpfuse.grad_norm import Gradients, refuse_shards
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
 from dpfuse.plan import BucketPlan, rebuild_plan
@@ -63,11 +65,17 @@ class GradSync:
         self._recorder: BackwardObserver | None = None
         self._wish = ""  # what this rank has asked for, until all ranks have
         self._signature = ModelSignature(module, options.ignored)
+        self._others: tuple[int, list[nn.Parameter]] = (0, [])  # parameters without bucket, as of which look
         self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
         self._planned = _params_of(module, plan)
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self._finite: FiniteCheck | None = None
+        if options.check_finite != "off":
+            self._finite = FiniteCheck(
+                raises=options.check_finite == "raise", rank=group.rank(), step=lambda: self.reducer.completed + 1
+            )
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
@@ -76,6 +84,8 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        if self._finite is not None:
+            self.reducer.after_delivery = (self._finite.warn,)
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
@@ -204,6 +214,26 @@ class GradSync:
         self.hook = hook
         self._use_buckets(self._marks)
 
+    def gradients(self) -> Gradients:
+        """What `.grad` of all parameters of the module is now.
+
+        Raises:
+            DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
+        """
+        if self.reducer.phase is not Phase.IDLE:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: the norm of the gradients was asked for while a backward is "
+                f"{self.reducer.phase.name}, expected it between backwards. Ask once backward() has returned."
+            )
+        if not self._signature.unchanged():  # since the last forward, maybe
+            refuse_shards(self._module.named_parameters())
+            return Gradients((), self._module.parameters())
+        if self._others[0] != self._signature.looks:
+            refuse_shards(self._module.named_parameters())
+            others = [param for param in self._module.parameters() if id(param) not in self._indices]
+            self._others = self._signature.looks, others
+        return Gradients(self.reducer.buckets, self._others[1])
+
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
@@ -215,16 +245,21 @@ class GradSync:
     def _make_buckets(self, plan: BucketPlan) -> list[GradBucket]:
         if self.hook is not None:
             views = self._options.gradient_as_bucket_view
-            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views)
-        return make_buckets(
-            plan,
-            self._params,
-            self.group,
-            scale=self._options.gradient_scale,
-            wire=self._options.wire,
-            views=self._options.gradient_as_bucket_view,
-            tail=True,
-        )
+            buckets = make_hooked_buckets(plan, self._params, self.group, self.hook, views=views)
+        else:
+            buckets = make_buckets(
+                plan,
+                self._params,
+                self.group,
+                scale=self._options.gradient_scale,
+                wire=self._options.wire,
+                views=self._options.gradient_as_bucket_view,
+                tail=True,
+            )
+        if self._finite is not None:
+            for order, bucket in enumerate(buckets):
+                bucket.finite = FiniteCounter(self._finite, is_first=order == 0)
+        return buckets
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated

@@ -13,6 +13,8 @@ from dpfuse.plan import NO_WISHES
 
 __all__ = ["SyncOptions"]
 
+CHECKS = ("off", "warn", "raise")
+
 
 @dataclass(frozen=True)
 class SyncOptions:
@@ -30,6 +32,7 @@ class SyncOptions:
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
     autotune: bool = False  # whether the sizes are only those to begin with
+    check_finite: str = "off"  # what is done about gradients that are not: one of CHECKS
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -54,6 +57,11 @@ class SyncOptions:
             raise ValueError(
                 f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
                 f"{self.wire_dtype!r}; None sends gradients in their own dtype"
+            )
+        if self.check_finite not in CHECKS:
+            raise ValueError(
+                f"check_finite must be one of {', '.join(map(repr, CHECKS))}, got {self.check_finite!r}; leave it out "
+                "to send gradients unseen"
             )
 
     @staticmethod
