@@ -114,7 +114,7 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
         >>> from dpfuse_kernels import PointerTable, Slot, squared_norm
         >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> squared_norm([torch.tensor([1.0, 2.0, 3.0])], table)
-        tensor(14., dtype=torch.float64)
+        tensor(14.0000, dtype=torch.float64)
     """
     return (squared_norm_triton if uses_triton(table) else squared_norm_reference)(tensors, table)
 

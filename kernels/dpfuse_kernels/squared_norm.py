@@ -83,7 +83,7 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
         >>> from dpfuse_kernels import PointerTable, Slot, squared_norm
         >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> squared_norm([torch.tensor([1.0, 2.0, 3.0])], table)
-        tensor(14., dtype=torch.float64)
+        tensor(14.0000, dtype=torch.float64)
     """
     tensors = list(tensors)
     entries = check_all(tensors, table)
@@ -117,7 +117,7 @@ def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable
         >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
         >>> table = PointerTable(torch.full((6,), 9.0), slots, torch.float32)
         >>> squared_norm_reference([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])], table)
-        tensor(55., dtype=torch.float64)
+        tensor(55.0000, dtype=torch.float64)
     """
     tensors = list(tensors)
     if check_cheaply(tensors, table).own is None:

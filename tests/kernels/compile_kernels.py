@@ -1,4 +1,4 @@
-"""Compiles both kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
+"""Compiles all kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
 With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures.
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PAIRS = [
     ("float32", "float32"),
@@ -28,7 +29,8 @@ PAIRS = [
 MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
-KERNELS = ("flatten", "unflatten", "unflatten accumulate")
+MOVERS = ("flatten", "unflatten", "unflatten accumulate")
+KERNELS = (*MOVERS, "flatten count", "squared_norm", "multiply")
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
 
@@ -44,6 +46,8 @@ def compile_one(
     from dpfuse_kernels.flatten import _flatten_kernel
     from dpfuse_kernels.launch_shape import launch_shape
     from dpfuse_kernels.launcher import ARGUMENTS, jit, triton_dtype
+    from dpfuse_kernels.multiply import _multiply_kernel
+    from dpfuse_kernels.squared_norm import _squared_norm_kernel
     from dpfuse_kernels.unflatten import _unflatten_kernel
 
     table = PointerTable(torch.zeros(1, dtype=getattr(torch, wire)), [], getattr(torch, dtype))
@@ -53,13 +57,20 @@ def compile_one(
         "TENSOR": triton_dtype(table.dtype),
         "WIRE": triton_dtype(table.flat.dtype),
         "COMPUTE": triton_dtype(table.compute_dtype),
-        "SCALED": True,
-        "CHUNK": chunk,
+        "SCALED": kernel.startswith(("flatten", "unflatten")),
     }
-    function = _flatten_kernel
-    if kernel.startswith("unflatten"):
-        function = _unflatten_kernel
-        constants["ACCUMULATE"] = kernel.endswith("accumulate")
+    name, _, option = kernel.partition(" ")
+    if name == "flatten":
+        constants["COUNT"] = option == "count"
+    elif name == "unflatten":
+        constants["ACCUMULATE"] = option == "accumulate"
+    constants["CHUNK"] = chunk
+    function: Any = {
+        "flatten": _flatten_kernel,
+        "unflatten": _unflatten_kernel,
+        "squared_norm": _squared_norm_kernel,
+        "multiply": _multiply_kernel,
+    }[name]
     signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
@@ -109,13 +120,15 @@ def every_compilation() -> Iterator[dict[str, object]]:
     for architecture in (*NVIDIA, *AMD):
         for dtype, wire in PAIRS:
             for kernel in KERNELS:
-                yield compile_one(kernel, architecture, dtype, wire)
+                # What reads or writes tensors only knows no dtype of a buffer.
+                if dtype == wire or kernel in (*MOVERS, "flatten count"):
+                    yield compile_one(kernel, architecture, dtype, wire)
 
 
 def every_shape() -> Iterator[dict[str, object]]:
     for shape in SHAPES:
         for dtype, wire in MEASURED_PAIRS:
-            for kernel in KERNELS[:2]:
+            for kernel in MOVERS[:2]:
                 yield compile_one(kernel, 90, dtype, wire, shape)
 
 
