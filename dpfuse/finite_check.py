@@ -21,7 +21,7 @@ class _Counts(NamedTuple):
 
     step: int
     names: Sequence[str]
-    values: Tensor  # [names] int64, on the CPU once `ready` has passed
+    values: Tensor  # [names] integers, on the CPU, which holds them once `ready` has passed
     ready: torch.cuda.Event | None
 
 
@@ -33,12 +33,14 @@ class FiniteCheck:
 
     Args:
         raises: True raises where some value is not finite, False warns.
+        late: whether counts are on a GPU, for which nobody waits.
         rank: of this process.
         step: the number of the synchronised backward that is running.
     """
 
-    def __init__(self, *, raises: bool, rank: int, step: Callable[[], int]) -> None:
+    def __init__(self, *, raises: bool, late: bool, rank: int, step: Callable[[], int]) -> None:
         self.raises = raises
+        self.late = late
         self._rank = rank
         self._step = step
         self._counts: list[_Counts] = []
@@ -50,22 +52,18 @@ class FiniteCheck:
 
     def add(self, names: Sequence[str], values: Tensor) -> None:
         """Take the counts of some parameters, [names]; on a GPU they may be overwritten behind this call."""
-        if not values.is_cuda:
+        if not self.late:
             if values.any():
                 self._counts.append(_Counts(self._step(), names, values.clone(), None))
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return  # nothing that is on the device can be read then, nor at a replay
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        self._counts.append(_Counts(self._step(), names, copy, torch.cuda.current_stream().record_event()))
+        elif not _capturing():  # else they cannot be read, nor at a replay
+            self._counts.append(_Counts(self._step(), names, *_copied(values)))
 
-    def text(self) -> str | None:
-        """What is known by now, in words, each count once; None if all was finite."""
-        if not self._counts or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    def text(self, now: int) -> str | None:
+        """What is known in backward `now`, in words, each count once; None if all was finite."""
+        if not self._counts or _capturing():
             return None
-        now = self._step()
-        known = [counts for counts in self._counts if counts.ready is None or counts.step < now]
-        self._counts = [counts for counts in self._counts if counts.ready is not None and counts.step >= now]
+        known = [counts for counts in self._counts if not self.late or counts.step < now]
+        self._counts = [counts for counts in self._counts if self.late and counts.step >= now]
         found: dict[int, dict[str, int]] = {}
         for counts in known:
             if counts.ready is not None:
@@ -76,13 +74,13 @@ class FiniteCheck:
         return "; ".join(verdict.nonfinite(step, names) for step, names in found.items()) or None
 
     def fail(self) -> None:
-        """Raises DPFuseError if something is not finite and that is to be an error."""
-        if self.raises and (text := self.text()):
+        """Before the last bucket is sent: raises DPFuseError if something is not finite and that is to be an error."""
+        if self.raises and (text := self.text(self._step())):
             raise DPFuseError(text)
 
     def warn(self) -> None:
-        """Warn if something is not finite and that is to be a warning."""
-        if not self.raises and (text := self.text()):
+        """After the backward: warn if something is not finite and that is to be a warning."""
+        if not self.raises and (text := self.text(self._step() - 1)):
             warnings.warn(f"rank {self._rank}: {text}", stacklevel=2)
 
 
@@ -114,7 +112,7 @@ class FiniteCounter:
 
     def count(self, name: str, values: Tensor) -> None:
         """Count in what is not packed."""
-        if values.is_cuda or not all_finite(values):
+        if self._check.late or not all_finite(values):
             self._loose.append((name, values.numel() - values.isfinite().count_nonzero()))
 
     def settle(self, names: Sequence[str]) -> None:
@@ -128,3 +126,14 @@ class FiniteCounter:
     def fail(self) -> None:
         """As that of the check, for the bucket that tells the peers."""
         self._check.fail()
+
+
+def _capturing() -> bool:
+    """Is a CUDA graph being captured?"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _copied(values: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy in pinned memory, begun on the current stream, and the event behind it."""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    return copy, torch.cuda.current_stream().record_event()

@@ -74,7 +74,10 @@ class GradSync:
         self._finite: FiniteCheck | None = None
         if options.check_finite != "off":
             self._finite = FiniteCheck(
-                raises=options.check_finite == "raise", rank=group.rank(), step=lambda: self.reducer.completed + 1
+                raises=options.check_finite == "raise",
+                late=self._params[0].is_cuda,
+                rank=group.rank(),
+                step=lambda: self.reducer.completed + 1,
             )
         self.reducer = Reducer(
             self._make_buckets(plan),

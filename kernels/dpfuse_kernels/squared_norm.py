@@ -132,8 +132,8 @@ def row_norms(tensors: list[Tensor]) -> Tensor:
     """Norms of parts of all elements of real, dense `tensors`, each exact to a few last digits; [parts] float64.
 
     Example:
-        >>> row_norms([torch.tensor([3.0, 4.0]), torch.ones(2 * ROW)]).tolist()
-        [5.0, 22.627416610717773, 22.627416610717773]
+        >>> row_norms([torch.tensor([3.0, 4.0]), torch.ones(ROW + 4)]).tolist()
+        [5.0, 22.627416610717773, 2.0]
     """
     small = [tensor for tensor in tensors if tensor.numel() <= ROW]
     parts = [torch.stack(torch._foreach_norm(small, 2.0, dtype=_widened(small[0].dtype)))] if small else []
