@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import PointerTable, multiply, row_norms, squared_norm
@@ -114,7 +113,8 @@ class Gradients:
 def refuse_shards(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises DPFuseError where a parameter is a part of a tensor whose other parts are on other ranks."""
     for name, param in named:
-        if isinstance(param, DTensor) or hasattr(param, "_st_info"):  # torch's mark of what it takes out of a DTensor
+        # A DTensor, or what torch took out of one when it was wrapped.
+        if hasattr(param, "to_local") or hasattr(param, "_st_info"):
             raise DPFuseError(
                 f"parameter {name!r} is one shard of a tensor-parallel DTensor, and the norm of the whole is not known "
                 "on this rank; expected whole parameters. Add up squared norms over the tensor-parallel group, and "

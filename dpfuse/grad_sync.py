@@ -228,12 +228,13 @@ class GradSync:
                 f"rank {self.group.rank()}: the norm of the gradients was asked for while a backward is "
                 f"{self.reducer.phase.name}, expected it between backwards. Ask once backward() has returned."
             )
-        if not self._signature.unchanged():  # since the last forward, maybe
-            refuse_shards(self._module.named_parameters())
-            return Gradients((), self._module.parameters())
-        if self._others[0] != self._signature.looks:
-            refuse_shards(self._module.named_parameters())
-            others = [param for param in self._module.parameters() if id(param) not in self._indices]
+        unchanged = self._signature.unchanged()  # since the last forward
+        if not unchanged or self._others[0] != self._signature.looks:
+            refuse_shards(zip(_names(self.plan), self._planned, strict=True))
+            params = list(self._module.parameters())
+            if not unchanged:
+                return Gradients((), params)
+            others = [param for param in params if id(param) not in self._indices]
             self._others = self._signature.looks, others
         return Gradients(self.reducer.buckets, self._others[1])
 
