@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_e
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.size_list import load
-from bench.step_time import Effort
+from bench.step_time import Effort, StepTimes
 from dpfuse.bucket import GradBucket
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse_kernels import PointerTable, flatten
@@ -127,7 +128,7 @@ def time_health(shapes: list[tuple[int, ...]], effort: Effort, device: str) -> d
     """Prove that both ways give the same, then time them in turns; at one rank.
 
     Returns:
-        By contender: `seconds` per step, `extra` over the bare one, its lowest and highest of the rebuilds, facts.
+        The fields of `StepTimes` by contender.
     """
     clock: Clock = cuda_clock if device == "cuda" else host_clock
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
@@ -154,17 +155,18 @@ def time_health(shapes: list[tuple[int, ...]], effort: Effort, device: str) -> d
         "bytes": 4 * sum(math.prod(shape) for shape in shapes),
         "buckets": len(alive[0].parts),
     }
-    return {
-        name: {
-            "seconds": [seconds for seconds, _ in pairs[name]],
-            "wall": median(wall for _, wall in pairs[name]),
-            "extra": median(extras[name]),
-            "extra_lowest": min(extras[name]),
-            "extra_highest": max(extras[name]),
-            **facts,
-        }
-        for name in VARIANTS
-    }
+    results = {}
+    for name in VARIANTS:
+        results[name] = StepTimes(
+            [seconds for seconds, _ in pairs[name]],
+            wall=median(wall for _, wall in pairs[name]),
+            extra=median(extras[name]),
+            extra_wall=paired_extra(pairs[name], pairs[BARE], part=1),
+            extra_lowest=min(extras[name]),
+            extra_highest=max(extras[name]),
+            facts=facts,
+        )
+    return {name: asdict(result) for name, result in results.items()}
 
 
 class _Case(NamedTuple):
@@ -199,5 +201,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @played_back
 def test_health(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
     result = dict(_measured(case, request.config.getoption("--quick"))[variant])
-    seconds = result.pop("seconds")
-    play_back(benchmark, seconds, {"suite": "health", "case": case, "variant": variant, **result})
+    facts, seconds = result.pop("facts"), result.pop("seconds")
+    play_back(benchmark, seconds, {"suite": "health", "case": case, "variant": variant, **result, **facts})

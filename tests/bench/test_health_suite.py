@@ -18,7 +18,7 @@ def test_every_contender_is_timed_and_judged():
     results = on_ranks(1, "cpu", time_health, SHAPES, Effort(3, 1, 0), "cpu")
     assert tuple(results) == VARIANTS
     assert all(len(result["seconds"]) == 3 for result in results.values())
-    assert results[OURS]["bytes"] == 4 * (15 + 7 + 1200)
+    assert results[OURS]["facts"]["bytes"] == 4 * (15 + 7 + 1200)
     entries = [Entry("health", "host 1000", name, 1.0, 0.0, 0.0, 3, dict(result)) for name, result in results.items()]
     assert len(judge(entries)) == 2
 
