@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse import verdict
 from dpfuse.errors import DPFuseError
-from dpfuse_kernels import all_finite
+from dpfuse_kernels.flatten import all_finite
 
 __all__ = ["FiniteCheck", "FiniteCounter"]
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse.errors import DPFuseError
-from dpfuse_kernels import PointerTable, multiply, row_norms, squared_norm
+from dpfuse_kernels import PointerTable, multiply, squared_norm
+from dpfuse_kernels.squared_norm import row_norms
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse_kernels import all_finite
-from dpfuse_kernels.flatten import _flatten_kernel, count_nonfinite
+from dpfuse_kernels.flatten import _flatten_kernel, all_finite, count_nonfinite
 from tests.kernels.layouts import BACKENDS, PAIRS, TRITON, Backend, guarded, same_bits, slot_of
 from tests.kernels.test_flatten import NUMELS, randoms
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfuse_kernels import PointerTable, row_norms
+from dpfuse_kernels import PointerTable
 from dpfuse_kernels.multiply import _multiply_kernel, multiply, multiply_reference
-from dpfuse_kernels.squared_norm import _squared_norm_kernel, squared_norm, squared_norm_reference
+from dpfuse_kernels.squared_norm import _squared_norm_kernel, row_norms, squared_norm, squared_norm_reference
 from tests.kernels.layouts import DTYPES, guarded, same_bits, slot_of
 from tests.kernels.test_flatten import odd_shapes, randoms
 
