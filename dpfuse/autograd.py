@@ -94,12 +94,16 @@ class BackwardWatch:
         self.listener: BackwardListener | None = None
         self._task: weakref.ref[_Task] | None = None
 
-    def watch(self, outputs: Any) -> bool:
-        """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses); was there any?"""
+    def watch(self, outputs: Any, reached: Callable[[], None]) -> bool:
+        """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses); was there any?
+
+        `reached` is called once, when a backward comes by the first of them.
+        """
+        announcer = _Announcer(self, reached)
         if isinstance(outputs, Tensor):
-            return self._watch_tensor(outputs)
+            return announcer.watch(outputs)
         # Every tensor is watched, not only those up to the first.
-        return sum(map(self._watch_tensor, _tensors_in(outputs))) > 0
+        return sum(map(announcer.watch, _tensors_in(outputs))) > 0
 
     def begin(self, *, announced: bool = False) -> None:
         """A backward is running: open it, unless it is one that is open already."""
@@ -122,19 +126,6 @@ class BackwardWatch:
 
     leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
 
-    def _watch_tensor(self, tensor: Tensor) -> bool:
-        if not tensor.requires_grad:
-            return False
-        # A parameter returned as it is keeps its hooks for ever; its own ready mark announces it.
-        if not tensor.is_leaf:
-            tensor.register_hook(self._announce)
-        return True
-
-    def _announce(self, _grad: Tensor) -> None:
-        self.begin(announced=True)
-
-    leave_untraced(_announce, calls=True, reason=WHY_UNTRACED)
-
     def _end(self, reached_leaves: Callable[[], bool]) -> None:
         self._task = None
         if self.listener is not None:
@@ -145,6 +136,32 @@ class BackwardWatch:
             self._task = None
             if self.listener is not None:
                 self.listener.abandon()
+
+
+class _Announcer:
+    """The hook on the outputs of one forward."""
+
+    __slots__ = ("_reached", "_watch")
+
+    def __init__(self, watch: BackwardWatch, reached: Callable[[], None]) -> None:
+        self._watch = watch
+        self._reached: Callable[[], None] | None = reached
+
+    def watch(self, tensor: Tensor) -> bool:
+        if not tensor.requires_grad:
+            return False
+        # A parameter returned as it is keeps its hooks for ever; its own ready mark announces it.
+        if not tensor.is_leaf:
+            tensor.register_hook(self)
+        return True
+
+    def __call__(self, _grad: Tensor) -> None:
+        if self._reached is not None:
+            self._reached()
+            self._reached = None
+        self._watch.begin(announced=True)
+
+    leave_untraced(__call__, calls=True, reason=WHY_UNTRACED)
 
 
 def _reaches_leaves(node: Any) -> bool:

@@ -213,6 +213,8 @@ class GradBucket:
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
         self._averaging = averaging
+        if self.tail is not None:
+            self.tail.scale = averaging.pre_scale
 
     @property
     def busy(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
+from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.in_place_bucket import InPlaceBucket
@@ -28,7 +29,7 @@ def make_buckets(
     scale: float | None = None,
     wire: str | None = None,
     views: bool = False,
-    tail: bool = False,
+    canary: Canary | None = None,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -39,13 +40,15 @@ def make_buckets(
         scale: factor on each rank's gradients; None is the mean.
         wire: name of the dtype that travels; None sends gradients as they are.
         views: whether `.grad` becomes a view of the buffers.
-        tail: whether the last bucket carries a `Tail`.
+        canary: what the `Tail` of the last bucket tells of; without, there is none.
     """
     buckets = []
     for order, bucket in enumerate(plan.buckets):
         averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
-        is_last = order == len(plan.buckets) - 1
-        factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
+        tail = None
+        if canary is not None and order == len(plan.buckets) - 1:
+            factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
+            tail = Tail(group.rank(), group.size(), len(plan.specs), factor, canary)
         kind = SparseBucket if bucket.sparse else GradBucket
         if not views and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
@@ -57,7 +60,7 @@ def make_buckets(
                 group,
                 averaging=averaging,
                 views=views,
-                tail=Tail(group.rank(), group.size(), len(plan.specs), factor) if tail and is_last else None,
+                tail=tail,
                 label=f"bucket {order}",
             )
         )
@@ -71,6 +74,7 @@ def make_hooked_buckets(
     hook: CommHook,
     *,
     views: bool,
+    canary: Canary,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, reduced by a communication hook, and one more for the tail.
 
@@ -80,6 +84,7 @@ def make_hooked_buckets(
         group: process group of the tail.
         hook: what reduces the gradients.
         views: whether `.grad` becomes a view of the buffers.
+        canary: what the tail tells of.
     """
     buckets: list[GradBucket] = []
     for order, bucket in enumerate(plan.buckets):
@@ -96,5 +101,5 @@ def make_hooked_buckets(
                 views=views,
             )
         )
-    tail = TailBucket(list(buckets), len(plan.specs), group, hook=hook, device=plan.buckets[0].device)
-    return [*buckets, tail]
+    device = plan.buckets[0].device
+    return [*buckets, TailBucket(list(buckets), len(plan.specs), group, hook=hook, device=device, canary=canary)]

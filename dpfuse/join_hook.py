@@ -70,6 +70,7 @@ class UnevenInputsHook(JoinHook):
         self._kept: list[tuple[Tensor, Tensor | None]] = []  # gradients from the time when this rank had inputs
         self.end()
         sync.before_collectives = self.before_forward
+        sync.canary.uneven = True
 
     def before_forward(self) -> None:
         """Tell ranks without input what to shadow; before any other collective of a forward with gradients enabled.
@@ -146,6 +147,8 @@ class UnevenInputsHook(JoinHook):
         self._kept = []
         self._model._join_config = self._model._join_config._replace(enable=False)
         self._sync.before_collectives = None
+        self._sync.canary.uneven = False
+        self._sync.canary.begin_window()
         self._sync.source = 0
         self._sync.average_over(self._sync.group.size())
 

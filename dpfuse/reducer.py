@@ -4,45 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from dpfuse import verdict
+from dpfuse.countdown import ENDLESS, Countdown
 from dpfuse.errors import DPFuseError
+from dpfuse.phase import Phase
 from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
+    from dpfuse.canary import Canary
     from dpfuse.tail import Report, Tail
 
-__all__ = ["Phase", "Reducer"]
-
-ENDLESS = 1 << 62  # marks that a countdown survives when nothing is to happen at its end
-
-
-class Phase(Enum):
-    """What the backward that is open, if any, means for the reducer."""
-
-    IDLE = auto()  # none is open; the next ready mark opens one
-    LOCAL = auto()  # it does not synchronise; marks mean nothing
-    RECORDING = auto()  # the first that synchronises: marks are recorded, all is sent at its end
-    CHANGED = auto()  # like RECORDING, but first the buckets of the model before are sent, empty
-    REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
-    ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
+__all__ = ["Reducer"]
 
 
 RECORDERS = (Phase.RECORDING, Phase.CHANGED)
-
-
-class _Countdown:
-    """Ready marks that a bucket still waits for. Below zero: it got more of them than expected."""
-
-    __slots__ = ("expected", "launched", "pending")
-
-    def __init__(self, expected: int) -> None:
-        self.expected = expected
-        self.pending = 0
-        self.launched = False
 
 
 class Reducer:
@@ -51,6 +29,7 @@ class Reducer:
     Args:
         buckets: in communication order; the last one carries the tail.
         names: of the parameters, by registration index.
+        canary: counts what the tail tells of.
         index_of: the registration index of what a ready mark is called with.
         warn_unused: whether to warn, once, of parameters without gradient.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
@@ -63,6 +42,7 @@ class Reducer:
         buckets: Sequence[GradBucket],
         names: Sequence[str],
         *,
+        canary: Canary,
         index_of: Callable[[Any], int],
         warn_unused: bool,
         open_backward: Callable[[], None],
@@ -72,6 +52,7 @@ class Reducer:
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
         self._names = names
+        self._canary = canary
         self._index_of = index_of
         self._warn_unused = warn_unused
         self._open_backward = open_backward
@@ -96,7 +77,7 @@ class Reducer:
         Every marker made before is out of date afterwards.
         """
         self.buckets = list(buckets)
-        self._countdowns = [_Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
+        self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
         self._next = 0
 
     def follow(
@@ -135,7 +116,7 @@ class Reducer:
             by_parameter |= dict.fromkeys(bucket.plan.params, marker)
         return [by_parameter[index] for index in range(len(self._names))]
 
-    def _marker(self, countdown: _Countdown) -> Callable[[Any], None]:
+    def _marker(self, countdown: Countdown) -> Callable[[Any], None]:
         decide = self._decide
 
         def mark_ready(param: Any) -> None:
@@ -168,11 +149,13 @@ class Reducer:
             DPFuseError: that backward failed on some rank.
         """
         warn_unused, self._warn_unused = self._warn_unused, False
+        self._canary.elsewhere = True
         try:
             self.record_forward(True)
             self.open(announced=True)
             self.close(lambda: True)
         finally:
+            self._canary.elsewhere = False
             self._warn_unused = warn_unused
 
     def open(self, *, announced: bool) -> None:
@@ -210,7 +193,12 @@ class Reducer:
         Raises:
             DPFuseError: this rank or another one failed; no rank's gradients may be used.
         """
-        if self.phase is Phase.LOCAL or (not self._any_mark() and not reached_leaves()):
+        if self.phase is Phase.LOCAL:
+            if any(countdown.pending != ENDLESS for countdown in self._countdowns):
+                self._canary.backward_ends()
+            self._enter(Phase.IDLE)
+            return
+        if not self._any_mark() and not reached_leaves():
             self._enter(Phase.IDLE)
             return
         try:
@@ -237,7 +225,11 @@ class Reducer:
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
-        self._enter(Phase.IDLE if self.phase is Phase.LOCAL else Phase.ABANDONED)
+        if self.phase is Phase.LOCAL:
+            self._canary.backward_dies()
+            self._enter(Phase.IDLE)
+        else:
+            self._enter(Phase.ABANDONED)
 
     def drain(self) -> None:
         """Complete the collectives of an abandoned backward, whose peers may wait in them.
@@ -267,7 +259,7 @@ class Reducer:
     def _tail(self) -> Tail:
         return _tail_of(self.buckets)
 
-    def _decide(self, param: Any, countdown: _Countdown) -> None:
+    def _decide(self, param: Any, countdown: Countdown) -> None:
         if self.phase is Phase.REDUCING:
             if countdown.pending == 0:
                 self._launch_complete()
@@ -313,7 +305,7 @@ class Reducer:
             bucket.discard()
         report = _tail_of(buckets).report(wait=True)
         try:
-            if report.failed or len(report.changed) < self._tail.world_size:
+            if len(report.changed) < self._tail.world_size:
                 raise DPFuseError(self._verdict(report, error)) from error
             self._agree()
         except BaseException:
@@ -345,7 +337,7 @@ class Reducer:
         if missing and self._tail.deaf:
             error, here = DPFuseError(verdict.unread([self._names[index] for index in sorted(missing)])), True
         report = self._tail.report(wait=here or bool(missing), failed=here)
-        if report.failed or report.changed:
+        if not report.all_well:
             for bucket in held:
                 bucket.discard()
             message = self._verdict(report, error)
@@ -363,6 +355,8 @@ class Reducer:
 
     def _verdict(self, report: Report, error: Exception | None) -> str:
         rank, size = self._tail.rank, self._tail.world_size
+        if report.strayed:
+            return verdict.strayed(rank, report.strayed)
         if not report.failed:
             return verdict.changed(rank, size, report.changed, self._change)
         late = [self._names[index] for index in sorted(set(self._late))]
@@ -379,6 +373,7 @@ class Reducer:
             countdown.pending = pending[order] if pending else 0
 
     def _reset(self) -> None:
+        self._canary.begin_window()
         self._recorded = None
         self._ready = {}
         self._late = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse import collective
+from dpfuse.averaging import Averaging
 from dpfuse.bucket import BucketState, GradBucket
 
 __all__ = ["SparseBucket"]
@@ -97,6 +98,10 @@ class SparseBucket(GradBucket):
             total = torch.sparse_coo_tensor(indices, values.to(self._compute), param.shape, check_invariants=False)
             grad = (total.coalesce() * self._averaging.post_scale).to(self._dtype)
             param.grad = grad.to_dense() if self._is_dense else grad.coalesce()
+
+    def average_by(self, averaging: Averaging) -> None:
+        """Use other factors from the next launch on, for the gradient; a tail is never scaled here."""
+        self._averaging = averaging
 
     @property
     def _row_bytes(self) -> int:

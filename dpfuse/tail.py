@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dpfuse.canary import TOP, Canary, Counts
+
 __all__ = ["Report", "Tail"]
 
 
@@ -20,33 +22,48 @@ class Report(NamedTuple):
 
     failed: Sequence[int]
     changed: Sequence[int]  # their model is no longer that of the plan
+    strayed: Sequence[Counts] = ()  # of all ranks, by rank, if they should be alike and are not
+
+    @property
+    def all_well(self) -> bool:
+        """Whether the gradients are what they should be."""
+        return not any(self)
 
 
 ALL_WELL = Report((), ())
+WIDTH = len(Counts._fields)
 
 
 class Tail:
-    """One element per rank, zero if all is well there, then one per parameter, above zero where used.
+    """Three elements per rank, what its canary counts, then one per parameter, above zero where used.
 
-    A rank that failed has one above zero, and a rank whose model is no longer that of the plan one below. The
-    elements are scaled like gradients, and summed in the buffer's dtype. Only their signs are ever read, and
-    those survive both, since they start as the reciprocal of that factor.
+    The first of a rank that failed is below zero, and of one whose model is no longer that of the plan zero. The
+    elements are scaled like gradients, and summed in the buffer's dtype, but each rank adds zeros to those of the
+    others: ranks that count alike have equal bits there. Flags and signs survive any rounding.
 
     Args:
         rank: of this process in the group.
         world_size: of the group.
         param_count: number of parameters of the plan.
         scale: what packing multiplies with; not 0.
+        canary: what counts on this rank.
+
+    Attributes:
+        scale: what it multiplies with now.
     """
 
-    def __init__(self, rank: int, world_size: int, param_count: int, scale: float) -> None:
+    def __init__(self, rank: int, world_size: int, param_count: int, scale: float, canary: Canary) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.numel = world_size + param_count
+        self.canary = canary
+        self.numel = WIDTH * world_size + param_count
+        self.scale = scale
         self._one = 1.0 / scale
-        self._all_well: Tensor | None = None
+        self._counts: Counts | None = None  # in `_all_well`
+        self._all_well = torch.empty(0)
         self._landed: Tensor | None = None
         self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
+        self._copy_one = 0.0  # what `_one` became there
         self._copied: torch.cuda.Event | None = None
 
     def source(
@@ -66,18 +83,24 @@ class Tail:
             failed: whether this rank's backward was interrupted or met an error.
             changed: whether its model is no longer that of the plan; a failure is told instead.
         """
-        if self._all_well is None:
+        if self._counts is None:
             limits = torch.finfo(dtype)
             size = min(max(abs(self._one), limits.smallest_normal), limits.max)
             self._one = math.copysign(size, self._one)
             self._all_well = torch.full((self.numel,), self._one, dtype=dtype, device=device)
-            self._all_well[: self.world_size] = 0
+            self._all_well[: self._states] = 0
+        mine = slice(WIDTH * self.rank, WIDTH * (self.rank + 1))
+        counts = self.canary.counts
+        if counts != self._counts:
+            self._counts = counts
+            self._all_well[mine] = torch.tensor([count / TOP * self._one for count in counts], dtype=dtype)
         if not unused and not failed and not changed:
             return self._all_well
         source = self._all_well.clone()
-        source[self.rank] = self._one if failed else -self._one if changed else 0.0
+        if failed or changed:
+            source[mine.start] = -self._one if failed else 0.0
         if unused:
-            source[[self.world_size + index for index in unused]] = 0
+            source[[self._states + index for index in unused]] = 0
         return source
 
     @property
@@ -92,11 +115,11 @@ class Tail:
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Those of `indices` that some rank used. Waits for the device."""
         assert self._landed is not None
-        flags = self._landed[self.world_size :].tolist()
+        flags = self._landed[self._states :].tolist()
         return {index for index in indices if flags[index]}
 
     def report(self, *, wait: bool, failed: bool = False) -> Report:
-        """Which ranks failed, and which have another model.
+        """Which ranks failed, which have another model, and what they count if that differs.
 
         Args:
             wait: read this step's report even if that means waiting for the device. Otherwise a CUDA
@@ -106,28 +129,50 @@ class Tail:
         assert self._landed is not None
         if self.world_size == 1 and not wait:
             return ALL_WELL  # nobody else could have anything to tell
-        states = self._landed[: self.world_size]
+        states = self._landed[: self._states]
         if self.deaf:
             return Report((self.rank,), ()) if failed else ALL_WELL
         if wait or not states.is_cuda:
-            return _read(states)
+            return self._read(states, self._one * self.scale)
         before = ALL_WELL
         if self._copy is None or self._copied is None:
-            self._copy = torch.zeros(self.world_size, dtype=states.dtype, pin_memory=True)
+            self._copy = torch.zeros(self._states, dtype=states.dtype, pin_memory=True)
             self._copied = torch.cuda.Event()
         else:
             self._copied.synchronize()
-            before = _read(self._copy)
+            before = self._read(self._copy, self._copy_one)
         self._copy.copy_(states, non_blocking=True)
         self._copied.record()
+        self._copy_one = self._one * self.scale
         return before
 
+    def alarm(self) -> Tensor:
+        """Whether the report is not that all is well, as a bool, [], on the device. Waits for nothing."""
+        assert self._landed is not None
+        rows = self._landed[: self._states].view(self.world_size, WIDTH)
+        if self.canary.uneven:
+            elsewhere = rows[:, :1] > (TOP - 0.5) / TOP * self._one * self.scale
+            low, high = rows.masked_fill(elsewhere, math.inf).amin(0), rows.masked_fill(elsewhere, -math.inf).amax(0)
+        else:
+            low, high = torch.aminmax(rows, dim=0)
+        return (low < high).any() | (low[0] <= 0)
 
-def _read(states: Tensor) -> Report:
-    if not states.any():
-        return ALL_WELL
-    values = states.tolist()
-    return Report(
-        [rank for rank, value in enumerate(values) if value > 0],
-        [rank for rank, value in enumerate(values) if value < 0],
-    )
+    @property
+    def _states(self) -> int:
+        """Elements that tell how the ranks are."""
+        return WIDTH * self.world_size
+
+    def _read(self, states: Tensor, one: float) -> Report:
+        values = states.tolist()
+        if values == values[:WIDTH] * self.world_size and values[0] > 0:
+            return ALL_WELL
+        failed = [rank for rank, value in enumerate(values[::WIDTH]) if value < 0]
+        changed = [rank for rank, value in enumerate(values[::WIDTH]) if value == 0]
+        if failed or changed:
+            return Report(failed, changed)
+        rows = [values[at : at + WIDTH] for at in range(0, len(values), WIDTH)]
+        active = [row for row in rows if row[0] < (TOP - 0.5) / TOP * one]  # the others compare with anything
+        # It is the bits that count: a factor other than a power of two leaves no whole numbers in 16 bits.
+        if all(row == active[0] for row in active):
+            return ALL_WELL
+        return Report((), (), [Counts(*(round(value * TOP / one) for value in row)) for row in rows])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dpfuse import collective
 from dpfuse.averaging import Averaging
 from dpfuse.bucket import BucketState, GradBucket
+from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import Bucket
@@ -30,6 +31,7 @@ class TailBucket(GradBucket):
         group: process group of the wrapper.
         hook: of the wrapper.
         device: that of the gradients.
+        canary: of the wrapper.
     """
 
     tail: Tail
@@ -42,6 +44,7 @@ class TailBucket(GradBucket):
         *,
         hook: CommHook,
         device: str,
+        canary: Canary,
     ) -> None:
         super().__init__(
             Bucket((), 0, "float32", device, (), 0, None),
@@ -49,7 +52,7 @@ class TailBucket(GradBucket):
             (),
             group,
             averaging=Averaging("float32", 1.0),
-            tail=Tail(group.rank(), group.size(), param_count, 1.0),
+            tail=Tail(group.rank(), group.size(), param_count, 1.0, canary),
             label="tail",
         )
         self._others = others
@@ -101,4 +104,4 @@ class TailBucket(GradBucket):
         self._move(BucketState.LANDED, BucketState.FREE)
 
     def average_by(self, averaging: Averaging) -> None:
-        """Nothing: only zero or not zero is read from it."""
+        """Nothing: it has no gradients."""

@@ -13,7 +13,7 @@ from dpfuse.collective import BROADCAST_BYTES
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import GradSync
 from dpfuse.logging_data import logging_data
-from dpfuse.reducer import Phase
+from dpfuse.phase import Phase
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["TorchNames", "TorchReducer"]

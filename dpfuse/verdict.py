@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from dpfuse.canary import ELSEWHERE, Counts
 from dpfuse.errors import DPFuseError
 
-__all__ = ["changed", "failed", "interrupted", "nonfinite", "unread", "unsettled", "unused"]
+__all__ = ["changed", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused"]
 
+DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Counts`: what is so, and the remedy
+    "wrapper": (
+        lambda number: f"averages the gradients of the wrapped model number {number} of its group",
+        "Run the backwards of several wrapped models in the same order everywhere.",
+    ),
+    "backwards": (
+        lambda number: f"has run {_counted(number, 'backward')} since the last averaged one",
+        "Enter no_sync() on all ranks or on none, and for as many batches. Where one rank would skip a batch, its loss "
+        "can be multiplied by 0; torch.autograd.grad gives gradients that are not to be averaged.",
+    ),
+    "forwards": (
+        lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",
+        "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong under "
+        "torch.no_grad(); where ranks may use different outputs, pass find_unused_parameters=True.",
+    ),
+}
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
 
 
@@ -45,6 +62,18 @@ def changed(rank: int, size: int, ranks: Collection[int], change: str) -> str:
         f"on rank {_listed(others)}; expected the same change on every rank. Make it on all of them, or undo it. "
         f"A call of autotune is one, too. {CONSEQUENCE}"
     )
+
+
+def strayed(rank: int, counts: Sequence[Counts]) -> str:
+    """What to say on `rank` when the ranks are not where the others are; `counts` by rank."""
+    compared = {other: of_rank for other, of_rank in enumerate(counts) if of_rank != ELSEWHERE}
+    first = min(compared)
+    other = next(other for other, of_rank in compared.items() if of_rank != compared[first])
+    field = next(name for name in DIFFERENCES if getattr(compared[first], name) != getattr(compared[other], name))
+    words, remedy = DIFFERENCES[field]
+    here, there = (words(getattr(compared[place], field)) for place in (first, other))
+    what = f"rank {rank}: rank {other} {there}, rank {first} {here}; expected the same on every rank"
+    return f"{what}. {remedy} {CONSEQUENCE}"
 
 
 def interrupted(ranks: Collection[int], size: int) -> str:
@@ -98,6 +127,10 @@ def _named(names: Sequence[str]) -> str:
     quoted = [repr(name) for name in names]
     more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
     return f"parameter{'s' * (len(quoted) > 1)} {', '.join(quoted[:10])}{more}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _listed(ranks: Collection[int]) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse import agreement
+from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncedModule"]
 
+_counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
+
 
 class SyncedModule(nn.Module):
     """A module whose gradients are averaged over a group in every backward that synchronises.
@@ -44,6 +47,7 @@ class SyncedModule(nn.Module):
     module: nn.Module
     _options: SyncOptions
     tuning: Tuning | None = None
+    _number: int | None = None  # how many were made for the group before; a copy has that of its original
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
@@ -61,7 +65,11 @@ class SyncedModule(nn.Module):
             return
         if fresh:
             agree_on_model(self.module, plan, self._options, group)
-        self._sync = GradSync(self.module, plan, group, self._options)
+        if self._number is None:
+            self._number = _counted.setdefault(group, 0)
+            _counted[group] += 1
+        canary = Canary(self._number, counts_forwards=not self._options.find_unused_parameters)
+        self._sync = GradSync(self.module, plan, group, self._options, canary)
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         finalize(self, self._sync.remove_hooks).atexit = False
 

@@ -79,8 +79,21 @@ def assert_same(ours, theirs, size):
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
+def of_torch(rank, size, counts, options):
+    """What torch's class gives twice: now and then, about once in 180 runs with (0, 3), it gives something else."""
+    seen = []
+    while True:
+        result = train(TorchDDP, rank, counts, **options)
+        known = any(all(map(torch.equal, result.values(), one.values())) for one in seen)
+        again = torch.tensor(int(known))
+        dist.all_reduce(again)
+        if again == size:
+            return result
+        seen.append(result)
+
+
 def compared(rank, size, counts, options):
-    ours, theirs = (train(wrap, rank, counts, **options) for wrap in WRAPPERS)
+    ours, theirs = train(DDP, rank, counts, **options), of_torch(rank, size, counts, options)
     assert_same(ours, theirs, size)
     if options.get("forward_sync_buffers") is False:
         return  # then each rank keeps its own, here as in torch

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.buckets import make_buckets
+from dpfuse.canary import Canary
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec
+from dpfuse.phase import Phase
 from dpfuse.plan import plan_buckets
-from dpfuse.reducer import Phase, Reducer
+from dpfuse.reducer import Reducer
 from dpfuse.tail import Report
 
 
@@ -63,6 +65,7 @@ def make_reducer(count=6, rebuild=None):
     reducer = Reducer(
         buckets,
         [f"p{i}" for i in range(count)],
+        canary=Canary(),
         index_of=lambda mark: mark,
         warn_unused=False,
         open_backward=lambda: reducer.open(announced=False),
@@ -266,7 +269,7 @@ def test_every_illegal_move_of_a_bucket_is_an_error(group, moves):
 def test_padding_and_gaps_of_a_flat_buffer_stay_zero(group):
     params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
     plan = plan_buckets([ParamSpec(str(p.numel()), tuple(p.shape), "float32") for p in params])
-    (bucket,) = make_buckets(plan, params, group, views=True, tail=True)
+    (bucket,) = make_buckets(plan, params, group, views=True, canary=Canary())
     for step in range(3):
         for param in params:
             param.grad = torch.full_like(param, float("nan") if step else 1.0)

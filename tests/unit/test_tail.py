@@ -1,22 +1,126 @@
-"""What a tail tells where nothing can be read from the device."""
+"""What a tail tells: the counts of every rank through any dtype and factor, and what is told where nothing is read."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dpfuse.canary import ELSEWHERE, TOP, Canary, Counts
 from dpfuse.tail import ALL_WELL, Report, Tail
+
+
+class Told(Canary):
+    """A canary that has counted what the test wants."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.told = counts
+
+    @property
+    def counts(self):
+        return self.told
+
+
+def summed(every, dtype, scale, **states):
+    """The tails of all ranks, each packed and added up as their elements travel; the tails have seen the sum."""
+    tails = [Tail(rank, len(every), 2, scale, Told(Counts(*counts))) for rank, counts in enumerate(every)]
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.zeros(tails[0].numel, dtype=dtype)
+    for rank, tail in enumerate(tails):
+        told = {name: rank in ranks for name, ranks in states.items()}
+        source = tail.source(dtype, torch.device("cpu"), (), told.pop("failed", False), **told)
+        assert source.dtype == dtype
+        total += (source.to(compute) * scale).to(dtype)
+    for tail in tails:
+        tail.landed(total)
+    return tails
+
+
+numbers = st.integers(1, TOP - 2)
+counts = st.tuples(numbers, numbers, numbers)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    every=st.lists(st.one_of(counts, st.just(tuple(ELSEWHERE))), min_size=2, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([1.0, 1 / 2, 1 / 3, 1 / 7, 1 / 1000, 1 / 60000, -1.0, 0.9]),
+)
+def test_all_ranks_read_what_each_has_counted(every, dtype, scale):
+    tails = summed(every, dtype, scale)
+    compared = {one for one in every if one != tuple(ELSEWHERE)}
+    expected = Report((), (), [Counts(*one) for one in every]) if len(compared) > 1 else ALL_WELL
+    for tail in tails:
+        tail.canary.uneven = tuple(ELSEWHERE) in every
+        assert tail.report(wait=True) == expected
+        assert bool(tail.alarm()) is not expected.all_well
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 12, 48, 1000, 60000])
+def test_neighbouring_counts_differ_in_sixteen_bits(dtype, size):
+    tails = [Tail(0, 1, 0, 1 / size, Told(Counts(number, 1, 1))) for number in range(1, TOP + 1)]
+    sources = torch.stack([tail.source(dtype, torch.device("cpu"), (), False)[0] for tail in tails])
+    packed = (sources.float() * (1 / size)).to(dtype)
+    assert packed.unique().numel() == TOP
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6, -1e6, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_failures_and_changes_are_told_whatever_the_factor(dtype, scale):
+    every = [(1, 1, 1)] * 4
+    for tail in summed(every, dtype, abs(scale), failed=[2], changed=[1, 2]):
+        assert tail.report(wait=True) == Report([2], [1])
+        assert tail.alarm()
+    for tail in summed(every, dtype, scale):
+        assert tail.report(wait=True) == ALL_WELL
+        assert not tail.alarm()
+
+
+def test_a_factor_that_changes_after_planning_changes_no_count():
+    # Inside join() gradients are divided by the number of ranks that still have inputs.
+    every = [(2, 1, 1), tuple(ELSEWHERE), (3, 1, 1)]
+    tails = [Tail(rank, 3, 0, 1 / 3, Told(Counts(*one))) for rank, one in enumerate(every)]
+    total = sum(tail.source(torch.float32, torch.device("cpu"), (), False) * (1 / 2) for tail in tails)
+    for tail in tails:
+        tail.landed(total)
+        tail.scale = 1 / 2
+        assert tail.report(wait=True).strayed == [Counts(*one) for one in every]
+
+
+def test_the_flags_of_parameters_lie_behind_the_counts():
+    tail = Tail(1, 2, 3, 0.5, Canary())
+    tail.landed(tail.source(torch.float32, torch.device("cpu"), [1], False))
+    assert tail.used_somewhere([0, 1, 2]) == {0, 2}
+    assert tail.report(wait=True) == Report([], [0]), "nothing came from rank 0"
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, monkeypatch):
-    tail = Tail(1, 3, 2, 0.5)
-    tail.landed(torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0]))
+    tail = Tail(1, 3, 2, 0.5, Canary())
+    tail.landed(torch.tensor([-1.0] + [0.1] * 10))
     assert not tail.deaf
     assert tail.report(wait=wait) == Report([0], [])
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr("dpfuse.tail._read", None)  # calling it would wait for the device
+    monkeypatch.setattr(Tail, "_read", None)  # calling it would wait for the device
     assert tail.deaf
     assert tail.report(wait=wait) == ALL_WELL
     assert tail.report(wait=wait, failed=True) == Report((1,), ())
+
+
+def test_counts_start_again_before_they_reach_the_top():
+    canary = Canary(wrapper=TOP)
+    assert canary.counts == (1, 1, 3)
+    for number in range(2 * TOP):
+        assert canary.counts.backwards == 1 + number % (TOP - 2) < TOP
+        canary.backward_ends()
+    canary.begin_window()
+    assert canary.counts.backwards == 1
+    canary.elsewhere = True
+    assert canary.counts == ELSEWHERE
+    assert math.log2(TOP).is_integer()

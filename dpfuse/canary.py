@@ -1,0 +1,88 @@
+"""What a rank did since the last synchronised backward, in small numbers that all ranks must have in common.
+
+They travel in the tail, so a rank that left something out is noticed in the backward in which that matters.
+Knows no tensor, no rank and no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+__all__ = ["ELSEWHERE", "TOP", "Canary", "Counts"]
+
+TOP = 64  # above every number that travels, and a power of two: 16-bit gradients still tell them apart
+
+
+class Counts(NamedTuple):
+    """Each from 1 to 62, beyond which it starts again, or all of them `TOP`."""
+
+    backwards: int  # one more than were not synchronised
+    forwards: int  # one more than no backward has reached
+    wrapper: int  # one more than were made before this one for its group
+
+
+ELSEWHERE = Counts(TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
+
+
+class Canary:
+    """Counts what must be alike on all ranks when gradients are averaged.
+
+    Not among it is the number of synchronised backwards: they are collectives, so no rank can be ahead.
+
+    Args:
+        wrapper: how many wrappers were made for the group before this one.
+        counts_forwards: False where ranks may differ in which outputs they use.
+    """
+
+    def __init__(self, wrapper: int = 0, *, counts_forwards: bool = True) -> None:
+        self.elsewhere = False  # whether this rank only takes part for the sake of others
+        self.uneven = False  # whether some rank may
+        self._wrapper = wrapper
+        self._counts_forwards = counts_forwards
+        self._window = 0
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """A synchronised backward is over, well or not."""
+        self._window += 1
+        self._backwards = 0
+        self._forwards = 0
+
+    def forward_begins(self) -> None:
+        """One with gradients enabled; whether it succeeds or not."""
+        self._forwards += 1
+
+    def forward_ends(self, *, watched: bool) -> None:
+        """It succeeded; if its outputs cannot be watched, nobody will know of its backward."""
+        self._forwards -= not watched
+
+    def on_backward(self) -> Callable[[], None]:
+        """What to call, once, when a backward reaches the outputs of the forward that is running."""
+        return partial(self._reached, self._window)
+
+    def backward_ends(self) -> None:
+        """One that accumulated gradients and did not synchronise."""
+        self._backwards += 1
+
+    def backward_dies(self) -> None:
+        """An exception ended one that was not to synchronise: what has accumulated is of no use any more.
+
+        Who begins the window again will have counted right at its end, and who goes on as if nothing had happened
+        will not.
+        """
+        self._backwards = 0
+
+    @property
+    def counts(self) -> Counts:
+        """What to tell the other ranks."""
+        if self.elsewhere:
+            return ELSEWHERE
+        forwards = self._forwards if self._counts_forwards else 0
+        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self._wrapper)))
+
+    def _reached(self, window: int) -> None:
+        # Later ones of outputs that were made before the last synchronised backward count nowhere.
+        if window == self._window:
+            self._forwards -= 1

@@ -1,0 +1,18 @@
+"""How many ready marks a bucket still waits for. Imports nothing of dpfuse."""
+
+from __future__ import annotations
+
+__all__ = ["ENDLESS", "Countdown"]
+
+ENDLESS = 1 << 62  # marks that a countdown survives when nothing is to happen at its end
+
+
+class Countdown:
+    """Ready marks that a bucket still waits for. Below zero: it got more of them than expected."""
+
+    __slots__ = ("expected", "launched", "pending")
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.pending = 0
+        self.launched = False
