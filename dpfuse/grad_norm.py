@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse.errors import DPFuseError
+from dpfuse.phase import Phase
 from dpfuse_kernels import PointerTable, multiply, squared_norm
 from dpfuse_kernels.squared_norm import row_norms
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
+    from dpfuse.reducer import Reducer
+    from dpfuse.signature import ModelSignature
 
-__all__ = ["Gradients", "norm_arguments", "refuse_shards"]
+__all__ = ["GradientReader", "Gradients", "norm_arguments"]
 
 EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
 
@@ -111,9 +114,53 @@ class Gradients:
         return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def refuse_shards(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+class GradientReader:
+    """Finds a wrapped module's gradients whenever they are asked for; what does not change it looks up once.
+
+    Args:
+        module: the wrapped module.
+        signature: tells whether it is still what it was.
+        rank: of this process.
+    """
+
+    def __init__(self, module: nn.Module, signature: ModelSignature, rank: int) -> None:
+        self._module = module
+        self._signature = signature
+        self._rank = rank
+        self._looks = 0  # as of which of its looks `_others` is right
+        self._others: list[nn.Parameter] = []  # parameters that no bucket has
+
+    def read(self, reducer: Reducer, names: Sequence[str], planned: Sequence[nn.Parameter]) -> Gradients:
+        """All gradients as they are now; of a module that was changed since the last forward, none by the buffer.
+
+        Args:
+            reducer: has the buckets.
+            names: of the parameters that were planned.
+            planned: those parameters.
+
+        Raises:
+            DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
+        """
+        if reducer.phase is not Phase.IDLE:
+            raise DPFuseError(
+                f"rank {self._rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, "
+                "expected it between backwards. Ask once backward() has returned."
+            )
+        unchanged = self._signature.unchanged()
+        if not unchanged or self._looks != self._signature.looks:
+            _refuse_shards(names, planned)
+            params = list(self._module.parameters())
+            if not unchanged:
+                return Gradients((), params)
+            bucketed = {id(param) for bucket in reducer.buckets for param in bucket.params}
+            self._looks = self._signature.looks
+            self._others = [param for param in params if id(param) not in bucketed]
+        return Gradients(reducer.buckets, self._others)
+
+
+def _refuse_shards(names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
     """Raises DPFuseError where a parameter is a part of a tensor whose other parts are on other ranks."""
-    for name, param in named:
+    for name, param in zip(names, params, strict=True):
         # A DTensor, or what torch took out of one when it was wrapped.
         if hasattr(param, "to_local") or hasattr(param, "_st_info"):
             raise DPFuseError(

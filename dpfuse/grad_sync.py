@@ -19,7 +19,7 @@ from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
-from dpfuse.grad_norm import Gradients, refuse_shards
+from dpfuse.grad_norm import GradientReader, Gradients
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
 from dpfuse.phase import Phase
@@ -70,7 +70,7 @@ class GradSync:
         self._recorder: BackwardObserver | None = None
         self._wish = ""  # what this rank has asked for, until all ranks have
         self._signature = ModelSignature(module, options.ignored)
-        self._others: tuple[int, list[nn.Parameter]] = (0, [])  # parameters without bucket, as of which look
+        self._reader = GradientReader(module, self._signature, group.rank())
         self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
         self._planned = _params_of(module, plan)
         self._use_params(self._planned)
@@ -226,25 +226,8 @@ class GradSync:
         self._use_buckets(self._marks)
 
     def gradients(self) -> Gradients:
-        """What `.grad` of all parameters of the module is now.
-
-        Raises:
-            DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
-        """
-        if self.reducer.phase is not Phase.IDLE:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: the norm of the gradients was asked for while a backward is "
-                f"{self.reducer.phase.name}, expected it between backwards. Ask once backward() has returned."
-            )
-        unchanged = self._signature.unchanged()  # since the last forward
-        if not unchanged or self._others[0] != self._signature.looks:
-            refuse_shards(zip(_names(self.plan), self._planned, strict=True))
-            params = list(self._module.parameters())
-            if not unchanged:
-                return Gradients((), params)
-            others = [param for param in params if id(param) not in self._indices]
-            self._others = self._signature.looks, others
-        return Gradients(self.reducer.buckets, self._others[1])
+        """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        return self._reader.read(self.reducer, _names(self.plan), self._planned)
 
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
@@ -268,9 +251,8 @@ class GradSync:
                 views=self._options.gradient_as_bucket_view,
                 canary=self.canary,
             )
-        if self._finite is not None:
-            for order, bucket in enumerate(buckets):
-                bucket.finite = FiniteCounter(self._finite, is_first=order == 0)
+        for order, bucket in enumerate(buckets):
+            bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
         return buckets
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:

@@ -32,7 +32,9 @@ ALLOWED = {
     "timing": {"torch", "wrapper (types)"},
     "agreement": {"torch", "collective"},
     "finite_check": {"torch", "dpfuse_kernels", "verdict"},
-    "grad_norm": {"torch", "dpfuse_kernels", "bucket (types)"},
+    "grad_norm": {
+        "torch", "dpfuse_kernels", "phase", "bucket (types)", "reducer (types)", "signature (types)",
+    },
     "bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "collective", "finite_check", "tail", "timing"},
     "sparse_bucket": {"torch", "averaging", "bucket", "collective"},
     "in_place_bucket": {
