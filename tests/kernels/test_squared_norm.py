@@ -152,6 +152,14 @@ def test_products_are_those_of_torch(product: Product, dtype: torch.dtype, facto
     assert buffer.untouched_outside_slots()
 
 
+@every_product
+def test_what_lies_between_slots_is_not_multiplied(product: Product) -> None:
+    _, table = example()
+    for factor in (0.5, NAN):
+        product(table.views, table, torch.tensor(factor))
+        assert table.flat[3] == 9.0
+
+
 def test_a_factor_of_one_keeps_every_bit() -> None:
     words = torch.tensor([0x7FC01234, -(2**31), 1, 0x7F800001], dtype=torch.int32)
     tensor = words.view(torch.float32).clone()
