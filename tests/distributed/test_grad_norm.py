@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfuse
 from tests.distributed.in_place import ALL, NONE, large_from
 
-
 SOME = 1000  # bytes from which a gradient is large: one of the four is
 
 
