@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dpfuse
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 
-__all__ = ["BARE", "PACKS", "SCALE", "UNPACKS", "PackSet", "Wrap", "wire_wrappers", "wrappers"]
+__all__ = ["BARE", "ORDERED", "PACKS", "SCALE", "UNPACKS", "PackSet", "Wrap", "wire_wrappers", "wrappers"]
 
 SCALE = 1 / 3  # no power of two, so that equality says something about rounding
 ALIGNMENT = 16  # bytes
@@ -185,6 +185,10 @@ def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> 
         found["DDP batched"] = ddp(batched_grad_copy=True)
         found["DDP view + batched"] = ddp(gradient_as_bucket_view=True, batched_grad_copy=True)
     return found
+
+
+# Sums in the order of the ranks, which costs something only where there are some.
+ORDERED: dict[str, Wrap] = {"dpfuse deterministic": lambda module: dpfuse.DataParallel(module, deterministic=True)}
 
 
 def wire_wrappers() -> dict[str, Wrap]:

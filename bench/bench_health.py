@@ -86,8 +86,7 @@ class _Health:
     def ours(self, limit: float | None = None) -> Tensor:
         self._step += 1
         for part in self.parts:
-            part.counter.begin()
-            counts = part.counter.table(len(part.names), part.table.flat.device)
+            counts = part.counter.begin_table(len(part.names), part.table.flat.device)
             flatten(part.gradients, part.table, scale=SCALE, counts=counts, matched=True)
             part.counter.settle(part.names)
         self.told = self._check.text(self._step)

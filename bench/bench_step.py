@@ -1,8 +1,8 @@
 """Time of a step beside the bare module and DDP's modes: host cost, two processes, GPU.
 
 Cases on the CPU (gloo): "host KIND N" is the CPU time of one thread at one rank, "no_sync KIND N" the same
-inside `no_sync()`, "pair …" the wall time on two ranks. On CUDA (NCCL, one rank) it is the time between events;
-"cuda wire …" is with gradients that travel as bfloat16.
+inside `no_sync()`, "pair …" the wall time on two ranks, with `deterministic=True` beside all others. On CUDA (NCCL,
+one rank) it is the time between events; "cuda wire …" is with gradients that travel as bfloat16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.baselines import BARE, Wrap, wire_wrappers, wrappers
+from bench.baselines import BARE, ORDERED, Wrap, wire_wrappers, wrappers
 from bench.models import CUDA_MODELS, HOST_MODELS, PAIR_MODELS, Workload
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
@@ -38,8 +38,12 @@ def _host(kind: str, count: int, no_sync: bool, quick: bool) -> Any:
     return on_ranks(1, "cpu", partial(time_steps, build, wraps, effort=effort, no_sync=no_sync))
 
 
+def _pair_contenders() -> dict[str, Wrap]:
+    return {**_contenders(), **ORDERED}
+
+
 def _pair_rank(name: str, effort: Effort) -> Any:
-    return time_steps(PAIR_MODELS[name], _contenders(), effort=effort)
+    return time_steps(PAIR_MODELS[name], _pair_contenders(), effort=effort)
 
 
 def _pair(name: str, quick: bool) -> Any:
@@ -77,6 +81,8 @@ def _measured(case: str, quick: bool) -> Any:
 def _names(case: str) -> Iterable[str]:
     if case.startswith("cuda"):
         return wire_wrappers() if case.startswith("cuda wire") else wrappers()
+    if case.startswith("pair"):
+        return _pair_contenders()
     return LOCAL if case.startswith("no_sync") else _contenders()
 
 

@@ -98,6 +98,16 @@ class Network(dist.ProcessGroup):
             output.copy_(ours)
         return self._send([output for (output,) in outputs])
 
+    def alltoall_base(  # type: ignore[override]
+        self, output: Tensor, ours: Tensor, _output_sizes: list[int], _sizes: list[int], opts: Any
+    ) -> dist.Work:
+        """Send this tensor, and copy it to the output."""
+        return self._send([output.copy_(ours)])
+
+    def _allgather_base(self, output: Tensor, ours: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
+        """Send this tensor, and copy it to the output."""
+        return self._send([output.copy_(ours)])
+
     def barrier(self, opts: dist.BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Send nothing, which takes its time, too."""
         return self._send([torch.empty(0, device=self._device)])

@@ -94,10 +94,10 @@ class BackwardWatch:
         self.listener: BackwardListener | None = None
         self._task: weakref.ref[_Task] | None = None
 
-    def watch(self, outputs: Any, reached: Callable[[], None]) -> bool:
+    def watch(self, outputs: Any, reached: Callable[[], None] | None = None) -> bool:
         """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses); was there any?
 
-        `reached` is called once, when a backward comes by the first of them.
+        `reached`, if any, is called once, when a backward comes by the first of them.
         """
         announcer = _Announcer(self, reached)
         if isinstance(outputs, Tensor):
@@ -143,9 +143,9 @@ class _Announcer:
 
     __slots__ = ("_reached", "_watch")
 
-    def __init__(self, watch: BackwardWatch, reached: Callable[[], None]) -> None:
+    def __init__(self, watch: BackwardWatch, reached: Callable[[], None] | None) -> None:
         self._watch = watch
-        self._reached: Callable[[], None] | None = reached
+        self._reached = reached
 
     def watch(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-from dpfuse import collective
+from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
+from dpfuse.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
+from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
@@ -78,6 +80,9 @@ class GradBucket:
         self.tail = tail
         self.times: BucketObserver | None = None
         self.finite: FiniteCounter | None = None  # of the values that are not, in what is packed
+        self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
+        self.writers = writers_on(torch.device(bucket.device))
+        self.early: EarlyGradients | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._untailed: PointerTable | None = None
@@ -101,6 +106,7 @@ class GradBucket:
         if empty:
             self._launch_empty(failed)
             return
+        self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
@@ -112,7 +118,9 @@ class GradBucket:
             try:
                 if self._is_complex:
                     grads = [*map(_real, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
-                counts = self._new_counts(table)
+                counts = None
+                if self.finite is not None:
+                    counts = self.finite.begin_table(len(table.slots), table.flat.device)
                 if grads:
                     flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
                 if self.finite is not None:
@@ -133,6 +141,9 @@ class GradBucket:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
         self._send(table.flat)
+        if self.early is not None and complete and not failed and self.error is None:
+            assert self._work is not None
+            self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
 
     def wait(self) -> None:
         """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
@@ -143,6 +154,8 @@ class GradBucket:
             self.times.wait_begins(self._table.flat)
         with _ranged("dpfuse::wait", self._label):
             self._work.wait()
+            if self.early is not None:
+                self.early.join()
         if self.times is not None:
             self.times.wait_ends()
         self._work = None
@@ -165,7 +178,13 @@ class GradBucket:
             return
         if not self._fused_params:
             return  # only the tail was in it
-        skipped = {place for place, index in enumerate(self._fused.params) if index in untouched} if untouched else ()
+        skipped = (
+            {place for place, index in enumerate(self._fused.params) if index in untouched} if untouched else set()
+        )
+        if self.early is not None:
+            skipped |= self.early.delivered()
+            if len(skipped) == len(self._fused_params):
+                return
         targets: list[Tensor | None] = []
         for place, param in enumerate(self._fused_params):
             if place in skipped:
@@ -176,26 +195,29 @@ class GradBucket:
                 targets.append(param.grad)
         if self.tail is not None:
             targets.append(None)
-        with _ranged("dpfuse::unpack", self._label), _no_graph():
+        with _no_graph():
             try:
-                unflatten(self._table, targets, scale=self._averaging.post_scale, matched=True)
+                self._unpack(targets)
             except (ValueError, RuntimeError):
                 # A gradient that can be read but not written, such as an expanded one that was set by hand.
                 for place, param in enumerate(self._fused_params):
                     if targets[place] is not None:
                         param.grad = None
                         targets[place] = self._target(place)
-                unflatten(self._table, targets, scale=self._averaging.post_scale)
+                self._unpack(targets, matched=False)
 
     def discard(self) -> None:
-        """Wait if need be, and give the buffer back without touching any gradient, but for views that were handed out.
+        """Wait if need be, and give the buffer back without touching any gradient but those that are written already.
 
-        Those become zeros: their owner may have zeroed them already, before the peers' part landed in them.
+        Those, and views that were handed out, become zeros: their owner may have zeroed them already, before the peers'
+        part landed in them.
         """
         if self.state is BucketState.FLIGHT:
             self.wait()
         self._move(BucketState.LANDED, BucketState.FREE)
         self._sources = []
+        if self.early is not None:
+            self.early.lose()
         if self._handed_out:
             with torch.no_grad():
                 for view in self._views[: len(self._fused_params)]:  # the tail, behind them, is still to be read
@@ -209,6 +231,13 @@ class GradBucket:
         if self._untailed is None or self._untailed.address != self._table.address:
             self._untailed = self._table.first(len(self._fused_params))
         return self._untailed, self._fused_params
+
+    def unpack_early_on(self, side: SideStream) -> None:
+        """Unpack private gradients while backward goes on, where they are long enough for that to pay."""
+        nbytes = sum(slot.numel for slot in self._fused.slots) * getattr(torch, self.plan.dtype).itemsize
+        is_usual = self.tail is None and not self._keep_views and not self._is_complex
+        if is_usual and self._fused_params and nbytes >= LEAST * len(self._fused_params):
+            self.early = EarlyGradients(self._fused_params, side)
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
@@ -226,6 +255,16 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
+    def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
+        assert self._table is not None
+        with _ranged("dpfuse::unpack", self._label):
+            unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
+
+    def _precede(self) -> None:
+        """Order what is read of gradients from here on behind all that wrote them."""
+        if self.writers is not None:
+            self.writers.precede()
+
     def _target(self, place: int) -> Tensor:
         """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
         assert self._table is not None
@@ -235,12 +274,6 @@ class GradBucket:
             dtype = getattr(torch, self.plan.dtype)
             param.grad = torch.empty_strided(shape, stride, dtype=dtype, device=self._table.flat.device)
         return torch.view_as_real(param.grad) if self._is_complex else param.grad
-
-    def _new_counts(self, table: PointerTable) -> Tensor | None:
-        if self.finite is None:
-            return None
-        self.finite.begin()
-        return self.finite.table(len(table.slots), table.flat.device)
 
     def _settle_counts(self, finite: FiniteCounter) -> None:
         finite.settle(self._names)
@@ -302,9 +335,16 @@ class GradBucket:
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = PointerTable(torch.zeros(numel, dtype=wire, device=self.plan.device), slots, dtype)
+        self._table = PointerTable(self._zeros(numel, wire), slots, dtype)
         self._views = self._gradient_views(self._table)
         return self._table
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        device = torch.device(self.plan.device)
+        # A graph has a pool of its own for what is allocated while it is captured.
+        if not self.registered or capturing():
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return registered_memory.zeros(numel, dtype=dtype, device=device, group=self._group)
 
     def _gradient_views(self, table: PointerTable) -> list[Tensor]:
         if not self._is_complex or not self._keep_views:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,8 +12,10 @@ from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
+from dpfuse.early_unpack import side_stream_on
 from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.in_place_bucket import InPlaceBucket
+from dpfuse.ordered_bucket import OrderedBucket
 from dpfuse.plan import BucketPlan
 from dpfuse.sparse_bucket import SparseBucket
 from dpfuse.tail import Tail
@@ -30,6 +33,8 @@ def make_buckets(
     wire: str | None = None,
     views: bool = False,
     canary: Canary | None = None,
+    registered: bool = False,
+    deterministic: bool = False,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -41,16 +46,19 @@ def make_buckets(
         wire: name of the dtype that travels; None sends gradients as they are.
         views: whether `.grad` becomes a view of the buffers.
         canary: what the `Tail` of the last bucket tells of; without, there is none.
+        registered: whether buffers lie in memory that the group's back end has registered.
+        deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
     """
-    buckets = []
+    buckets: list[GradBucket] = []
+    side = side_stream_on(group, torch.device(plan.buckets[0].device)) if canary is not None else None
     for order, bucket in enumerate(plan.buckets):
         averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
         tail = None
         if canary is not None and order == len(plan.buckets) - 1:
             factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
             tail = Tail(group.rank(), group.size(), len(plan.specs), factor, canary)
-        kind = SparseBucket if bucket.sparse else GradBucket
-        if not views and InPlaceBucket.suits(bucket, averaging):
+        kind = SparseBucket if bucket.sparse else OrderedBucket if deterministic else GradBucket
+        if not views and not deterministic and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
         buckets.append(
             kind(
@@ -64,6 +72,9 @@ def make_buckets(
                 label=f"bucket {order}",
             )
         )
+        buckets[-1].registered = registered
+        if side is not None and kind in (GradBucket, InPlaceBucket):
+            buckets[-1].unpack_early_on(side)
     return buckets
 
 

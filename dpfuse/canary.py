@@ -23,6 +23,7 @@ class Counts(NamedTuple):
     wrapper: int  # one more than were made before this one for its group
 
 
+NEVER = 0  # the number of no window
 ELSEWHERE = Counts(TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
 
 
@@ -41,7 +42,8 @@ class Canary:
         self.uneven = False  # whether some rank may
         self._wrapper = wrapper
         self._counts_forwards = counts_forwards
-        self._window = 0
+        self._window = NEVER
+        self._counting = False  # whether the forward that is running counts
         self.begin_window()
 
     def begin_window(self) -> None:
@@ -50,17 +52,22 @@ class Canary:
         self._backwards = 0
         self._forwards = 0
 
-    def forward_begins(self) -> None:
-        """One with gradients enabled; whether it succeeds or not."""
-        self._forwards += 1
+    def forward_begins(self, *, training: bool) -> None:
+        """One with gradients enabled, whether it succeeds or not; one in eval mode may be one rank's alone."""
+        self._counting = training
+        self._forwards += training
 
     def forward_ends(self, *, watched: bool) -> None:
         """It succeeded; if its outputs cannot be watched, nobody will know of its backward."""
-        self._forwards -= not watched
+        self._forwards -= self._counting and not watched
+
+    def forget_forwards(self) -> None:
+        """Whatever has got no backward yet is to get none."""
+        self._forwards = 0
 
     def on_backward(self) -> Callable[[], None]:
         """What to call, once, when a backward reaches the outputs of the forward that is running."""
-        return partial(self._reached, self._window)
+        return partial(self._reached, self._window if self._counting else NEVER)
 
     def backward_ends(self) -> None:
         """One that accumulated gradients and did not synchronise."""

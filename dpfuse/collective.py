@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from dpfuse.errors import DPFuseError
 
@@ -22,15 +24,20 @@ __all__ = [
     "all_reduce_together",
     "broadcast",
     "broadcast_flat",
+    "check_all_to_all",
     "group_device",
     "resolve_group",
     "start_all_gather",
+    "start_all_gather_into",
+    "start_all_to_all",
+    "waits_on_streams",
 ]
 
 _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 _NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not in every build
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # with which torch's NCCL holds up the host
 ALIGNMENT = 16  # bytes; the largest element, complex128
 LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
@@ -105,6 +112,12 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     return group._end_coalescing(first.device)
 
 
+def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waiting for a collective of tensors on `device` holds up the current stream only, never the host."""
+    blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
+    return _is_nccl(group, device) and not blocking
+
+
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
@@ -157,6 +170,38 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor
     work = dist.all_gather(rows, row, group=group, async_op=True)
     assert work is not None
     return rows, work
+
+
+def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send each rank its part of `flat`, and to fill `parts` with what all send to this one, by rank.
+
+    Both are flat, of one dtype and of one length, a multiple of the number of ranks; the work must be waited for.
+    """
+    return group.alltoall_base(parts, flat, [], [], dist.AllToAllOptions())
+
+
+def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `flat` with every rank's `part`, by rank; `part` may be this rank's place in it."""
+    return group._allgather_base(flat, part, AllgatherOptions())
+
+
+def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Try the collectives of `deterministic=True`; to be called on all ranks.
+
+    Raises:
+        DPFuseError: the back end lacks one of them.
+    """
+    flat = torch.zeros(group.size(), device=device)
+    parts = torch.empty_like(flat)
+    try:
+        start_all_to_all(parts, flat, group).wait()
+        start_all_gather_into(flat, parts[:1], group).wait()
+    except (RuntimeError, NotImplementedError) as error:
+        raise DPFuseError(
+            f"rank {group.rank()}: deterministic=True needs a back end with all-to-all and all-gather of {device.type} "
+            f"tensors, which {group.name()} did not do: {error}. Use gloo on CPUs and nccl on GPUs, or leave "
+            "deterministic out."
+        ) from error
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:

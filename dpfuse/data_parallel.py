@@ -52,6 +52,12 @@ class DataParallel(SyncedModule):
         check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite
             values, "warn" a warning on that rank; both name parameters, how many values, and the step. On the CPU
             in that backward, on a GPU, without waiting for it, by the end of the next.
+        check: when a failure of another rank raises where gradients are on a GPU: "deferred" is at the end of the next
+            backward at the latest, and until then this one's gradients are NaN; "strict" waits for the GPU in each
+            backward and raises in the same one. On the CPU that is always so.
+        deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
+            bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
+            keep the order of registration. Costs time where all-to-all is slower than all-reduce.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -86,6 +92,8 @@ class DataParallel(SyncedModule):
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
         check_finite: Literal["off", "warn", "raise"] = "off",
+        check: str = "deferred",
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         if strategy is not None:
@@ -102,6 +110,8 @@ class DataParallel(SyncedModule):
             wire_dtype,
             autotune=auto,
             check_finite=check_finite,
+            checked=check,
+            deterministic=deterministic,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

@@ -72,6 +72,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check_finite: not in torch. "raise" makes it an error on every rank if a rank sends a gradient with NaN or
             infinite values, "warn" a warning on that rank; both name parameters, how many values, and the step. On
             the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
+        check: not torch's; as for `DataParallel`.
+        deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -114,6 +116,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         check_finite: Literal["off", "warn", "raise"] = "off",
+        check: str = "deferred",
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -176,6 +180,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
             send_buffers_at_start=at_start,
             rule=rule,
             check_finite=check_finite,
+            checked=check,
+            deterministic=deterministic,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

@@ -104,8 +104,9 @@ class FiniteCounter:
         if self._is_first:
             self._check.begin()
 
-    def table(self, slots: int, device: torch.device) -> Tensor:
-        """Where to add the counts of that many slots, [slots] int32."""
+    def begin_table(self, slots: int, device: torch.device) -> Tensor:
+        """As `begin`; where to add the counts of that many slots, [slots] int32."""
+        self.begin()
         if self._table is None or self._table.numel() != slots:
             self._table = torch.zeros(slots, dtype=torch.int32, device=device)
         return self._table

@@ -13,7 +13,7 @@ from dpfuse import agreement
 from dpfuse.averaging import averaging_for
 from dpfuse.bucket import dense_stride
 from dpfuse.buckets import make_buckets
-from dpfuse.collective import resolve_group
+from dpfuse.collective import check_all_to_all, resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import MB, plan_groups
@@ -29,6 +29,7 @@ def fused_allreduce_gradients(
     *,
     scale: float | None = None,
     bucket_size: int = 128 * MB,
+    deterministic: bool = False,
 ) -> None:
     """Average the gradients of `parameter_list` over the ranks, in place, in fused buffers.
 
@@ -43,13 +44,15 @@ def fused_allreduce_gradients(
         scale: factor on each rank's gradient before the sum; None is 1 / number of ranks, the mean; 1.0
             gives the plain sum.
         bucket_size: bytes after which a buffer is closed; a change of dtype closes it too.
+        deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: no
+            bit depends on `bucket_size`, and all are those of a wrapper with `deterministic=True`.
 
     Raises:
         TypeError: `parameter_list` is not iterable or holds something else than tensors; a gradient is
-            sparse or of a dtype that cannot be averaged; `scale` is not a number.
+            sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
         ValueError: `scale` is not finite; `bucket_size` is negative.
-        DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank;
-            raised on every rank, before anything is changed.
+        DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
+            `deterministic` needs what the back end lacks; raised on every rank, before anything is changed.
 
     Example:
         >>> import torch, dpfuse
@@ -67,10 +70,10 @@ def fused_allreduce_gradients(
     """
     process_group = resolve_group(group)
     if process_group is None or process_group.size() == 1:
-        _gradients_of(parameter_list, scale, bucket_size)
+        _gradients_of(parameter_list, scale, bucket_size, deterministic)
         return
     try:
-        params, specs = _gradients_of(parameter_list, scale, bucket_size)
+        params, specs = _gradients_of(parameter_list, scale, bucket_size, deterministic)
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         agreement.report_failure(error, process_group, WHAT)
         raise
@@ -78,10 +81,16 @@ def fused_allreduce_gradients(
         f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
         for spec, param in zip(specs, params, strict=True)
     ]
-    lines.append(f"{len(specs)} gradients, scale={scale}, bucket_size={float(bucket_size)}")
+    lines.append(
+        f"{len(specs)} gradients, scale={scale}, bucket_size={float(bucket_size)}, deterministic={deterministic}"
+    )
     remedy = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
     agreement.agree_on_text("\n".join(lines), process_group, WHAT, remedy)
-    buckets = make_buckets(plan_groups(specs, bucket_size), params, process_group, scale=scale)
+    if deterministic:
+        for device in dict.fromkeys(param.device for param in params):
+            check_all_to_all(process_group, device)
+    plan = plan_groups(specs, bucket_size)
+    buckets = make_buckets(plan, params, process_group, scale=scale, deterministic=deterministic)
     for bucket in buckets:
         bucket.launch()
     for bucket in buckets:
@@ -96,7 +105,9 @@ def fused_allreduce_gradients(
         bucket.deliver()
 
 
-def _gradients_of(parameter_list: Any, scale: Any, bucket_size: Any) -> tuple[list[Tensor], list[ParamSpec]]:
+def _gradients_of(
+    parameter_list: Any, scale: Any, bucket_size: Any, deterministic: Any
+) -> tuple[list[Tensor], list[ParamSpec]]:
     if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
         raise TypeError(
             f"parameter_list must be an iterable of parameters, got {type(parameter_list).__name__}; "
@@ -106,6 +117,10 @@ def _gradients_of(parameter_list: Any, scale: Any, bucket_size: Any) -> tuple[li
         raise TypeError(f"bucket_size must be a number of bytes, got {bucket_size!r}; pass for example 128 << 20")
     if not bucket_size >= 0:
         raise ValueError(f"bucket_size must be >= 0 bytes, got {bucket_size!r}; 0 sends every gradient alone")
+    if not isinstance(deterministic, bool):
+        raise TypeError(
+            f"deterministic must be True or False, got {deterministic!r} of type {type(deterministic).__name__}"
+        )
     params: dict[int, Tensor] = {}
     specs: list[ParamSpec] = []
     for index, param in enumerate(parameter_list):

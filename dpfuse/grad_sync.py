@@ -17,6 +17,7 @@ from dpfuse.buckets import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
+from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
@@ -95,6 +96,8 @@ class GradSync:
         )
         if self._finite is not None:
             self.reducer.after_delivery = (self._finite.warn,)
+        self.reducer.strict = options.checked == "strict"
+        self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
@@ -111,7 +114,7 @@ class GradSync:
         """
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        self.canary.forward_begins()
+        self.canary.forward_begins(training=self._module.training)
         if self.reducer.phase is Phase.IDLE:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.
@@ -200,8 +203,13 @@ class GradSync:
         """Let a communication hook reduce the gradients from the next synchronised backward on.
 
         Raises:
-            RuntimeError: there is one already; a backward is running, or was interrupted.
+            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper is deterministic.
         """
+        if self._options.deterministic:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a communication hook was registered with deterministic=True, expected one "
+                f"of the two: {hook.name} adds up as it likes. Leave deterministic out, or register no hook."
+            )
         if self.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
@@ -250,6 +258,8 @@ class GradSync:
                 wire=self._options.wire,
                 views=self._options.gradient_as_bucket_view,
                 canary=self.canary,
+                registered=self._options.registered,
+                deterministic=self._options.deterministic,
             )
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
@@ -259,7 +269,7 @@ class GradSync:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
         # waits for the old layout. Gradients that are views keep the old buffers alive until they are freed.
         order, marks = agreement.agree_on_order(order, marks, self.group, self.source)
-        if not self.plan.tuned:
+        if not self.plan.tuned and not self._options.deterministic:
             self.plan = rebuild_plan(self.plan, order)
         self._use_buckets(marks)
 
@@ -271,6 +281,7 @@ class GradSync:
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
+        self.reducer.guard = guard_of(self._params, self.group.size())
         self._hooks.replace(self._params, self._markers())
 
     def _follow_module(self) -> None:
@@ -336,6 +347,11 @@ class GradSync:
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()
+        for bucket in self.reducer.buckets:
+            if bucket.writers is not None and bucket.plan.params:
+                marker = bucket.writers.noting(markers[bucket.plan.params[0]])
+                for index in bucket.plan.params:
+                    markers[index] = marker
         if self._recorder is not None:
             markers = self._recorder.stamped(markers)
         for marker in markers:
@@ -356,13 +372,15 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
 
     Raises:
-        DPFuseError: on every rank alike, naming rank and first difference.
+        DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
     """
     lines = [*describe_options(options), *describe_model(module, plan, options)]
     params, buffers = tensors_of(module, options)
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
+    if options.deterministic:
+        collective.check_all_to_all(group, next(iter(params.values())).device)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
     _send(tensors, group)
 

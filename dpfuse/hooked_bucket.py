@@ -91,8 +91,8 @@ class HookedBucket(GradBucket):
     def wait(self) -> None:
         """Wait for the hook's future, and write what it holds to the buffer; `error` says what went wrong."""
         work = self._work
-        assert isinstance(work, _HookWork)
         super().wait()
+        assert isinstance(work, _HookWork)
         if self._table is not None and self._table.flat.data_ptr() != self._table.address:
             # The hook has resized the buffer, as batched PowerSGD does, which moved it.
             self._table = PointerTable(self._table.flat, self._table.slots, self._table.dtype)
@@ -161,6 +161,7 @@ class HookedSparseBucket(HookedBucket):
     ) -> None:
         """Call the hook with the gradient; arguments as for `GradBucket.launch`."""
         self._hook.check()
+        self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         (param,), (name,) = self.params, self._names
         grad = None if empty else param.grad
@@ -187,10 +188,10 @@ class HookedSparseBucket(HookedBucket):
 
     def wait(self) -> None:
         """Wait for the hook's future; `error` says what went wrong."""
+        self._move(BucketState.FLIGHT, BucketState.LANDED)
         work, (grad,) = self._work, self._sources
         assert isinstance(work, _HookWork)
         assert grad is not None
-        self._move(BucketState.FLIGHT, BucketState.LANDED)
         if self.times is not None:
             self.times.wait_begins(grad)
         work.wait()

@@ -13,6 +13,7 @@ from dpfuse import collective
 from dpfuse.averaging import Averaging
 from dpfuse.bucket import GradBucket, dense_stride
 from dpfuse.finite_check import FiniteCounter
+from dpfuse.ownership import is_private
 from dpfuse.plan import Bucket, Slot
 from dpfuse.tail import Tail
 from dpfuse_kernels import PointerTable, flatten, unflatten
@@ -81,6 +82,7 @@ class InPlaceBucket(GradBucket):
         self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
     ) -> None:
         """Pack the small gradients and start the all-reduce of all; arguments as for `GradBucket.launch`."""
+        self._precede()
         self._refused = None
         try:
             # Nothing is written yet: what lies in memory of others is read before anything is reduced.
@@ -231,36 +233,13 @@ class _LargeGradient:
             and grad.device == self._device
             and grad.shape == slot.shape
             and grad.stride() == slot.stride
-            and not grad.requires_grad  # a graph may need its values
             and not grad.is_neg()
             and not grad.is_inference()
             # Another hook, say of a second wrapper, still has to read what was accumulated.
             and len(param._post_accumulate_grad_hooks or ()) <= 1
             and grad.untyped_storage().resizable()  # else the memory may be that of numpy
-            and _REFERENCES is not None
-            and _references(grad) == _REFERENCES
+            and is_private(grad)
         )
-
-
-def _references(grad: Tensor) -> tuple[int, int]:
-    """How many tensors have its memory, and how many owners the tensor: parameters, autograd, views that users keep.
-
-    A thread of the process group may have both a moment longer than the all-reduce takes, which costs a copy.
-    """
-    owners: int = grad._use_count()  # type: ignore[attr-defined]
-    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata), owners
-
-
-def _references_of_one() -> tuple[int, int] | None:
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
-    try:
-        return _references(param.grad)
-    except AttributeError:  # a torch that does not tell: every gradient may be somebody else's, too
-        return None
-
-
-_REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
 
 
 def _is_large(slot: Slot, dtype: str) -> bool:

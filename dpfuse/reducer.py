@@ -51,6 +51,8 @@ class Reducer:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
+        self.guard: Callable[[Any], None] | None = None  # called with the tail's alarm after each delivery
+        self.strict = False  # whether to wait for what the peers report, wherever that takes waiting
         self._names = names
         self._canary = canary
         self._index_of = index_of
@@ -134,6 +136,7 @@ class Reducer:
     def forget_forwards(self) -> None:
         """Let the next backward be judged by later forwards alone, or by the state of `no_sync()` then."""
         self._recorded = None
+        self._canary.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise although its forward ran inside `no_sync()`.
@@ -206,6 +209,8 @@ class Reducer:
                 self._settle_change()
             self._launch_rest()
             self._deliver()
+            if self.guard is not None:
+                self.guard(self._tail.alarm())
         except BaseException as error:
             self.last_error = f"{type(error)}: {error}"
             # What _deliver itself reports has been cleared up; a collective that failed has not.
@@ -336,7 +341,9 @@ class Reducer:
                 bucket.deliver()
         if missing and self._tail.deaf:
             error, here = DPFuseError(verdict.unread([self._names[index] for index in sorted(missing)])), True
-        report = self._tail.report(wait=here or bool(missing), failed=here)
+        # After the first backward the ranks agree on the buckets: whoever has failed would be missed there.
+        wait = here or bool(missing) or self.strict or not self.rebuilt
+        report = self._tail.report(wait=wait, failed=here)
         if not report.all_well:
             for bucket in held:
                 bucket.discard()

@@ -33,6 +33,7 @@ class SparseBucket(GradBucket):
         self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
     ) -> None:
         """Start to exchange the number of rows; arguments as for `GradBucket.launch`."""
+        self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         (param,) = self.params
         grad = None if empty else param.grad

@@ -13,7 +13,8 @@ from dpfuse.plan import NO_WISHES
 
 __all__ = ["SyncOptions"]
 
-CHECKS = ("off", "warn", "raise")
+CHECKS = ("deferred", "strict")
+FINITE_CHECKS = ("off", "warn", "raise")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class SyncOptions:
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
     autotune: bool = False  # whether the sizes are only those to begin with
-    check_finite: str = "off"  # what is done about gradients that are not: one of CHECKS
+    check_finite: str = "off"  # what is done about gradients that are not: one of FINITE_CHECKS
+    checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
+    registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
+    deterministic: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -41,9 +45,14 @@ class SyncOptions:
                 f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
                 "for example comm_buffer_size=25"
             )
-        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "deterministic"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        if self.checked not in CHECKS:
+            raise ValueError(
+                f"check must be {' or '.join(map(repr, CHECKS))}, got {self.checked!r}; strict waits for the GPU in "
+                "each backward"
+            )
         try:
             averaging_for("float32", 1, self.gradient_scale)
         except (TypeError, ValueError) as error:
@@ -58,10 +67,10 @@ class SyncOptions:
                 f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
                 f"{self.wire_dtype!r}; None sends gradients in their own dtype"
             )
-        if self.check_finite not in CHECKS:
+        if self.check_finite not in FINITE_CHECKS:
             raise ValueError(
-                f"check_finite must be one of {', '.join(map(repr, CHECKS))}, got {self.check_finite!r}; leave it out "
-                "to send gradients unseen"
+                f"check_finite must be one of {', '.join(map(repr, FINITE_CHECKS))}, got {self.check_finite!r}; "
+                "leave it out to send gradients unseen"
             )
 
     @staticmethod

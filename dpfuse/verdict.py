@@ -22,7 +22,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Cou
     "forwards": (
         lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",
         "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong under "
-        "torch.no_grad(); where ranks may use different outputs, pass find_unused_parameters=True.",
+        "torch.no_grad() or in eval mode; where ranks may use different outputs, pass find_unused_parameters=True.",
     ),
 }
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."

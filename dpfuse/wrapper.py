@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
@@ -22,6 +23,7 @@ from dpfuse.grad_sync import GradSync, agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
+from dpfuse.registered_memory import can_register
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BucketObserver
 from dpfuse.tracing import leave_untraced, set_tracer
@@ -57,6 +59,9 @@ class SyncedModule(nn.Module):
         self._require_sync = True
         try:
             plan = check_module(self.module, self._options, group)
+            if group is not None and fresh:  # else nothing is compared, or it was when the original was made
+                device = torch.device(plan.buckets[0].device)
+                self._options = replace(self._options, registered=can_register(group, device))
         except Exception as error:
             if group is not None and fresh:
                 agreement.report_failure(error, group, "the wrapped module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from dpfuse_kernels.flatten import count_nonfinite, flatten_reference
@@ -12,12 +13,16 @@ from dpfuse_kernels.flatten import flatten as flatten_triton
 from dpfuse_kernels.multiply import multiply as multiply_triton
 from dpfuse_kernels.multiply import multiply_reference
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.spoil import SpoilTable, spoil_reference
+from dpfuse_kernels.spoil import spoil as spoil_triton
 from dpfuse_kernels.squared_norm import squared_norm as squared_norm_triton
 from dpfuse_kernels.squared_norm import squared_norm_reference
+from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
+from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
 
-__all__ = ["flatten", "multiply", "squared_norm", "unflatten", "uses_triton"]
+__all__ = ["flatten", "multiply", "spoil", "squared_norm", "sum_parts", "unflatten", "uses_triton"]
 
 VARIABLE = "DPFUSE_KERNELS"
 
@@ -32,14 +37,14 @@ def uses_triton(table: PointerTable) -> bool:
         ValueError: DPFUSE_KERNELS holds something else.
     """
     if table.triton is None:
-        table.triton = _choose(table)
+        table.triton = _choose(table.flat.device)
     return table.triton
 
 
-def _choose(table: PointerTable) -> bool:
+def _choose(device: torch.device) -> bool:
     choice = os.environ.get(VARIABLE, "")
     if not choice:
-        return table.flat.is_cuda
+        return device.type == "cuda"
     if choice not in ("triton", "reference"):
         raise ValueError(f"{VARIABLE} is {choice!r}, expected 'triton' or 'reference'. Correct it, or unset it.")
     return choice == "triton"
@@ -134,3 +139,38 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
         tensor([0.5000, 1.0000, 1.5000])
     """
     (multiply_triton if uses_triton(table) else multiply_reference)(tensors, table, factor)
+
+
+def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:
+    """Fill `tensors` with NaN if `alarm`, a flag on their device, is set.
+
+    Arguments and result are those of `dpfuse_kernels.spoil.spoil`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import SpoilTable, spoil
+        >>> gradient = torch.ones(2)
+        >>> spoil(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor(True))
+        >>> gradient
+        tensor([nan, nan])
+    """
+    if _choose(table.device):
+        spoil_triton(table, tensors, alarm)
+    else:
+        spoil_reference(table, tensors, alarm)
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Add up the rows of `parts` in their order, in float32 (float64 for float64), and round once.
+
+    Arguments, result and errors are those of `dpfuse_kernels.sum_parts.sum_parts`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import sum_parts
+        >>> out = torch.empty(2, dtype=torch.bfloat16)
+        >>> sum_parts(torch.tensor([[1.0, 2], [256, 4], [1, 6]], dtype=torch.bfloat16), out)
+        >>> out
+        tensor([258.,  12.], dtype=torch.bfloat16)
+    """
+    (sum_parts_triton if _choose(out.device) else sum_parts_reference)(parts, out)

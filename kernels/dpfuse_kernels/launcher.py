@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.pointer_table import PointerTable
 
-__all__ = ["Launcher", "jit"]
+__all__ = ["Launcher", "dispatch", "jit"]
 
 # What the kernels take, and in which types, before their compile-time arguments.
 ARGUMENTS = {
@@ -26,21 +26,46 @@ ARGUMENTS = {
     "first_program": "i64",
     "extra_address": "i64",
 }
-# The kernels take integers as they come: specialising on their values would compile once more for each new one.
-VARYING = [name for name, kind in ARGUMENTS.items() if not kind.startswith("*")]
 
 
 @cache
 def jit(kernel: Callable[..., None]) -> Any:
     """Compile `kernel` when it is first launched; until then its file needs no triton.
 
-    The kernel refers to `tl`, which its own module does not import: it is set there now.
+    The kernel refers to `tl`, which its own module does not import: it is set there now. It takes integers as they
+    come: specialising on their values would compile once more for each new one.
     """
     import triton
     import triton.language as tl
 
     kernel.__globals__["tl"] = tl
-    return triton.jit(kernel, do_not_specialize=VARYING)
+    return triton.jit(kernel, do_not_specialize=[n for n, kind in kernel.__annotations__.items() if kind == "tl.int64"])
+
+
+def dispatch(
+    kernel: Callable[..., None],
+    device: torch.device,
+    programs: int,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    warps: int,
+) -> Any:
+    """Launch `kernel` through Triton on the current stream of `device`, which is the current device.
+
+    Returns:
+        What Triton has compiled; None in its interpreter.
+
+    Raises:
+        ValueError: the device is the CPU, and Triton does not interpret.
+    """
+    compiled = jit(kernel)
+    if device.type == "cpu" and not interpreting(compiled):
+        raise ValueError(
+            "Triton got a flat buffer on the CPU, expected one on a GPU. Unset DPFUSE_KERNELS, or set "
+            "TRITON_INTERPRET=1 to run Triton's interpreter."
+        )
+    # A product that is rounded and then added must not become one fused multiply-add.
+    return compiled[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -141,7 +166,7 @@ class Launcher:
         if not programs:
             return
         key = (kernel, scale != 1.0, *options.items())
-        with _current_device(self._device):
+        with current_device(self._device):
             copy = self.ring.device_copy(addresses)
             arguments = (
                 self._flat_address,
@@ -172,12 +197,6 @@ class Launcher:
     def _dispatch(self, key: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
         """Launch through Triton, and bind what it has compiled."""
         kernel, scaled, *options = key
-        compiled = jit(kernel)
-        if self._device.type == "cpu" and not interpreting(compiled):
-            raise ValueError(
-                "Triton got a flat buffer on the CPU, expected one on a GPU. Unset DPFUSE_KERNELS, or set "
-                "TRITON_INTERPRET=1 to run Triton's interpreter."
-            )
         tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
         constants = {
             "TENSOR": tensor_type,
@@ -187,13 +206,7 @@ class Launcher:
             **dict(options),
             "CHUNK": self.shape.chunk,
         }
-        done = compiled[(programs,)](
-            *arguments,
-            **constants,
-            num_warps=self.shape.warps,
-            # A product that is rounded and then added must not become one fused multiply-add.
-            enable_fp_fusion=False,
-        )
+        done = dispatch(kernel, self._device, programs, arguments, constants, self.shape.warps)
         if key not in self._bound:
             self._bound[key] = bind(done, tuple(ARGUMENTS.values()), tuple(constants.values()))
 
@@ -213,7 +226,8 @@ def double_bits(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def _current_device(device: torch.device) -> AbstractContextManager[Any]:
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which `device` is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)

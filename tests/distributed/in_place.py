@@ -13,6 +13,7 @@ from torch import nn
 import dpfuse
 from dpfuse import in_place_bucket
 from dpfuse.in_place_bucket import InPlaceBucket
+from dpfuse.ownership import is_private
 from tests.distributed.test_interruptions import Fuse
 
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large
@@ -32,7 +33,7 @@ def let_go(model):
     """Wait until the process group's threads have let go of gradients that are kept: a moment after the all-reduce."""
     deadline = monotonic() + 20
     for param in model.parameters():
-        while param.grad is not None and in_place_bucket._references(param.grad) != in_place_bucket._REFERENCES:
+        while param.grad is not None and not is_private(param.grad):
             assert monotonic() < deadline
             sleep(0.001)
 

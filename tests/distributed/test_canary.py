@@ -172,6 +172,11 @@ def unaffected(rank, size):
     with torch.no_grad():
         for index in range(rank):
             model(batch(rank, index))
+    model.eval()
+    for index in range(rank):
+        model(batch(rank, index))
+    model.train()
+    right_steps(model, rank, size)
     # A gradient of its own, of a forward that is not to be averaged.
     with model.no_sync():
         if rank == 1:

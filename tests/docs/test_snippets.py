@@ -35,7 +35,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_page_runs_and_prints_what_it_shows(program: Program, tmp_path):
-    script = tmp_path / f"{program.page.stem}.py"
+    script = tmp_path / f"page_{program.page.stem}.py"  # a page may have the name of a module
     script.write_text(program.source, encoding="utf-8")
     environ = {key: value for key, value in os.environ.items() if not JOB.match(key)}
     environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "PYTHONIOENCODING": "utf-8"}

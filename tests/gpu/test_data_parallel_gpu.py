@@ -201,10 +201,15 @@ def failure_on_rank_1(rank, size):
     model(x).sum().backward()
     model.zero_grad()
     if rank == 0:
-        # On CUDA the report of a peer is read without waiting: at the latest after the next backward.
+        # On CUDA the report of a peer is read without waiting, after the next backward; until then no step is finite.
+        model(x).sum().backward()
+        assert all(param.grad.isnan().all() for param in model.parameters())
+        model.zero_grad()
         with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2"):
-            for _ in range(2):
-                model(x).sum().backward()
+            model(x).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        assert all(param.grad.isfinite().all() for param in model.parameters())
         return
     planted = model.module.bias.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -212,8 +217,34 @@ def failure_on_rank_1(rank, size):
     planted.remove()
     with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
         model(x)
-    model(x).sum().backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
 
 
-def test_a_peers_failure_is_known_at_the_latest_after_the_next_backward(ranks):
+def test_a_peers_failure_is_known_after_the_next_backward_and_gradients_are_nan_until_then(ranks):
     ranks(failure_on_rank_1, timeout=60)
+
+
+def failure_read_at_once(rank, size):
+    torch.cuda.set_device(0)
+    model = dpfuse.DataParallel(nn.Linear(4, 4).cuda(), check="strict")
+    x = torch.ones(2, 4, device="cuda")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    planted = model.module.bias.register_hook(lambda grad: 1 / 0) if rank == 1 else None
+    with pytest.raises(ZeroDivisionError if rank == 1 else dpfuse.DPFuseError):
+        model(x).sum().backward()
+    if planted is not None:
+        planted.remove()
+        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
+            model(x)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
+def test_a_strict_check_raises_in_the_same_backward(ranks):
+    ranks(failure_read_at_once, timeout=60)

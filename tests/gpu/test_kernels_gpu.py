@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
+from dpfuse_kernels import PointerTable, Slot, flatten, sum_parts, unflatten
 from dpfuse_kernels.flatten import flatten_reference
+from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten_reference
-from tests.kernels.layouts import PAIRS, expected, guarded, same_bits
+from tests.kernels.layouts import DTYPES, PAIRS, expected, guarded, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,3 +167,15 @@ def test_a_tensor_on_the_cpu_is_named() -> None:
         flatten([torch.zeros(5)], table)
     with pytest.raises(ValueError, match=r"'p0' got a tensor on cpu, expected cuda:0\. Move it"):
         unflatten_reference(table, [torch.zeros(5)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_parts_are_added_up_as_on_the_cpu(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    for numel in NUMELS:
+        parts = torch.randn(rows, numel, generator=generator, dtype=torch.float64).to(dtype)
+        wanted, out = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
+        sum_parts_reference(parts, wanted)
+        sum_parts(parts.cuda(), out)
+        assert same_bits(out.cpu(), wanted)

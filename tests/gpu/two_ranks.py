@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
+from dpfuse import bucket
 
 SIZE = 2
 STEPS = 4
@@ -20,6 +21,7 @@ WRAPS = {
     "views": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01),
     "private": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, gradient_as_bucket_view=False),
     "torch's face": lambda module: dpfuse.DistributedDataParallel(module, bucket_cap_mb=0.05),
+    "deterministic": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, deterministic=True),
     "bfloat16": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.bfloat16),
 }
 
@@ -58,6 +60,7 @@ def main() -> None:
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
+    bucket.LEAST = 0  # private gradients are unpacked early, however small
     dist.init_process_group("nccl", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE)
     for kind in WRAPS:
         check(kind, rank)

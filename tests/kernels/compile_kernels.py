@@ -1,6 +1,7 @@
 """Compiles all kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
-With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures.
+With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
+fills with NaN.
 
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 MOVERS = ("flatten", "unflatten", "unflatten accumulate")
 KERNELS = (*MOVERS, "flatten count", "squared_norm", "multiply")
+SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
 
@@ -38,14 +40,11 @@ def compile_one(
     kernel: str, architecture: int | str, dtype: str, wire: str, shape: tuple[int, int] | None = None
 ) -> dict[str, object]:
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from dpfuse_kernels import PointerTable
     from dpfuse_kernels.flatten import _flatten_kernel
     from dpfuse_kernels.launch_shape import launch_shape
-    from dpfuse_kernels.launcher import ARGUMENTS, jit, triton_dtype
+    from dpfuse_kernels.launcher import ARGUMENTS, triton_dtype
     from dpfuse_kernels.multiply import _multiply_kernel
     from dpfuse_kernels.squared_norm import _squared_norm_kernel
     from dpfuse_kernels.unflatten import _unflatten_kernel
@@ -71,7 +70,52 @@ def compile_one(
         "squared_norm": _squared_norm_kernel,
         "multiply": _multiply_kernel,
     }[name]
-    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
+    row = {"kernel": kernel, "dtype": dtype, "wire": wire}
+    return row | _compiled(function, ARGUMENTS, constants, architecture, chunk, warps)
+
+
+def compile_sum(architecture: int | str, dtype: str) -> dict[str, object]:
+    import torch
+    import triton.language as tl
+
+    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.sum_parts import _sum_parts_kernel
+
+    usual = launch_shape(getattr(torch, dtype), getattr(torch, dtype), 25 << 20)
+    constants = {"WIRE": getattr(tl, dtype), "SUM": getattr(tl, SUM_TYPES[dtype]), "CHUNK": usual.chunk}
+    names = ("parts_address", "out_address", "count", "numel", "first_program")
+    arguments = dict.fromkeys(names, "i64")
+    row = {"kernel": "sum_parts", "dtype": dtype, "wire": dtype}
+    return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, usual.chunk, usual.warps)
+
+
+def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
+    import triton.language as tl
+
+    from dpfuse_kernels.spoil import CHUNK, WARPS, _spoil_kernel
+
+    arguments = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64"}
+    constants = {"TENSOR": getattr(tl, dtype), "CHUNK": CHUNK}
+    return {"kernel": "spoil", "dtype": dtype} | _compiled(
+        _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS
+    )
+
+
+def _compiled(
+    function: Callable[..., None],
+    arguments: dict[str, str],
+    constants: dict[str, object],
+    architecture: int | str,
+    chunk: int,
+    warps: int,
+) -> dict[str, object]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dpfuse_kernels.launcher import jit
+
+    signature = arguments | dict.fromkeys(constants, "constexpr")
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
     compiled = triton.compile(
@@ -81,10 +125,7 @@ def compile_one(
     )
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     return {
-        "kernel": kernel,
         "architecture": architecture,
-        "dtype": dtype,
-        "wire": wire,
         "shape": [chunk, warps],
         "assembly": assembly,
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
@@ -123,6 +164,8 @@ def every_compilation() -> Iterator[dict[str, object]]:
                 # What reads or writes tensors only knows no dtype of a buffer.
                 if dtype == wire or kernel in (*MOVERS, "flatten count"):
                     yield compile_one(kernel, architecture, dtype, wire)
+        for dtype in SUM_TYPES:
+            yield compile_sum(architecture, dtype)
 
 
 def every_shape() -> Iterator[dict[str, object]]:
@@ -132,9 +175,16 @@ def every_shape() -> Iterator[dict[str, object]]:
                 yield compile_one(kernel, 90, dtype, wire, shape)
 
 
+def every_spoil() -> Iterator[dict[str, object]]:
+    for architecture in (*NVIDIA, *AMD):
+        for dtype in SUM_TYPES:
+            yield compile_spoil(architecture, dtype)
+
+
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    for row in every_shape() if sys.argv[1:] == ["shapes"] else every_compilation():
+    which = {"shapes": every_shape, "spoil": every_spoil}
+    for row in which[sys.argv[1]]() if sys.argv[1:] else every_compilation():
         print(json.dumps(row), flush=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compile_kernels import AMD, KERNELS, MEASURED_PAIRS, MOVERS, NVIDIA, PAIRS, SHAPES
+from tests.kernels.compile_kernels import AMD, KERNELS, MEASURED_PAIRS, MOVERS, NVIDIA, PAIRS, SHAPES, SUM_TYPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,3 +202,42 @@ def test_bfloat16_is_rounded_to_nearest(compiled: Compiled, kernel: str) -> None
     for architecture in NVIDIA:
         row = compiled[kernel, architecture, "bfloat16", "bfloat16"]
         assert re.search(r"cvt\.rn\.bf16(?:x2)?\.f32", str(row["assembly"]))
+
+
+every_sum = pytest.mark.parametrize("dtype", SUM_TYPES)
+
+
+@every_sum
+@every_architecture
+def test_parts_are_added_up_128_bits_at_a_time_without_spills(
+    compiled: Compiled, architecture: int | str, dtype: str
+) -> None:
+    row = compiled["sum_parts", architecture, dtype, dtype]
+    assembly = str(row["assembly"])
+    per_row = accesses(row, dtype)
+    if architecture in AMD:
+        assert len(re.findall(WIDE_AMD.format("load"), assembly)) >= 2 * max(1, per_row)
+        assert len(re.findall(WIDE_AMD.format("store"), assembly)) >= max(1, per_row)
+    else:
+        # The first part, and the one that the loop is at.
+        assert len(re.findall(WIDE_NVIDIA.format("ld"), assembly)) == 2 * per_row
+        assert len(re.findall(WIDE_NVIDIA.format("st"), assembly)) == per_row
+    assert row["spilled"] == 0
+
+
+@every_sum
+@every_nvidia
+def test_parts_are_added_up_in_full_precision_at_64_bit_addresses(
+    compiled: Compiled, architecture: int, dtype: str
+) -> None:
+    row = compiled["sum_parts", architecture, dtype, dtype]
+    assembly = str(row["assembly"])
+    chunk, warps = row["shape"]  # type: ignore[misc]
+    wide = "f64" if SUM_TYPES[dtype] == "float64" else "f32"
+    # One addition per element, in the loops of both paths, in the wide type and in no other.
+    additions = re.findall(r"\badd(?:\.rn)?\.(f16x2|f16|bf16x2|bf16|f32x2|f32|f64)\b", assembly)
+    assert sum(2 if kind.endswith("x2") else 1 for kind in additions) == 2 * chunk // (warps * 32)
+    assert {kind.removesuffix("x2") for kind in additions} == {wide}
+    assert not re.search(r"\bfma\.", assembly)
+    assert not re.findall(r"\b(?:mul|mad)\.lo\.[su](?:16|32)\b", assembly)
+    assert not re.findall(r"\bshl\.b32[^\n]*;\n[^\n]*cvt\.[su]64\.[su]32", assembly)

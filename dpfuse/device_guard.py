@@ -1,0 +1,52 @@
+"""Spoils gradients on the device as long as the host cannot know what the peers report. Knows no tail and no bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels import SpoilTable, spoil
+
+__all__ = ["DeviceGuard", "guard_of"]
+
+
+class DeviceGuard:
+    """Fills the gradients of some parameters with NaN where a flag on the device says that they are wrong.
+
+    The host reads on CUDA one step later what the peers report; until then no finite step is taken on such gradients.
+
+    Args:
+        params: whose gradients are averaged.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for param in params:
+            kinds.setdefault((param.dtype.to_real(), param.device), []).append(param)
+        self._kinds = [
+            (SpoilTable([_width(param) * param.numel() for param in alike], dtype, device), alike)
+            for (dtype, device), alike in kinds.items()
+        ]
+
+    def __call__(self, alarm: Tensor) -> None:
+        """Spoil their gradients, if `alarm`, bool of shape [] on their device, is set; waits for nothing."""
+        for table, params in self._kinds:
+            spoil(table, [_real(param.grad) for param in params], alarm.to(table.device))
+
+
+def guard_of(params: Sequence[Tensor], world_size: int) -> DeviceGuard | None:
+    """One where it is needed: on the CPU errors are raised in the same backward, and a rank alone has no peers."""
+    return DeviceGuard(params) if params[0].device.type == "cuda" and world_size > 1 else None
+
+
+def _width(param: Tensor) -> int:
+    return 2 if param.is_complex() else 1
+
+
+def _real(grad: Tensor | None) -> Tensor | None:
+    """A complex gradient as pairs of real numbers; one that is conjugated lazily lies there as well."""
+    if grad is None or not grad.is_complex():
+        return grad
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)

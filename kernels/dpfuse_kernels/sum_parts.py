@@ -1,0 +1,144 @@
+"""Adds up the parts of a buffer that came from all ranks, in the order of the ranks. Knows no bucket, no collective."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels.launch_shape import launch_shape
+from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
+from dpfuse_kernels.pointer_table import DTYPES
+
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+
+__all__ = ["sum_parts", "sum_parts_reference"]
+
+
+def _sum_parts_kernel(
+    parts_address: tl.int64,
+    out_address: tl.int64,
+    count: tl.int64,  # rows of parts
+    numel: tl.int64,  # elements of a row, and of out
+    first_program: tl.int64,
+    WIRE: tl.constexpr,
+    SUM: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program p adds up one chunk: out[i] = (parts[0, i] + parts[1, i]) + parts[2, i] …, rounded once to WIRE.
+
+    Example: parts [[1, 2], [256, 4], [1, 6]] in bfloat16 give [258, 12]. A sum that is rounded to bfloat16 after each
+    addition gives [256, 12]: it has no 257.
+    """
+    # Every address is computed in 64 bits: parts may hold more than 2**31 elements.
+    start = (first_program + tl.program_id(0).to(tl.int64)) * CHUNK
+    length = tl.minimum(numel - start, CHUNK).to(tl.int32)
+    SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
+    stride = numel.to(tl.int64) * SIZE
+    source = parts_address + start * SIZE
+    target = out_address + start * SIZE
+    lane = tl.arange(0, CHUNK)
+    if (numel % 8 == 0) & (parts_address % 16 == 0) & (out_address % 16 == 0):
+        # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
+        whole = lane < tl.multiple_of(length, 8)
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
+        # From the first part on, not from zero: the sum of negative zeros is negative zero.
+        total = tl.load(source_ptr + lane, mask=whole).to(SUM)
+        for _ in range(1, count):
+            source += stride
+            source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
+            total += tl.load(source_ptr + lane, mask=whole).to(SUM)
+        tl.store(tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane, total.to(WIRE), mask=whole)
+    else:
+        total = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
+        for _ in range(1, count):
+            source += stride
+            total += tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
+        tl.store(target.to(tl.pointer_type(WIRE)) + lane, total.to(WIRE), mask=lane < length)
+
+
+@torch.no_grad()
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Add up the rows of `parts` in their order, with one kernel launch on the current stream.
+
+    Each element is added up in float32 (float64 for float64), first row first, and rounded once. So its bits depend
+    on nothing but its own summands: not on where it lies, and not on what else is in the rows.
+
+    Args:
+        parts: [rows, numel], contiguous, float32, float16, bfloat16 or float64; at least one row.
+        out: [numel], contiguous, of the same dtype and device; shares no memory with `parts`.
+
+    Raises:
+        ValueError: tensors of other shapes, dtypes or devices, or that are not contiguous; nothing is written.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import sum_parts
+        >>> out = torch.empty(2, dtype=torch.bfloat16)
+        >>> sum_parts(torch.tensor([[1.0, 2], [256, 4], [1, 6]], dtype=torch.bfloat16), out)
+        >>> out
+        tensor([258.,  12.], dtype=torch.bfloat16)
+    """
+    _check(parts, out)
+    if not out.numel():
+        return
+    shape = launch_shape(out.dtype, out.dtype, parts.nbytes)
+    constants = {
+        "WIRE": triton_dtype(out.dtype),
+        "SUM": triton_dtype(_sum_dtype(out)),
+        "CHUNK": shape.chunk,
+    }
+    arguments = (parts.data_ptr(), out.data_ptr(), len(parts), out.numel(), 0)
+    with current_device(out.device):
+        dispatch(_sum_parts_kernel, out.device, -(-out.numel() // shape.chunk), arguments, constants, shape.warps)
+
+
+@torch.no_grad()
+def sum_parts_reference(parts: Tensor, out: Tensor) -> None:
+    """Add up the rows with torch's own operations: the same bits as `sum_parts`, on any device; the CPU path.
+
+    Args:
+        parts: as for `sum_parts`.
+        out: likewise.
+
+    Raises:
+        ValueError: as `sum_parts`.
+
+    Example:
+        >>> import torch
+        >>> out = torch.empty(2)
+        >>> sum_parts_reference(torch.tensor([[1.0, 2], [256, 4], [1, 6]]), out)
+        >>> out
+        tensor([258.,  12.])
+    """
+    _check(parts, out)
+    total = out if out.dtype == _sum_dtype(out) else torch.empty_like(out, dtype=_sum_dtype(out))
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    if total is not out:
+        out.copy_(total)
+
+
+def _sum_dtype(out: Tensor) -> torch.dtype:
+    return torch.float64 if out.dtype == torch.float64 else torch.float32
+
+
+def _check(parts: Tensor, out: Tensor) -> None:
+    if parts.dim() != 2 or not len(parts) or out.shape != parts.shape[1:]:
+        raise ValueError(
+            f"parts has shape {tuple(parts.shape)} and out {tuple(out.shape)}, expected [rows, numel] with at least "
+            "one row, and [numel]. Reshape parts with .view(rows, -1)."
+        )
+    if out.dtype not in DTYPES or parts.dtype != out.dtype or parts.device != out.device:
+        raise ValueError(
+            f"parts is {parts.dtype} on {parts.device} and out {out.dtype} on {out.device}, expected one device and "
+            f"one of {', '.join(map(str, DTYPES))} for both. Convert one of them."
+        )
+    if not parts.is_contiguous() or not out.is_contiguous():
+        raise ValueError(
+            f"parts has strides {parts.stride()} and out {out.stride()}, expected contiguous tensors: addresses are "
+            "computed from the shape. Call .contiguous() on them."
+        )

@@ -1,0 +1,112 @@
+"""Errors of peers that are read one step later, as on a GPU, with tensors on the CPU: gradients are NaN meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import dpfuse
+from dpfuse.device_guard import DeviceGuard, guard_of
+from dpfuse.tail import ALL_WELL, Tail
+
+WRAPS = {
+    "views": {},
+    "private": {"gradient_as_bucket_view": False},
+    "bfloat16": {"wire_dtype": torch.bfloat16},
+}
+
+
+@contextmanager
+def as_on_a_gpu():
+    """Reports are read one step later, and a guard is on the device."""
+    report, read = Tail.report, {}
+
+    def deferred(self, *, wait, failed=False):
+        if wait:
+            return report(self, wait=True, failed=failed)
+        now = report(self, wait=False, failed=failed)
+        before, read[id(self)] = read.get(id(self), ALL_WELL), now
+        return before
+
+    guarded = mock.patch("dpfuse.grad_sync.guard_of", side_effect=lambda params, size: DeviceGuard(params))
+    with mock.patch.object(Tail, "report", deferred), guarded:
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head((self.table(x) * self.turn).real)
+
+
+def is_nan(grad):
+    return (grad.coalesce().values() if grad.is_sparse else grad).isnan().all()
+
+
+def a_peer_fails(rank, size, kind, first, check):
+    with as_on_a_gpu():
+        model = dpfuse.DataParallel(Net(), None, 0, 0, check=check, **WRAPS[kind])
+        used = list(model.module.parameters())
+        x = torch.tensor([1, 2])
+        for _ in range(0 if first else 3):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert not any(is_nan(param.grad) for param in used)
+        model.zero_grad()
+        if rank == 1:
+            planted = model.module.head.bias.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(x).sum().backward()
+            planted.remove()
+            with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
+                model(x)
+        elif first or check == "strict":
+            with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2"):
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+            assert all(is_nan(param.grad) for param in used)
+        model.zero_grad()
+        if rank == 0 and not (first or check == "strict"):
+            with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2"):
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert not any(is_nan(param.grad) for param in used)
+
+
+@pytest.mark.parametrize("check", ["deferred", "strict"])
+@pytest.mark.parametrize("kind", WRAPS)
+def test_until_a_peers_failure_is_read_gradients_are_nan(ranks, kind, check):
+    ranks(a_peer_fails, kind, False, check)
+
+
+def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
+    ranks(a_peer_fails, "views", True, "deferred")
+
+
+def test_there_is_a_guard_only_where_errors_are_late():
+    cpu, cuda = [torch.zeros(2)], [mock.Mock(device=torch.device("cuda", 0), dtype=torch.float32)]
+    cuda[0].numel.return_value = 2
+    cuda[0].is_complex.return_value = False
+    assert guard_of(cpu, 2) is None
+    assert guard_of(cuda, 1) is None
+    assert isinstance(guard_of(cuda, 2), DeviceGuard)
+
+
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+def test_another_check_is_refused_by_name(group, face):
+    with pytest.raises(ValueError, match="check must be 'deferred' or 'strict', got 'late'"):
+        face(nn.Linear(2, 2), check="late")

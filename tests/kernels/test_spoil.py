@@ -1,0 +1,109 @@
+"""`spoil` and its reference: all of a tensor or nothing, by a flag; and its machine code."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpfuse_kernels import SpoilTable
+from dpfuse_kernels.spoil import _spoil_kernel, spoil, spoil_reference
+from tests.kernels.test_ahead_of_time import compilations
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+Spoil = Callable[[SpoilTable, list[Tensor | None], Tensor], None]
+both = pytest.mark.parametrize("fill", [spoil, spoil_reference], ids=["kernel", "reference"])
+
+
+def guarded(numels: list[int], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of ones, and the memory around them, with a guard of sevens at each end."""
+    memory = [torch.full((numel + 2,), 7.0, dtype=dtype) for numel in numels]
+    return [around[1:-1].fill_(1.0) for around in memory], memory
+
+
+@both
+def test_example_of_the_kernel_docstring(fill: Spoil) -> None:
+    (first, second), _ = guarded([3, 2], torch.float32)
+    fill(SpoilTable([3, 2], torch.float32, CPU, chunk=2), [first, None], torch.tensor(True))
+    assert first.isnan().all()
+    assert second.eq(1.0).all()
+    assert "numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2)" in (_spoil_kernel.__doc__ or "")
+    assert SpoilTable([3, 2], torch.float32, CPU, chunk=2).rows.tolist() == [[0, 0, 2], [0, 2, 1], [1, 0, 2]]
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("alarm", [True, False])
+def test_everything_or_nothing_is_filled_and_nothing_around_it(fill: Spoil, dtype: torch.dtype, alarm: bool) -> None:
+    numels = [1, 8, 0, 130, 64, 5]
+    tensors, memory = guarded(numels, dtype)
+    fill(SpoilTable(numels, dtype, CPU, chunk=64), list(tensors), torch.tensor(alarm))
+    for tensor, around in zip(tensors, memory, strict=True):
+        assert tensor.isnan().all() if alarm else tensor.eq(1.0).all()
+        assert around[[0, -1]].eq(7.0).all()
+
+
+@both
+def test_dense_tensors_of_any_order_and_others(fill: Spoil) -> None:
+    memory = torch.ones(4, 6)
+    odd = [torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), memory[:, ::2], torch.ones(3, 5).t()]
+    table = SpoilTable([tensor.numel() for tensor in odd], torch.float32, CPU, chunk=64)
+    fill(table, list(odd), torch.tensor(True))
+    assert all(tensor.isnan().all() for tensor in odd)
+    assert memory[:, 1::2].eq(1.0).all(), "between the strides is somebody else's"
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "size", "sparse", "count"])
+def test_what_the_kernel_could_not_fill_is_filled_by_torch(wrong: str) -> None:
+    usual = torch.ones(4)
+    other = {
+        "dtype": torch.ones(4, dtype=torch.float64),
+        "size": torch.ones(3),
+        "sparse": torch.eye(3).to_sparse(1),
+        "count": torch.ones(4),
+    }[wrong]
+    table = SpoilTable([4] if wrong == "count" else [4, 4], torch.float32, CPU)
+    spoil(table, [usual, other], torch.tensor(True))
+    assert usual.isnan().all()
+    assert (other.coalesce().values() if other.is_sparse else other).isnan().all()
+    assert table.launches == 0
+
+
+def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
+    tensors = [torch.ones(4), None, torch.ones(2)]
+    table = SpoilTable([4, 3, 2], torch.float32, CPU)
+    for _ in range(3):
+        spoil(table, tensors, torch.tensor(False))
+    assert table.ring.uploads == 1
+    gone = weakref.ref(tensors[2])
+    tensors[2] = None
+    assert gone() is None
+    tensors[0].data = torch.ones(4)
+    spoil(table, tensors, torch.tensor(True))
+    assert table.ring.uploads == 2
+    assert tensors[0].isnan().all()
+
+
+def test_new_addresses_in_a_capture_are_filled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, new = [torch.ones(4)], [torch.ones(4)]
+    table = SpoilTable([4], torch.float32, CPU)
+    spoil(table, list(known), torch.tensor(False))
+    monkeypatch.setattr("dpfuse_kernels.address_ring.HostStreams.capturing", lambda self: True)
+    for tensors in (known, new):
+        spoil(table, list(tensors), torch.tensor(True))
+        assert tensors[0].isnan().all()
+    assert (table.launches, table.ring.uploads) == (2, 1)
+
+
+def test_the_machine_code_spills_nothing_and_addresses_are_of_64_bits() -> None:
+    rows = compilations("spoil")
+    assert len(rows) == 16
+    for row in rows:
+        assert row["spilled"] == 0, {**row, "assembly": ""}
+        if isinstance(row["architecture"], int):
+            assert not re.findall(r"\b(?:mul|mad)\.lo\.[su](?:16|32)\b", str(row["assembly"]))

@@ -1,0 +1,80 @@
+"""CUDA streams that only pretend: what waits for what is noted. For machines without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["PretendedStream", "PretendedStreams"]
+
+
+class PretendedStream:
+    """A stream that tells `streams` what it waits for."""
+
+    def __init__(self, streams: PretendedStreams, name: str, *, captured: bool = False) -> None:
+        self.streams, self.name, self.captured = streams, name, captured
+
+    def wait_stream(self, other: PretendedStream) -> None:
+        """Note it."""
+        self.streams.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> PretendedEvent:
+        """One that has not passed yet."""
+        return PretendedEvent()
+
+
+class PretendedEvent:
+    """It has passed once somebody says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        """Has it?"""
+        return self.passed
+
+
+class PretendedStreams:
+    """What `torch.cuda` is asked for of streams, for one device; the same names.
+
+    Attributes:
+        log: what happened, in order.
+        current: the stream that operations go to.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = PretendedStream(self, "main")
+        self.initialized = True
+
+    def Stream(self, device: torch.device) -> PretendedStream:  # noqa: N802  # torch's name
+        """A new stream, called side."""
+        return self.new("side")
+
+    def current_stream(self, device: torch.device | None = None) -> PretendedStream:
+        """The stream that operations go to."""
+        return self.current
+
+    def new(self, name: str, *, captured: bool = False) -> PretendedStream:
+        """A new stream."""
+        return PretendedStream(self, name, captured=captured)
+
+    @contextmanager
+    def stream(self, stream: PretendedStream) -> Iterator[None]:
+        """Make it the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def install(self, monkeypatch) -> None:
+        """Let torch ask these."""
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(self.current), raising=False)
+        monkeypatch.setattr("torch.get_device_module", lambda device=None: self)
+        monkeypatch.setattr("torch.cuda.current_stream", self.current_stream)
+        monkeypatch.setattr("torch.cuda.stream", self.stream)
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: self.initialized)
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: self.current.captured)

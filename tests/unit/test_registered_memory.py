@@ -1,0 +1,109 @@
+"""Registered memory on a back end that only pretends: when it is asked, when it is not, and that it is zeroed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpfuse.buckets import make_buckets
+from dpfuse.canary import Canary
+from dpfuse.param_spec import ParamSpec
+from dpfuse.plan import plan_buckets
+from dpfuse.registered_memory import VARIABLE, can_register
+
+CUDA = torch.device("cuda", 0)
+
+
+class Backend:
+    """Gives memory on the CPU that is full of NaN, as memory from a pool may be."""
+
+    def __init__(self, supports=True, error=None):
+        self.supports, self.error, self.given = supports, error, []
+
+    def supports_tensor_alloc(self, device):
+        return self.supports
+
+    def allocate_tensor(self, size, *, dtype, device):
+        if self.error is not None:
+            raise self.error
+        self.given.append(torch.full((size,), float("nan"), dtype=dtype))
+        return self.given[-1]
+
+
+class Group:
+    def __init__(self, backend, size=2):
+        self.backend, self._size = backend, size
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return 0
+
+    def _get_backend(self, device):
+        if self.backend is None:
+            raise RuntimeError("no back end for this device")
+        return self.backend
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        (Group(Backend()), True),
+        (Group(Backend(), size=1), False),
+        (Group(Backend(supports=False)), False),
+        (Group(Backend(error=RuntimeError("the communicator has not been initialized"))), False),
+        (Group(Backend(error=ValueError("expected another device"))), False),
+        (Group(object()), False),  # an older torch
+        (Group(None), False),
+    ],
+)
+def test_it_is_used_only_where_it_was_asked_for_and_given(group, expected, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not can_register(group, CUDA)
+    monkeypatch.setenv(VARIABLE, "1")
+    assert not can_register(group, torch.device("cpu"))
+    assert can_register(group, CUDA) is expected
+
+
+def test_another_value_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ValueError, match="DPFUSE_REGISTERED_BUFFERS is 'yes', expected 0 or 1"):
+        can_register(Group(Backend()), CUDA)
+
+
+def buckets_over(group, **options):
+    plan = plan_buckets([ParamSpec("a", (3,), "float32"), ParamSpec("b", (5,), "float32")])
+    params = [torch.zeros(3), torch.zeros(5)]
+    return make_buckets(plan, params, group, canary=Canary(), **options)
+
+
+def test_a_bucket_lies_there_and_its_padding_is_zero():
+    backend = Backend()
+    (bucket,) = buckets_over(Group(backend), registered=True)
+    table = bucket._allocate()
+    (given,) = backend.given
+    assert table.flat is given
+    assert torch.equal(given, torch.zeros_like(given))
+
+
+def test_without_it_the_back_end_is_not_asked():
+    backend = Backend()
+    (bucket,) = buckets_over(Group(backend))
+    assert bucket._allocate().flat.eq(0).all()
+    assert not backend.given
+
+
+def test_none_is_taken_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    backend = Backend()
+    (bucket,) = buckets_over(Group(backend), registered=True)
+    bucket._allocate()
+    assert not backend.given
+
+
+def test_where_there_is_none_left_the_bucket_says_so():
+    (bucket,) = buckets_over(Group(Backend(error=RuntimeError("ncclMemAlloc failed"))), registered=True)
+    with pytest.raises(RuntimeError, match="ncclMemAlloc failed"):
+        bucket._allocate()
