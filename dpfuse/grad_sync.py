@@ -19,6 +19,8 @@ from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
+from dpfuse.finite_check import FiniteCheck, FiniteCounter
+from dpfuse.grad_norm import GradientReader, Gradients
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
 from dpfuse.phase import Phase
@@ -69,11 +71,20 @@ class GradSync:
         self._recorder: BackwardObserver | None = None
         self._wish = ""  # what this rank has asked for, until all ranks have
         self._signature = ModelSignature(module, options.ignored)
+        self._reader = GradientReader(module, self._signature, group.rank())
         self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
         self._planned = _params_of(module, plan)
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self._finite: FiniteCheck | None = None
+        if options.check_finite != "off":
+            self._finite = FiniteCheck(
+                raises=options.check_finite == "raise",
+                late=self._params[0].is_cuda,
+                rank=group.rank(),
+                step=lambda: self.reducer.completed + 1,
+            )
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
@@ -83,6 +94,8 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        if self._finite is not None:
+            self.reducer.after_delivery = (self._finite.warn,)
         self.reducer.strict = options.checked == "strict"
         self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
@@ -220,6 +233,10 @@ class GradSync:
         self.hook = hook
         self._use_buckets(self._marks)
 
+    def gradients(self) -> Gradients:
+        """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        return self._reader.read(self.reducer, _names(self.plan), self._planned)
+
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
@@ -231,18 +248,22 @@ class GradSync:
     def _make_buckets(self, plan: BucketPlan) -> list[GradBucket]:
         if self.hook is not None:
             views = self._options.gradient_as_bucket_view
-            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views, canary=self.canary)
-        return make_buckets(
-            plan,
-            self._params,
-            self.group,
-            scale=self._options.gradient_scale,
-            wire=self._options.wire,
-            views=self._options.gradient_as_bucket_view,
-            canary=self.canary,
-            registered=self._options.registered,
-            deterministic=self._options.deterministic,
-        )
+            buckets = make_hooked_buckets(plan, self._params, self.group, self.hook, views=views, canary=self.canary)
+        else:
+            buckets = make_buckets(
+                plan,
+                self._params,
+                self.group,
+                scale=self._options.gradient_scale,
+                wire=self._options.wire,
+                views=self._options.gradient_as_bucket_view,
+                canary=self.canary,
+                registered=self._options.registered,
+                deterministic=self._options.deterministic,
+            )
+        for order, bucket in enumerate(buckets):
+            bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
+        return buckets
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated

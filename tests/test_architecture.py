@@ -33,15 +33,21 @@ ALLOWED = {
     "writing_streams": {"torch"},
     "timing": {"torch", "wrapper (types)"},
     "agreement": {"torch", "collective"},
+    "finite_check": {"torch", "dpfuse_kernels", "verdict"},
+    "grad_norm": {
+        "torch", "dpfuse_kernels", "phase", "bucket (types)", "reducer (types)", "signature (types)",
+    },
     "bucket": {
         "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing", "registered_memory",
-        "writing_streams", "early_unpack",
+        "writing_streams", "early_unpack", "finite_check",
     },
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
     "ownership": {"torch"},
     "device_guard": {"torch", "dpfuse_kernels"},
     "sparse_bucket": {"torch", "averaging", "bucket", "collective"},
-    "in_place_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership"},
+    "in_place_bucket": {
+        "torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership", "finite_check",
+    },
     "comm_bucket": {"torch"},
     "comm_hook": {"torch", "comm_bucket"},
     "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook"},
@@ -65,12 +71,12 @@ ALLOWED = {
     "grad_sync": {
         "torch", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
-        "canary", "phase", "sync_options", "device_guard",
+        "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm",
     },
     "tracing": {"torch"},
     "wrapper": {
         "torch", "grad_sync", "model_check", "agreement", "collective", "plan", "reducer", "timing", "tracing",
-        "canary", "sync_options", "registered_memory", "tune (types)",
+        "canary", "sync_options", "grad_norm", "registered_memory", "tune (types)",
     },
     "data_parallel": {"torch", "wrapper", "sync_options", "collective", "state_dict", "tune"},
     "backward_optimizers": {"torch"},
