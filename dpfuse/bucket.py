@@ -16,6 +16,7 @@ from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
+from dpfuse.memory_order import dense_stride, real_layout, real_pairs
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
@@ -23,7 +24,7 @@ from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
-__all__ = ["BucketState", "GradBucket", "dense_stride"]
+__all__ = ["BucketState", "GradBucket"]
 
 
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
@@ -117,7 +118,7 @@ class GradBucket:
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
             try:
                 if self._is_complex:
-                    grads = [*map(_real, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
+                    grads = [*map(real_pairs, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
                 counts = None
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
@@ -329,7 +330,7 @@ class GradBucket:
         dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
         places, numel = self._places()
         slots = [
-            KernelSlot(name, place.offset, *(_real_layout(shape, stride) if self._is_complex else (shape, stride)))
+            KernelSlot(name, place.offset, *(real_layout(shape, stride) if self._is_complex else (shape, stride)))
             for name, place, (shape, stride) in zip(self._names, places, self._shapes, strict=True)
         ]
         if self.tail is not None:
@@ -371,20 +372,6 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def dense_stride(param: Tensor) -> tuple[int, ...]:
-    """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
-    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
-
-
-def _real(grad: Tensor | None) -> Tensor | None:
-    """A complex gradient as pairs of real numbers, [..., 2]."""
-    return None if grad is None else torch.view_as_real(grad.resolve_conj())
-
-
-def _real_layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (*shape, 2), (*(2 * step for step in stride), 1)
 
 
 def _ranged(name: str, label: str) -> AbstractContextManager[object]:

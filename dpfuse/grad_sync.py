@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from dpfuse import agreement, collective
+from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
 from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
@@ -21,8 +20,9 @@ from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
+from dpfuse.model_agreement import send_tensors
 from dpfuse.model_change import ModelChange
-from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
+from dpfuse.model_check import check_module, describe_model, tensors_of
 from dpfuse.phase import Phase
 from dpfuse.plan import BucketPlan, rebuild_plan
 from dpfuse.reducer import Reducer
@@ -30,7 +30,7 @@ from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
 
-__all__ = ["GradSync", "agree_on_model"]
+__all__ = ["GradSync"]
 
 
 class GradSync:
@@ -145,7 +145,7 @@ class GradSync:
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
         params, others = tensors_of(self._module, self._options)
-        _send([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
+        send_tensors([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
 
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook divides by its own."""
@@ -366,26 +366,3 @@ def _names(plan: BucketPlan) -> list[str]:
 def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
     named = dict(module.named_parameters())
     return [named[name] for name in _names(plan)]
-
-
-def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
-    """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
-
-    Raises:
-        DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
-    """
-    lines = [*describe_options(options), *describe_model(module, plan, options)]
-    params, buffers = tensors_of(module, options)
-    agreement.agree_on_text(
-        "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
-    )
-    if options.deterministic:
-        collective.check_all_to_all(group, next(iter(params.values())).device)
-    tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
-    _send(tensors, group)
-
-
-def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    with torch.no_grad():
-        for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
-            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)

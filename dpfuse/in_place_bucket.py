@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.bucket import GradBucket, dense_stride
+from dpfuse.bucket import GradBucket
 from dpfuse.finite_check import FiniteCounter
+from dpfuse.memory_order import dense_stride
 from dpfuse.ownership import is_private
 from dpfuse.plan import Bucket, Slot
 from dpfuse.tail import Tail

@@ -19,7 +19,8 @@ from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments
-from dpfuse.grad_sync import GradSync, agree_on_model
+from dpfuse.grad_sync import GradSync
+from dpfuse.model_agreement import agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer

@@ -37,8 +37,9 @@ ALLOWED = {
     "grad_norm": {
         "torch", "dpfuse_kernels", "phase", "bucket (types)", "reducer (types)", "signature (types)",
     },
+    "memory_order": {"torch"},
     "bucket": {
-        "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing", "registered_memory",
+        "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing", "registered_memory",
         "writing_streams", "early_unpack", "finite_check",
     },
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
@@ -46,7 +47,7 @@ ALLOWED = {
     "device_guard": {"torch", "dpfuse_kernels"},
     "sparse_bucket": {"torch", "averaging", "bucket", "collective"},
     "in_place_bucket": {
-        "torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership", "finite_check",
+        "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership", "finite_check",
     },
     "comm_bucket": {"torch"},
     "comm_hook": {"torch", "comm_bucket"},
@@ -62,20 +63,24 @@ ALLOWED = {
     "phase": set(),
     "countdown": set(),
     "reducer": {"bucket (types)", "canary (types)", "countdown", "phase", "tail (types)", "verdict", "tracing"},
-    "fused_allreduce": {"torch", "param_spec", "plan", "averaging", "bucket", "buckets", "agreement", "collective"},
-    "replicas": {"torch", "dpfuse_kernels", "param_spec", "plan", "averaging", "bucket"},
+    "fused_allreduce": {
+        "torch", "param_spec", "plan", "averaging", "memory_order", "buckets", "agreement", "collective",
+    },
+    "replicas": {"torch", "dpfuse_kernels", "param_spec", "plan", "averaging", "memory_order"},
     "model_check": {"torch", "averaging", "param_spec", "plan", "sync_options (types)"},
     "sync_options": {"torch", "averaging", "bucket_rule", "plan"},
+    "model_agreement": {"torch", "agreement", "collective", "model_check", "plan", "sync_options"},
     "model_change": {"torch", "agreement", "plan"},
     "buffer_sync": {"torch", "collective"},
     "grad_sync": {
+        "model_agreement",
         "torch", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
         "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm",
     },
     "tracing": {"torch"},
     "wrapper": {
-        "torch", "grad_sync", "model_check", "agreement", "collective", "plan", "reducer", "timing", "tracing",
+        "model_agreement", "torch", "grad_sync", "model_check", "agreement", "collective", "plan", "reducer", "timing", "tracing",
         "canary", "sync_options", "grad_norm", "registered_memory", "tune (types)",
     },
     "data_parallel": {"torch", "wrapper", "sync_options", "collective", "state_dict", "tune"},
