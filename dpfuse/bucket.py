@@ -17,9 +17,11 @@ from dpfuse.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.memory_order import dense_stride, real_layout, real_pairs
+from dpfuse.patience import finish
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
+from dpfuse.whereabouts import board_of
 from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
@@ -75,6 +77,8 @@ class GradBucket:
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._names = names
         self._group = group
+        self._board = board_of(group)
+        self._device_type = torch.device(bucket.device).type
         self._averaging = averaging
         self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
@@ -154,7 +158,7 @@ class GradBucket:
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
         with _ranged("dpfuse::wait", self._label):
-            self._work.wait()
+            finish(self._work, self._board, self._device_type, last=self.tail is not None)
             if self.early is not None:
                 self.early.join()
         if self.times is not None:

@@ -58,6 +58,8 @@ class DataParallel(SyncedModule):
         deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
             bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
             keep the order of registration. Costs time where all-to-all is slower than all-reduce.
+        stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
+            raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -94,6 +96,7 @@ class DataParallel(SyncedModule):
         check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         if strategy is not None:
@@ -108,6 +111,7 @@ class DataParallel(SyncedModule):
             broadcast_buffers,
             gradient_scale,
             wire_dtype,
+            stall_timeout=stall_timeout,
             autotune=auto,
             check_finite=check_finite,
             checked=check,

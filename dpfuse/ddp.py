@@ -74,6 +74,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
+        stall_timeout: as for `DataParallel`; no argument of torch's.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -118,6 +119,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -182,6 +184,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
+            stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

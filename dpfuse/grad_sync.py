@@ -29,6 +29,7 @@ from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
+from dpfuse.whereabouts import Doing, Track, board_of
 
 __all__ = ["GradSync"]
 
@@ -85,6 +86,7 @@ class GradSync:
                 rank=group.rank(),
                 step=lambda: self.reducer.completed + 1,
             )
+        self.track = Track(board_of(group), canary.wrapper, options.stall_timeout)
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
@@ -96,6 +98,7 @@ class GradSync:
         )
         if self._finite is not None:
             self.reducer.after_delivery = (self._finite.warn,)
+        self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
         self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
@@ -112,6 +115,7 @@ class GradSync:
         Raises:
             DPFuseError: the last backward was interrupted here only.
         """
+        self.track.begin(self.reducer.completed)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
         self.canary.forward_begins(training=self._module.training)
@@ -127,6 +131,7 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
+        self.track.tell(Doing.LOSS, self.reducer.completed)
         watched = self._watch.watch(outputs, self.canary.on_backward())
         self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse import agreement, collective
+from dpfuse.lookout import watch
 from dpfuse.model_check import describe_model, describe_options, tensors_of
 from dpfuse.plan import BucketPlan
 from dpfuse.sync_options import SyncOptions
@@ -17,7 +18,7 @@ __all__ = ["agree_on_model", "send_tensors"]
 
 
 def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
-    """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
+    """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
 
     Raises:
         DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
@@ -27,6 +28,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     agreement.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
+    watch(group, options.stall_timeout)
     if options.deterministic:
         collective.check_all_to_all(group, next(iter(params.values())).device)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]

@@ -12,6 +12,7 @@ from torch import Tensor
 from dpfuse import collective
 from dpfuse.averaging import Averaging
 from dpfuse.bucket import BucketState, GradBucket
+from dpfuse.patience import finish
 
 __all__ = ["SparseBucket"]
 
@@ -68,7 +69,7 @@ class SparseBucket(GradBucket):
         assert self._work is not None
         if self.times is not None:
             self.times.wait_begins(self._rows)
-        self._work.wait()
+        finish(self._work, self._board, self._device_type)
         headers = torch.stack(self._headers)
         counts = [int(count) for count in headers[:, 0].tolist()]
         self._is_dense = bool(headers[:, 1].any())
@@ -79,7 +80,7 @@ class SparseBucket(GradBucket):
         gathered, work = collective.start_all_gather(padded, self._group)
         if self.times is not None:
             self.times.sent([padded], work, is_last=False)
-        work.wait()
+        finish(work, self._board, self._device_type, last=self.tail is not None)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None

@@ -13,6 +13,7 @@ from dpfuse.bucket import BucketState, GradBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
 from dpfuse.plan import Bucket
 from dpfuse.tail import Tail
 
@@ -90,9 +91,10 @@ class TailBucket(GradBucket):
             work = collective.all_reduce(flat, self._group)
             if self.times is not None:
                 self.times.sent([flat], work, is_last=True)
-            work.wait()
+            finish(work, self._board, self._device_type, last=True)
         except RuntimeError as error:
-            if errors:
+            named = isinstance(error, DPFuseError) and error.ranks  # the rank that ended, of which the hook knew less
+            if errors and not named:
                 raise DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}") from errors[0]
             raise
         if self.times is not None:

@@ -99,6 +99,9 @@ class SyncedModule(nn.Module):
             outputs = call(*inputs, **kwargs)
             set_tracer(None)
             sync.after_forward(outputs)
+        except Exception as error:
+            sync.track.failed(error)
+            raise
         finally:
             set_tracer(tracer)
         return outputs
