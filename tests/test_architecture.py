@@ -97,8 +97,8 @@ ALLOWED = {
     },
     "tracing": {"torch"},
     "wrapper": {
-        "model_agreement", "torch", "grad_sync", "model_check", "agreement", "collective", "plan", "reducer", "timing", "tracing",
-        "canary", "sync_options", "grad_norm", "registered_memory", "tune (types)",
+        "torch", "grad_sync", "model_agreement", "model_check", "agreement", "collective", "plan", "reducer", "timing",
+        "tracing", "canary", "sync_options", "grad_norm", "registered_memory", "tune (types)",
     },
     "data_parallel": {"torch", "wrapper", "sync_options", "collective", "state_dict", "tune"},
     "backward_optimizers": {"torch"},
