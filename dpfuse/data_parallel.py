@@ -49,6 +49,9 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite
+            values, "warn" a warning on that rank; both name parameters, how many values, and the step. On the CPU
+            in that backward, on a GPU, without waiting for it, by the end of the next.
         check: when a failure of another rank raises where gradients are on a GPU: "deferred" is at the end of the next
             backward at the latest, and until then this one's gradients are NaN; "strict" waits for the GPU in each
             backward and raises in the same one. On the CPU that is always so.
@@ -90,6 +93,7 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
         stall_timeout: float = 60.0,
@@ -109,6 +113,7 @@ class DataParallel(SyncedModule):
             wire_dtype,
             stall_timeout=stall_timeout,
             autotune=auto,
+            check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
         )

@@ -194,6 +194,10 @@ class HookedSparseBucket(HookedBucket):
                     )
                 grad = self._without_rows()
             grad = grad.to_sparse(1) if grad.layout is torch.strided else grad.coalesce()
+            if self.finite is not None and not empty:
+                self.finite.begin()
+                self.finite.count(name, grad.values())
+                self.finite.settle(())
         self._work = self._call(grad)
         self._sources = [grad]
         if self.times is not None:

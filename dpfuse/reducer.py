@@ -115,19 +115,9 @@ class Reducer:
         """
         by_parameter: dict[int, Callable[[Any], None]] = {}
         for bucket, countdown in zip(self.buckets, self._countdowns, strict=True):
-            marker = self._marker(countdown)
+            marker = countdown.marker(self._decide)
             by_parameter |= dict.fromkeys(bucket.plan.params, marker)
         return [by_parameter[index] for index in range(len(self._names))]
-
-    def _marker(self, countdown: Countdown) -> Callable[[Any], None]:
-        decide = self._decide
-
-        def mark_ready(param: Any) -> None:
-            countdown.pending = pending = countdown.pending - 1
-            if pending <= 0:
-                decide(param, countdown)
-
-        return mark_ready
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
         """Note a forward with gradients enabled; one that synchronises wins over any that do not."""

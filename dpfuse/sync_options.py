@@ -14,6 +14,7 @@ from dpfuse.plan import NO_WISHES
 __all__ = ["SyncOptions"]
 
 CHECKS = ("deferred", "strict")
+FINITE_CHECKS = ("off", "warn", "raise")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class SyncOptions:
     rule: BucketRule = NO_WISHES  # for the buckets
     stall_timeout: float = 60.0  # seconds
     autotune: bool = False  # whether the sizes are only those to begin with
+    check_finite: str = "off"  # what is done about gradients that are not: one of FINITE_CHECKS
     checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
     deterministic: bool = False
@@ -74,6 +76,11 @@ class SyncOptions:
             raise ValueError(
                 f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
                 f"{self.wire_dtype!r}; None sends gradients in their own dtype"
+            )
+        if self.check_finite not in FINITE_CHECKS:
+            raise ValueError(
+                f"check_finite must be one of {', '.join(map(repr, FINITE_CHECKS))}, got {self.check_finite!r}; "
+                "leave it out to send gradients unseen"
             )
 
     @staticmethod

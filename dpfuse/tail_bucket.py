@@ -70,13 +70,19 @@ class TailBucket(GradBucket):
         """
         self._hook.check()
         self._move(BucketState.FREE, BucketState.FLIGHT)
+        self.error = None
+        if self.finite is not None and not empty:
+            try:
+                self.finite.fail()
+            except DPFuseError as error:
+                self.error = error
         self._report = (list(unused), failed, empty)
 
     def wait(self) -> None:
         """Tell it, and hear what the others tell."""
         self._move(BucketState.FLIGHT, BucketState.LANDED)
         unused, failed, changed = self._report
-        errors = [bucket.error for bucket in self._others if bucket.error is not None]
+        errors = [bucket.error for bucket in (*self._others, self) if bucket.error is not None]
         failed = failed or bool(errors)
         flat = self.tail.source(torch.float32, self._device, unused, failed, changed).clone()
         if self.times is not None:
