@@ -7,7 +7,7 @@ happens once, when they are wrapped, and is none of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -27,57 +27,42 @@ from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
-from dpfuse.tail import ALL_WELL
+from dpfuse.canary import Canary
+from dpfuse.signature import ModelSignature
+from dpfuse.tail import ALL_WELL, Tail
+from dpfuse.whereabouts import Track
 
 __all__ = ["WRAPS", "time_checks", "without_checks"]
 
 
-class NoSignature:
+class NoSignature(ModelSignature):
     """A module that never changes."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def agree(self) -> None:
-        """Nothing."""
 
     def unchanged(self) -> bool:
         """Yes."""
         return True
 
 
-class NoCanary:
+class NoCanary(Canary):
     """Counts nothing."""
 
-    elsewhere = uneven = False
-    wrapper = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def begin_window(self) -> None:
+    def forward_begins(self, **_: Any) -> None:
         """Nothing."""
 
-    def forward_begins(self) -> None:
-        """Nothing."""
-
-    def forward_ends(self, *, watched: bool) -> None:
+    def forward_ends(self, **_: Any) -> None:
         """Nothing."""
 
     def on_backward(self) -> Callable[[], None]:
         """Nobody to tell."""
-        return self.begin_window
+        return self.forward_begins
 
 
-class NoTail:
+class NoTail(Tail):
     """Travels, and has no elements."""
 
-    deaf = False
-
-    def __init__(self, rank: int, world_size: int, *_: Any) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.numel = 0
-        self.scale = 1.0
         self._nothing = torch.empty(0)
 
     def source(self, *_: Any, **__: Any) -> Tensor:
@@ -92,14 +77,15 @@ class NoTail:
         return ALL_WELL
 
 
-class NoTrack:
+class NoTrack(Track):
     """Tells the heartbeat nothing."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
 
     def tell(self, *_: Any) -> None:
         """Nothing."""
+
+    def each(self, buckets: Sequence[Any], completed: int) -> Iterator[Any]:
+        """They alone."""
+        return iter(buckets)
 
     def begin(self, completed: int) -> None:
         """Nothing."""
