@@ -94,7 +94,7 @@ FAULTS = [
     Fault("several_dtypes", "1e 36", "float32 and float64 parameters", tensors.several_dtypes, RIGHT),
     Fault("fp16_large", "1e 37", "float16 gradients whose sum overflows", tensors.fp16_large, RIGHT),
     Fault("nan_one_rank", "1e 38", 'a NaN in a gradient of rank 1, with check_finite="raise"', tensors.nan_one_rank,
-          named("rank 1", "layers.1.weight"), CHECKED),
+          named("rank 1"), CHECKED),
     # Processes.
     Fault("plain", "1f 43", "nothing goes wrong", silences.plain, RIGHT),
 ]  # fmt: skip
