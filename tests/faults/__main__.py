@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", action="store_true", help="play nothing; write the newest record's table to the page")
     options = parser.parse_args(arguments)
     if options.docs:
-        measurements = json.loads(newest_record().read_text())["measurements"]
+        newest = newest_record()
+        if newest is None:
+            parser.error(f"there is no record in {RESULTS}; run it without --docs first")
+        measurements = json.loads(newest.read_text())["measurements"]
         PAGE.write_text(into_page(PAGE.read_text(), table(measurements)))
         return 0
     began, start = datetime.now().astimezone(), monotonic()

@@ -36,9 +36,9 @@ def entry(fault: Fault | JobFault, face: str, verdict: Verdict) -> Entry:
     return Entry("faults", fault.name, face, verdict.seconds, verdict.seconds, 0.0, 1, facts)
 
 
-def newest_record() -> Path:
-    """The committed record whose table the page has."""
-    return max(RESULTS.glob(f"*{SUFFIX}"))
+def newest_record() -> Path | None:
+    """The committed record whose table the page has, if there is one."""
+    return max(RESULTS.glob(f"*{SUFFIX}"), default=None)
 
 
 def table(measurements: Iterable[Mapping[str, Any]]) -> str:

@@ -49,7 +49,10 @@ def test_what_jobs_are_held_to_in_every_run_of_the_tests_exists() -> None:
 
 
 def test_the_page_has_the_table_of_the_newest_record() -> None:
-    record = json.loads(newest_record().read_text())
+    path = newest_record()
+    if path is None:
+        pytest.skip("nothing is recorded: python -m tests.faults, then with --docs")
+    record = json.loads(path.read_text())
     page = PAGE.read_text()
     assert into_page(page, table(record["measurements"])) == page
     assert {row["case"] for row in record["measurements"]} == NAMES
