@@ -154,3 +154,14 @@ def test_only_a_backward_that_comes_by_no_output_stands_for_the_forwards():
             reached()
         canary.gradients_accumulated()
         assert canary.counts.forwards == 1 + left
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_forward_that_runs_a_whole_backward_counts_in_no_later_window(watched):
+    canary = Canary()
+    canary.forward_begins(counts=True)
+    canary.begin_window()
+    reached = canary.on_backward()
+    canary.forward_ends(watched=watched)
+    reached()
+    assert canary.counts.forwards == 1
