@@ -22,7 +22,8 @@ FAIR_PART = 0.2
 EXPOSED_PART = "exposed part of the step"
 MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, beside one pack
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
-# The row of DESIGN for norm, clipping and finite check has no measurement: dpfuse does not have them yet.
+HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
+CUDA_HEALTH_GOAL = 0.4
 WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with its hook
 
 
@@ -204,6 +205,12 @@ def _forward(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     yield _extra(case, contenders, "dpfuse, nothing sent", "DDP, nothing sent", None)
 
 
+def _health(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    goal = CUDA_HEALTH_GOAL if case.startswith("cuda") else HEALTH_GOALS.get(case)
+    yield _extra(case, contenders, "dpfuse", "torch clip + unscale", goal)
+    yield _extra(case, contenders, "dpfuse, below the limit", "torch clip + unscale", None)
+
+
 def _overlap(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     ours, unsent = contenders["dpfuse planned"], contenders["dpfuse planned, nothing sent"]
     exposed, predicted = ours.info["exposed"], ours.info["predicted"]
@@ -273,6 +280,7 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "bucket_size": _bucket_size,
     "step": _step,
     "forward": _forward,
+    "health": _health,
     "planner": _planner,
     "kernels": _kernels_suite,
     "overlap": _overlap,

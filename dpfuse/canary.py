@@ -40,7 +40,7 @@ class Canary:
     def __init__(self, wrapper: int = 0, *, counts_forwards: bool = True) -> None:
         self.elsewhere = False  # whether this rank only takes part for the sake of others
         self.uneven = False  # whether some rank may
-        self._wrapper = wrapper
+        self.wrapper = wrapper
         self._counts_forwards = counts_forwards
         self._window = NEVER
         self._began = NEVER  # the window in which the forward that is running did, if it counts
@@ -105,7 +105,7 @@ class Canary:
         if self.elsewhere:
             return ELSEWHERE
         forwards = self._forwards if self._counts_forwards else 0
-        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self._wrapper)))
+        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self.wrapper)))
 
     def _reached(self, window: int) -> None:
         self._of_outputs = True

@@ -61,6 +61,7 @@ class Tail:
         self._one = 1.0 / scale
         self._counts: Counts | None = None  # in `_all_well`
         self._all_well = torch.empty(0)
+        self._rows: dict[Counts, Tensor] = {}  # those of `_all_well` for what was counted before
         self._landed: Tensor | None = None
         self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
         self._copy_one = 0.0  # what `_one` became there
@@ -93,7 +94,11 @@ class Tail:
         counts = self.canary.counts
         if counts != self._counts:
             self._counts = counts
-            self._all_well[mine] = torch.tensor([count / TOP * self._one for count in counts], dtype=dtype)
+            if counts not in self._rows:
+                row = torch.tensor([count / TOP * self._one for count in counts], dtype=dtype)
+                # From pinned memory, the copy does not hold up the host in the middle of backward.
+                self._rows[counts] = row.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else row
+            self._all_well[mine] = self._rows[counts]
         if not unused and not failed and not changed:
             return self._all_well
         source = self._all_well.clone()
