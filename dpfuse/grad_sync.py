@@ -118,8 +118,10 @@ class GradSync:
         self.track.begin(self.reducer.completed)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        self.canary.forward_begins(training=self._module.training)
-        if self.reducer.phase is Phase.IDLE:
+        idle = self.reducer.phase is Phase.IDLE
+        # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
+        self.canary.forward_begins(counts=idle and self._module.training)
+        if idle:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.
             if not unchanged or (self.compare_buffers and self._buffers.look() is not self._buffer_kinds):

@@ -161,6 +161,7 @@ class Reducer:
         """
         if self.phase is Phase.ABANDONED:
             self.drain()
+        self._canary.backward_begins(announced=announced)
         sync = self._recorded
         # A backward through none of the watched outputs has no forward of its own.
         if sync is None or (not sync and not announced and self._outputs_watched):
@@ -195,6 +196,7 @@ class Reducer:
         if not self._any_mark() and not reached_leaves():
             self._enter(Phase.IDLE)
             return
+        self._canary.gradients_accumulated()
         try:
             if self.phase is Phase.CHANGED:
                 self._settle_change()
