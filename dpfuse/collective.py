@@ -232,7 +232,9 @@ class FlatBroadcast:
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
         self._board = board_of(group)
-        self._device = group_device(group)
+        # A group that has a back end for CPUs as well, as by default, would send them by way of the host.
+        on_gpu = bool(tensors) and _is_nccl(group, tensors[0].device)
+        self._device = tensors[0].device if on_gpu else group_device(group)
         kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, min(tensor.dim(), 2)), []).append(tensor)

@@ -24,16 +24,19 @@ class DeviceGuard:
     def __init__(self, params: Sequence[Tensor]) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
-            kinds.setdefault((param.dtype.to_real(), param.device), []).append(param)
+            kinds.setdefault((param.dtype, param.device), []).append(param)
         self._kinds = [
-            (SpoilTable([_width(param) * param.numel() for param in alike], dtype, device), alike)
+            (SpoilTable([_width(param) * param.numel() for param in alike], dtype.to_real(), device), alike)
             for (dtype, device), alike in kinds.items()
         ]
 
     def __call__(self, alarm: Tensor) -> None:
         """Spoil their gradients, if `alarm`, bool of shape [] on their device, is set; waits for nothing."""
         for table, params in self._kinds:
-            spoil(table, [_real(param.grad) for param in params], alarm.to(table.device))
+            grads = [param.grad for param in params]
+            if params[0].is_complex():
+                grads = [*map(_real, grads)]
+            spoil(table, grads, alarm.to(table.device))
 
 
 def guard_of(params: Sequence[Tensor], world_size: int) -> DeviceGuard | None:

@@ -201,8 +201,7 @@ class Reducer:
             if self.phase is Phase.CHANGED:
                 self._settle_change()
             self._launch_rest()
-            self._deliver()
-            if self.guard is not None:
+            if not self._deliver() and self.guard is not None:
                 self.guard(self._tail.alarm())
         except BaseException as error:
             self.last_error = f"{type(error)}: {error}"
@@ -320,7 +319,8 @@ class Reducer:
         self._missing += bucket.missing
         self._error = self._error or bucket.error
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> bool:
+        """Wait for all buckets and hand the gradients over; returns whether the peers' report on them was read."""
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
         for bucket in self.track.each(self.buckets, self.completed):
@@ -343,8 +343,9 @@ class Reducer:
             message = self._verdict(report, error)
             self._reset()
             raise DPFuseError(message) from error
+        heard = wait and not self._tail.deaf
         if not held:
-            return
+            return heard
         untouched = set(missing) - self._tail.used_somewhere(missing)
         for bucket in held:
             bucket.deliver(untouched)
@@ -352,6 +353,7 @@ class Reducer:
             self._warn_unused = False
             names = [self._names[index] for index in sorted(missing)]
             warnings.warn(verdict.unused(self._tail.rank, names, len(untouched)), stacklevel=2)
+        return heard
 
     def _verdict(self, report: Report, error: Exception | None) -> str:
         rank, size = self._tail.rank, self._tail.world_size

@@ -58,10 +58,11 @@ class SparseBucket(GradBucket):
                 unused = [*unused, *self.missing]
                 device = torch.device(self.plan.device)
                 header.append(self.tail.source(torch.float64, device, unused, failed, changed=empty))
-            row = torch.cat(header)
-        self._headers, self._work = collective.start_all_gather(row, self._group)
+            # Held until it was sent: whoever measures waits for the work elsewhere, and the work then lets go of it.
+            self._header = torch.cat(header)
+        self._headers, self._work = collective.start_all_gather(self._header, self._group)
         if self.times is not None:
-            self.times.sent([row], self._work, is_last=self.tail is not None)
+            self.times.sent([self._header], self._work, is_last=self.tail is not None)
 
     def wait(self) -> None:
         """Wait until every rank's rows are here."""

@@ -60,8 +60,7 @@ class Tail:
         self.scale = scale
         self._one = 1.0 / scale
         self._counts: Counts | None = None  # in `_all_well`
-        self._all_well = torch.empty(0)
-        self._rows: dict[Counts, Tensor] = {}  # those of `_all_well` for what was counted before
+        self._all_well: Tensor | None = None
         self._landed: Tensor | None = None
         self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
         self._copy_one = 0.0  # what `_one` became there
@@ -84,27 +83,25 @@ class Tail:
             failed: whether this rank's backward was interrupted or met an error.
             changed: whether its model is no longer that of the plan; a failure is told instead.
         """
-        if self._counts is None:
-            limits = torch.finfo(dtype)
-            size = min(max(abs(self._one), limits.smallest_normal), limits.max)
-            self._one = math.copysign(size, self._one)
-            self._all_well = torch.full((self.numel,), self._one, dtype=dtype, device=device)
-            self._all_well[: self._states] = 0
-        mine = slice(WIDTH * self.rank, WIDTH * (self.rank + 1))
-        counts = self.canary.counts
-        if counts != self._counts:
-            self._counts = counts
-            if counts not in self._rows:
-                row = torch.tensor([count / TOP * self._one for count in counts], dtype=dtype)
-                # From pinned memory, the copy does not hold up the host in the middle of backward.
-                self._rows[counts] = row.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else row
-            self._all_well[mine] = self._rows[counts]
-        if not unused and not failed and not changed:
-            return self._all_well
-        source = self._all_well.clone()
+        counts, known = self.canary.counts, self._all_well
+        # What a graph is captured with is written at its replays, not now: nothing of it may be kept.
+        keeps = (known is not None and counts == self._counts) or not self.deaf
+        if known is None:
+            known = self._unwritten(dtype, device)
+        if counts != self._counts and keeps:
+            self._all_well, self._counts = known, counts
+            self._write(known, counts)
+        if keeps and not unused and not failed and not changed:
+            return known
+        source = known.clone()
+        if not keeps:
+            self._write(source, counts)
         if failed or changed:
-            source[mine.start] = -self._one if failed else 0.0
-        if unused:
+            source[WIDTH * self.rank] = -self._one if failed else 0.0
+        if unused and self.deaf:
+            for index in unused:  # a list of them would be uploaded, which a graph being captured refuses
+                source[self._states + index] = 0
+        elif unused:
             source[[self._states + index for index in unused]] = 0
         return source
 
@@ -147,25 +144,42 @@ class Tail:
             self._copied.synchronize()
             before = self._read(self._copy, self._copy_one)
         self._copy.copy_(states, non_blocking=True)
-        self._copied.record()
+        self._copied.record(torch.cuda.current_stream(states.device))  # which need not be the current device
         self._copy_one = self._one * self.scale
         return before
 
     def alarm(self) -> Tensor:
-        """Whether the report is not that all is well, as a bool, [], on the device. Waits for nothing."""
+        """Whether the report is not that all is well, as a bool, [], on the device. Waits for nothing.
+
+        It is asked for where this rank itself has neither failed nor changed.
+        """
         assert self._landed is not None
         rows = self._landed[: self._states].view(self.world_size, WIDTH)
-        if self.canary.uneven:
-            elsewhere = rows[:, :1] > (TOP - 0.5) / TOP * self._one * self.scale
-            low, high = rows.masked_fill(elsewhere, math.inf).amin(0), rows.masked_fill(elsewhere, -math.inf).amax(0)
-        else:
-            low, high = torch.aminmax(rows, dim=0)
+        if not self.canary.uneven:
+            # Two small kernels: who tells something else than this rank is not well, or counts otherwise.
+            return rows.ne(rows[self.rank]).any()
+        elsewhere = rows[:, :1] > (TOP - 0.5) / TOP * self._one * self.scale
+        low, high = rows.masked_fill(elsewhere, math.inf).amin(0), rows.masked_fill(elsewhere, -math.inf).amax(0)
         return (low < high).any() | (low[0] <= 0)
 
     @property
     def _states(self) -> int:
         """Elements that tell how the ranks are."""
         return WIDTH * self.world_size
+
+    def _unwritten(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What a rank packs that is well, but for what it counts."""
+        limits = torch.finfo(dtype)
+        size = min(max(abs(self._one), limits.smallest_normal), limits.max)
+        self._one = math.copysign(size, self._one)
+        source = torch.full((self.numel,), self._one, dtype=dtype, device=device)
+        source[: self._states] = 0
+        return source
+
+    def _write(self, source: Tensor, counts: Counts) -> None:
+        # One by one: as a tensor they would be uploaded, for which the host waits.
+        for place, count in enumerate(counts, WIDTH * self.rank):
+            source[place] = count / TOP * self._one
 
     def _read(self, states: Tensor, one: float) -> Report:
         values = states.tolist()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse import bucket
+from dpfuse import bucket, in_place_bucket
 
 SIZE = 2
 STEPS = 4
@@ -21,6 +21,7 @@ WRAPS = {
     "views": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01),
     "private": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, gradient_as_bucket_view=False),
     "torch's face": lambda module: dpfuse.DistributedDataParallel(module, bucket_cap_mb=0.05),
+    "in place": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, gradient_as_bucket_view=False),
     "deterministic": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, deterministic=True),
     "bfloat16": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.bfloat16),
 }
@@ -62,7 +63,9 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     bucket.LEAST = 0  # private gradients are unpacked early, however small
     dist.init_process_group("nccl", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE)
+    large = in_place_bucket.LARGE
     for kind in WRAPS:
+        in_place_bucket.LARGE = 1 if kind == "in place" else large
         check(kind, rank)
         print(kind, flush=True)
     dist.barrier()

@@ -71,7 +71,7 @@ def test_what_the_kernel_could_not_fill_is_filled_by_torch(wrong: str) -> None:
     spoil(table, [usual, other], torch.tensor(True))
     assert usual.isnan().all()
     assert (other.coalesce().values() if other.is_sparse else other).isnan().all()
-    assert table.launches == 0
+    assert table.launches == (wrong != "count"), "the usual one is the kernel's all the same"
 
 
 def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
