@@ -25,7 +25,7 @@ __all__ = ["main"]
 SUITES = {
     "step": 900,
     "forward": 120,
-    "checks": 120,
+    "checks": 240,
     "health": 120,
     "flatten": 300,
     "bucket_size": 300,

@@ -163,10 +163,10 @@ def proved(name: str, workload: Workload) -> Callable[[], None]:
 
 
 CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {
-    "10 parameters": (partial(chain, 10), Effort(300, 9, 0)),
-    "100 parameters": (partial(chain, 100), Effort(300, 9, 0)),
+    "10 parameters": (partial(chain, 10), Effort(300, 7, 0)),
+    "100 parameters": (partial(chain, 100), Effort(300, 7, 0)),
     "1000 parameters": (partial(chain, 1000), Effort(100, 5, 0)),
-    "step of 5 ms": (five_ms, Effort(200, 7, 0)),
+    "step of 5 ms": (five_ms, Effort(100, 7, 0)),
 }
 QUICK = Effort(5, 1, 0)
 
