@@ -10,6 +10,8 @@ __all__ = ["Entry", "Outcome", "judge"]
 
 HOST_GOALS = {10: 0.5, 100: 0.38, 1000: 0.30}  # extra CPU time over DDP default's, by number of parameters
 FORWARD_GOAL = 0.3  # extra CPU time of a forward with 53 BatchNorms over DDP's
+CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
+CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
 LAUNCH_GOAL = 4e-6  # CPU seconds of a launch past Triton's dispatcher
 PLANNING_GOALS = {1000: 0.1}  # CPU seconds, by number of gradients
 CUDA_DEFAULT_GOALS = {"ResNet-50 b64": 0.25, "2000 x 4 KB": 0.15}
@@ -22,7 +24,8 @@ FAIR_PART = 0.2
 EXPOSED_PART = "exposed part of the step"
 MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, beside one pack
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
-# The row of DESIGN for norm, clipping and finite check has no measurement: dpfuse does not have them yet.
+HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
+CUDA_HEALTH_GOAL = 0.4
 WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with its hook
 
 
@@ -204,6 +207,21 @@ def _forward(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     yield _extra(case, contenders, "dpfuse, nothing sent", "DDP, nothing sent", None)
 
 
+def _checks(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    extra = contenders["with checks"].info["extra"]
+    if case == "step of 5 ms":
+        part = ratio(extra, contenders["without checks"].median)
+        yield Outcome("checks", case, "part of the step that the checks take", part, CHECKS_PART_GOAL)
+    else:
+        yield Outcome("checks", case, "CPU seconds of the checks in a step", extra, CHECKS_GOALS.get(case))
+
+
+def _health(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    goal = CUDA_HEALTH_GOAL if case.startswith("cuda") else HEALTH_GOALS.get(case)
+    yield _extra(case, contenders, "dpfuse", "torch clip + unscale", goal)
+    yield _extra(case, contenders, "dpfuse, below the limit", "torch clip + unscale", None)
+
+
 def _overlap(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     ours, unsent = contenders["dpfuse planned"], contenders["dpfuse planned, nothing sent"]
     exposed, predicted = ours.info["exposed"], ours.info["predicted"]
@@ -273,6 +291,8 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "bucket_size": _bucket_size,
     "step": _step,
     "forward": _forward,
+    "checks": _checks,
+    "health": _health,
     "planner": _planner,
     "kernels": _kernels_suite,
     "overlap": _overlap,

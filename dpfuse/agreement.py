@@ -17,10 +17,19 @@ import torch.distributed as dist
 from dpfuse import collective
 from dpfuse.errors import DPFuseError
 
-__all__ = ["agree_on_order", "agree_on_success", "agree_on_text", "report_failure"]
+__all__ = [
+    "agree_on_order",
+    "agree_on_success",
+    "agree_on_text",
+    "gather_texts",
+    "report_failure",
+    "share_text",
+]
 
 FAILURE = "failed: "  # first word of the text of a rank whose own checks failed
 Result = TypeVar("Result")
+SHORT_TEXT = 62  # bytes
+SHARED_TEXT = 510  # bytes
 MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
 
 
@@ -81,6 +90,19 @@ def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, w
     return result
 
 
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, by rank; of at most `SHORT_TEXT` bytes."""
+    row = _row(text, SHORT_TEXT).to(collective.group_device(group))
+    return [_text_in(other) for other in collective.all_gather(row, group)]
+
+
+def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
+    """The text of rank `source`, of at most `SHARED_TEXT` bytes."""
+    row = _row(text, SHARED_TEXT).to(collective.group_device(group))
+    collective.broadcast(row, group, source)
+    return _text_in(row)
+
+
 def agree_on_order(
     order: Sequence[int], fires: Sequence[int], group: dist.ProcessGroup, source: int = 0
 ) -> tuple[list[int], list[int]]:
@@ -102,6 +124,18 @@ def agree_on_order(
     collective.broadcast(agreed, group, source)
     collective.all_reduce_max(counts, group)
     return [index for index in agreed.tolist() if index >= 0], counts.tolist()
+
+
+def _row(text: str, limit: int) -> torch.Tensor:
+    """A text in a tensor whose length is the same on all ranks: two bytes of length, then the text."""
+    data = text.encode()
+    assert len(data) <= limit
+    return torch.frombuffer(bytearray(len(data).to_bytes(2, "big") + data.ljust(limit, b"\0")), dtype=torch.uint8)
+
+
+def _text_in(row: torch.Tensor) -> str:
+    data = bytes(row.cpu().numpy())
+    return data[2 : 2 + int.from_bytes(data[:2], "big")].decode(errors="replace")
 
 
 def _text_of(rank: int, length: int, own: bytes, group: dist.ProcessGroup, device: torch.device) -> str:

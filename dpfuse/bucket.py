@@ -15,14 +15,18 @@ from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.errors import DPFuseError
+from dpfuse.finite_check import FiniteCounter
+from dpfuse.memory_order import dense_stride, real_layout, real_pairs
+from dpfuse.patience import finish
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
+from dpfuse.whereabouts import board_of
 from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
-__all__ = ["BucketState", "GradBucket", "dense_stride"]
+__all__ = ["BucketState", "GradBucket"]
 
 
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
@@ -73,16 +77,20 @@ class GradBucket:
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._names = names
         self._group = group
+        self._board = board_of(group)
+        self._device_type = torch.device(bucket.device).type
         self._averaging = averaging
         self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
         self.tail = tail
         self.times: BucketObserver | None = None
+        self.finite: FiniteCounter | None = None  # of the values that are not, in what is packed
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
+        self._untailed: PointerTable | None = None
         self._views: list[Tensor] = []  # what gradients become: the table's views, as complex numbers where they are
         self._hooks: list[Collection[object]] = []  # the post-accumulate hooks of each parameter, ours among them
         self._sources: list[Tensor | None] = []
@@ -114,9 +122,14 @@ class GradBucket:
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
             try:
                 if self._is_complex:
-                    grads = [*map(_real, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
+                    grads = [*map(real_pairs, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
+                counts = None
+                if self.finite is not None:
+                    counts = self.finite.begin_table(len(table.slots), table.flat.device)
                 if grads:
-                    flatten(grads, table, scale=self._averaging.pre_scale, matched=True)
+                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+                if self.finite is not None:
+                    self._settle_counts(self.finite)
                 self.error = None
                 # Now, not when they have landed: private gradients are freed while backward goes on. But another
                 # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
@@ -145,7 +158,7 @@ class GradBucket:
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
         with _ranged("dpfuse::wait", self._label):
-            self._work.wait()
+            finish(self._work, self._board, self._device_type, last=self.tail is not None)
             if self.early is not None:
                 self.early.join()
         if self.times is not None:
@@ -215,6 +228,15 @@ class GradBucket:
                 for view in self._views[: len(self._fused_params)]:  # the tail, behind them, is still to be read
                     view.zero_()
 
+    @property
+    def in_buffer(self) -> tuple[PointerTable, Sequence[Tensor]] | None:
+        """Where gradients lie in the buffer, without the tail, and whose; None before the first launch."""
+        if self._table is None or not self._fused_params:
+            return None
+        if self._untailed is None or self._untailed.address != self._table.address:
+            self._untailed = self._table.first(len(self._fused_params))
+        return self._untailed, self._fused_params
+
     def unpack_early_on(self, side: SideStream) -> None:
         """Unpack private gradients while backward goes on, where they are long enough for that to pay."""
         nbytes = sum(slot.numel for slot in self._fused.slots) * getattr(torch, self.plan.dtype).itemsize
@@ -257,6 +279,11 @@ class GradBucket:
             dtype = getattr(torch, self.plan.dtype)
             param.grad = torch.empty_strided(shape, stride, dtype=dtype, device=self._table.flat.device)
         return torch.view_as_real(param.grad) if self._is_complex else param.grad
+
+    def _settle_counts(self, finite: FiniteCounter) -> None:
+        finite.settle(self._names)
+        if self.tail is not None:
+            finite.fail()
 
     def _launch_empty(self, failed: bool) -> None:
         self._move(BucketState.FREE, BucketState.FLIGHT)
@@ -307,7 +334,7 @@ class GradBucket:
         dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
         places, numel = self._places()
         slots = [
-            KernelSlot(name, place.offset, *(_real_layout(shape, stride) if self._is_complex else (shape, stride)))
+            KernelSlot(name, place.offset, *(real_layout(shape, stride) if self._is_complex else (shape, stride)))
             for name, place, (shape, stride) in zip(self._names, places, self._shapes, strict=True)
         ]
         if self.tail is not None:
@@ -349,20 +376,6 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def dense_stride(param: Tensor) -> tuple[int, ...]:
-    """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
-    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
-
-
-def _real(grad: Tensor | None) -> Tensor | None:
-    """A complex gradient as pairs of real numbers, [..., 2]."""
-    return None if grad is None else torch.view_as_real(grad.resolve_conj())
-
-
-def _real_layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (*shape, 2), (*(2 * step for step in stride), 1)
 
 
 def _ranged(name: str, label: str) -> AbstractContextManager[object]:

@@ -40,37 +40,55 @@ class Canary:
     def __init__(self, wrapper: int = 0, *, counts_forwards: bool = True) -> None:
         self.elsewhere = False  # whether this rank only takes part for the sake of others
         self.uneven = False  # whether some rank may
-        self._wrapper = wrapper
+        self.wrapper = wrapper
         self._counts_forwards = counts_forwards
         self._window = NEVER
-        self._counting = False  # whether the forward that is running counts
+        self._began = NEVER  # the window in which the forward that is running did, if it counts
+        self._watched = True  # whether the outputs of the last forward are
+        self._of_outputs = True  # whether the backward that is running has come by any that is
         self.begin_window()
 
     def begin_window(self) -> None:
         """A synchronised backward is over, well or not."""
-        self._window += 1
         self._backwards = 0
-        self._forwards = 0
+        self.forget_forwards()
 
-    def forward_begins(self, *, training: bool) -> None:
+    def forward_begins(self, *, counts: bool) -> None:
         """One with gradients enabled, whether it succeeds or not; one in eval mode may be one rank's alone."""
-        self._counting = training
-        self._forwards += training
+        self._began = self._window if counts else NEVER
+        self._forwards += counts
 
     def forward_ends(self, *, watched: bool) -> None:
         """It succeeded; if its outputs cannot be watched, nobody will know of its backward."""
-        self._forwards -= self._counting and not watched
+        self._watched = watched
+        if not watched:
+            self._discount(self._began)
 
     def forget_forwards(self) -> None:
-        """Whatever has got no backward yet is to get none."""
+        """Whatever has got no backward yet is to get none, or one that does not count."""
+        self._window += 1
         self._forwards = 0
 
     def on_backward(self) -> Callable[[], None]:
         """What to call, once, when a backward reaches the outputs of the forward that is running."""
-        return partial(self._reached, self._window if self._counting else NEVER)
+        return partial(self._reached, self._began)
+
+    def backward_begins(self, *, announced: bool) -> None:
+        """Announced by an output that is watched, or by none so far."""
+        self._of_outputs = announced or not self._watched
+
+    def gradients_accumulated(self) -> None:
+        """By the backward that ends, which is to synchronise or not.
+
+        One that comes by no output stands for the forwards so far: where a batch has nothing to learn from, the loss
+        is often all parameters times 0.
+        """
+        if not self._of_outputs:
+            self.forget_forwards()
 
     def backward_ends(self) -> None:
         """One that accumulated gradients and did not synchronise."""
+        self.gradients_accumulated()
         self._backwards += 1
 
     def backward_dies(self) -> None:
@@ -87,9 +105,14 @@ class Canary:
         if self.elsewhere:
             return ELSEWHERE
         forwards = self._forwards if self._counts_forwards else 0
-        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self._wrapper)))
+        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self.wrapper)))
 
     def _reached(self, window: int) -> None:
-        # Later ones of outputs that were made before the last synchronised backward count nowhere.
+        self._of_outputs = True
+        self._discount(window)
+
+    def _discount(self, window: int) -> None:
+        # A forward counts nowhere once the window is over in which it began: its outputs may have their backward later,
+        # and a training step may run whole backwards inside its forward.
         if window == self._window:
             self._forwards -= 1

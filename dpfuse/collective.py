@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
+from dpfuse.whereabouts import board_of
 
 __all__ = [
     "FlatBroadcast",
@@ -142,10 +144,14 @@ class _Together(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them; `timeout` is not looked at."""
+        """Wait for all of them, for each of them as long as `timeout` says."""
         for work in self._works:
-            work.wait()
+            work.wait(timeout) if timeout else work.wait()
         return True
+
+    def is_completed(self) -> bool:
+        """Whether all of them are."""
+        return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Done when all of them are."""
@@ -154,13 +160,13 @@ class _Together(dist.Work):
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """The element-wise maximum of `values` over the ranks, in place, finished on return."""
-    group.allreduce([values], _MAX).wait()
+    finish(group.allreduce([values], _MAX), board_of(group), values.device.type)
 
 
 def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's `row`, by rank; all rows have the same shape and dtype."""
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
+    rows, work = start_all_gather(row, group)
+    finish(work, board_of(group), row.device.type)
     return rows
 
 
@@ -194,8 +200,10 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
     flat = torch.zeros(group.size(), device=device)
     parts = torch.empty_like(flat)
     try:
-        start_all_to_all(parts, flat, group).wait()
-        start_all_gather_into(flat, parts[:1], group).wait()
+        finish(start_all_to_all(parts, flat, group), board_of(group), device.type)
+        finish(start_all_gather_into(flat, parts[:1], group), board_of(group), device.type)
+    except DPFuseError:
+        raise
     except (RuntimeError, NotImplementedError) as error:
         raise DPFuseError(
             f"rank {group.rank()}: deterministic=True needs a back end with all-to-all and all-gather of {device.type} "
@@ -206,7 +214,9 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensor` with that of rank `source` of the group."""
-    dist.broadcast(tensor, group=group, group_src=source)
+    work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    assert work is not None
+    finish(work, board_of(group), tensor.device.type)
 
 
 class FlatBroadcast:
@@ -221,6 +231,7 @@ class FlatBroadcast:
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
+        self._board = board_of(group)
         # A group that has a back end for CPUs as well, as by default, would send them by way of the host.
         on_gpu = bool(tensors) and _is_nccl(group, tensors[0].device)
         self._device = tensors[0].device if on_gpu else group_device(group)
@@ -265,7 +276,7 @@ class FlatBroadcast:
         if not self._staging.numel():
             return
         while self._sent:
-            self._sent.pop().wait()
+            finish(self._sent.pop(), self._board, self._device.type)
         sends = self._group.rank() == source
         # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
         with torch.inference_mode():
@@ -283,7 +294,7 @@ class FlatBroadcast:
             if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
                 self._sent.append(work)
                 return
-            work.wait()
+            finish(work, self._board, self._device.type)
             if not sends:
                 if wire is not self._staging:
                     self._staging.copy_(wire)

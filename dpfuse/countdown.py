@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 __all__ = ["ENDLESS", "Countdown"]
 
 ENDLESS = 1 << 62  # marks that a countdown survives when nothing is to happen at its end
@@ -16,3 +19,13 @@ class Countdown:
         self.expected = expected
         self.pending = 0
         self.launched = False
+
+    def marker(self, decide: Callable[[Any, Countdown], None]) -> Callable[[Any], None]:
+        """What to call with a parameter whenever it is ready; from the last expected mark on it calls `decide`."""
+
+        def mark_ready(param: Any) -> None:
+            self.pending = pending = self.pending - 1
+            if pending <= 0:
+                decide(param, self)
+
+        return mark_ready

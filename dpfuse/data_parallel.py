@@ -49,12 +49,17 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite
+            values, "warn" a warning on that rank; both name parameters, how many values, and the step. On the CPU
+            in that backward, on a GPU, without waiting for it, by the end of the next.
         check: when a failure of another rank raises where gradients are on a GPU: "deferred" is at the end of the next
             backward at the latest, and until then this one's gradients are NaN; "strict" waits for the GPU in each
             backward and raises in the same one. On the CPU that is always so.
         deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
             bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
             keep the order of registration. Costs time where all-to-all is slower than all-reduce.
+        stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
+            raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -88,8 +93,10 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         if strategy is not None:
@@ -104,7 +111,9 @@ class DataParallel(SyncedModule):
             broadcast_buffers,
             gradient_scale,
             wire_dtype,
+            stall_timeout=stall_timeout,
             autotune=auto,
+            check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,8 +69,12 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        check_finite: not in torch. "raise" makes it an error on every rank if a rank sends a gradient with NaN or
+            infinite values, "warn" a warning on that rank; both name parameters, how many values, and the step. On
+            the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
+        stall_timeout: as for `DataParallel`; no argument of torch's.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -112,8 +116,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -175,8 +181,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
+            check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
+            stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

@@ -14,3 +14,5 @@ class DPFuseError(RuntimeError):
         >>> issubclass(DPFuseError, RuntimeError)
         True
     """
+
+    ranks: tuple[int, ...] = ()  # of the group, that are to blame, where it is an end or a silence of a peer

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from dpfuse import agreement, collective
+from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
 from dpfuse.averaging import averaging_for
 from dpfuse.bucket import GradBucket
@@ -19,16 +18,20 @@ from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
+from dpfuse.finite_check import FiniteCheck, FiniteCounter
+from dpfuse.grad_norm import GradientReader, Gradients
+from dpfuse.model_agreement import send_tensors
 from dpfuse.model_change import ModelChange
-from dpfuse.model_check import check_module, describe_model, describe_options, tensors_of
+from dpfuse.model_check import check_module, describe_model, tensors_of
 from dpfuse.phase import Phase
 from dpfuse.plan import BucketPlan, rebuild_plan
 from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
+from dpfuse.whereabouts import Doing, Track, board_of
 
-__all__ = ["GradSync", "agree_on_model"]
+__all__ = ["GradSync"]
 
 
 class GradSync:
@@ -69,11 +72,21 @@ class GradSync:
         self._recorder: BackwardObserver | None = None
         self._wish = ""  # what this rank has asked for, until all ranks have
         self._signature = ModelSignature(module, options.ignored)
+        self._reader = GradientReader(module, self._signature, group.rank())
         self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
         self._planned = _params_of(module, plan)
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self._finite: FiniteCheck | None = None
+        if options.check_finite != "off":
+            self._finite = FiniteCheck(
+                raises=options.check_finite == "raise",
+                late=self._params[0].is_cuda,
+                rank=group.rank(),
+                step=lambda: self.reducer.completed + 1,
+            )
+        self.track = Track(board_of(group), canary.wrapper, options.stall_timeout)
         self.reducer = Reducer(
             self._make_buckets(plan),
             _names(plan),
@@ -83,6 +96,9 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        if self._finite is not None:
+            self.reducer.after_delivery = (self._finite.warn,)
+        self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
         self.reducer.guard = guard_of(self._params, group.size())
         self._watch.listener = self.reducer
@@ -99,10 +115,13 @@ class GradSync:
         Raises:
             DPFuseError: the last backward was interrupted here only.
         """
+        self.track.begin(self.reducer.completed)
         if self.reducer.phase is Phase.ABANDONED:
             self.reducer.drain()
-        self.canary.forward_begins(training=self._module.training)
-        if self.reducer.phase is Phase.IDLE:
+        idle = self.reducer.phase is Phase.IDLE
+        # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
+        self.canary.forward_begins(counts=idle and self._module.training)
+        if idle:
             unchanged = self._signature.unchanged()
             # A buffer that only this rank has must not travel: the peers would take it for another.
             if not unchanged or (self.compare_buffers and self._buffers.look() is not self._buffer_kinds):
@@ -114,6 +133,7 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
+        self.track.tell(Doing.LOSS, self.reducer.completed)
         watched = self._watch.watch(outputs, self.canary.on_backward())
         self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
@@ -132,7 +152,7 @@ class GradSync:
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
         params, others = tensors_of(self._module, self._options)
-        _send([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
+        send_tensors([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
 
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook divides by its own."""
@@ -220,6 +240,10 @@ class GradSync:
         self.hook = hook
         self._use_buckets(self._marks)
 
+    def gradients(self) -> Gradients:
+        """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        return self._reader.read(self.reducer, _names(self.plan), self._planned)
+
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
@@ -231,18 +255,22 @@ class GradSync:
     def _make_buckets(self, plan: BucketPlan) -> list[GradBucket]:
         if self.hook is not None:
             views = self._options.gradient_as_bucket_view
-            return make_hooked_buckets(plan, self._params, self.group, self.hook, views=views, canary=self.canary)
-        return make_buckets(
-            plan,
-            self._params,
-            self.group,
-            scale=self._options.gradient_scale,
-            wire=self._options.wire,
-            views=self._options.gradient_as_bucket_view,
-            canary=self.canary,
-            registered=self._options.registered,
-            deterministic=self._options.deterministic,
-        )
+            buckets = make_hooked_buckets(plan, self._params, self.group, self.hook, views=views, canary=self.canary)
+        else:
+            buckets = make_buckets(
+                plan,
+                self._params,
+                self.group,
+                scale=self._options.gradient_scale,
+                wire=self._options.wire,
+                views=self._options.gradient_as_bucket_view,
+                canary=self.canary,
+                registered=self._options.registered,
+                deterministic=self._options.deterministic,
+            )
+        for order, bucket in enumerate(buckets):
+            bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
+        return buckets
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
@@ -345,26 +373,3 @@ def _names(plan: BucketPlan) -> list[str]:
 def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
     named = dict(module.named_parameters())
     return [named[name] for name in _names(plan)]
-
-
-def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
-    """Compare module and options over the ranks, then overwrite parameters and buffers with rank 0's.
-
-    Raises:
-        DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
-    """
-    lines = [*describe_options(options), *describe_model(module, plan, options)]
-    params, buffers = tensors_of(module, options)
-    agreement.agree_on_text(
-        "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
-    )
-    if options.deterministic:
-        collective.check_all_to_all(group, next(iter(params.values())).device)
-    tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
-    _send(tensors, group)
-
-
-def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    with torch.no_grad():
-        for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
-            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)

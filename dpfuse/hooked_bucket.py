@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dpfuse.bucket import BucketState, GradBucket
 from dpfuse.comm_bucket import CommBucket
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
 from dpfuse.plan import Bucket, Slot
 from dpfuse_kernels import PointerTable
 
@@ -30,14 +32,29 @@ class _HookWork(dist.Work):
         self._future = future
         self.error: Exception | None = None
         self.result: Any = None
+        self._done: Event | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the future; `timeout` is not looked at."""
+        """Wait for the future, which says no more than a work how long it may take.
+
+        Raises:
+            RuntimeError: it took longer than `timeout`.
+        """
+        if timeout and not self._future.done():
+            if self._done is None:
+                done = self._done = Event()
+                self._future.add_done_callback(lambda _: done.set())
+            if not self._done.wait(timeout.total_seconds()):
+                raise RuntimeError("the hook's future is not done")
         try:
             self.result = self._future.wait()
         except Exception as error:
             self.error = error
         return self.error is None
+
+    def is_completed(self) -> bool:
+        """Whether the future is done."""
+        return self._future.done()
 
     def get_future(self) -> Future[Any]:
         """What the hook returned."""
@@ -177,6 +194,10 @@ class HookedSparseBucket(HookedBucket):
                     )
                 grad = self._without_rows()
             grad = grad.to_sparse(1) if grad.layout is torch.strided else grad.coalesce()
+            if self.finite is not None and not empty:
+                self.finite.begin()
+                self.finite.count(name, grad.values())
+                self.finite.settle(())
         self._work = self._call(grad)
         self._sources = [grad]
         if self.times is not None:
@@ -190,7 +211,7 @@ class HookedSparseBucket(HookedBucket):
         assert grad is not None
         if self.times is not None:
             self.times.wait_begins(grad)
-        work.wait()
+        finish(work, self._board, self._device_type)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.bucket import GradBucket, dense_stride
+from dpfuse.bucket import GradBucket
+from dpfuse.finite_check import FiniteCounter
+from dpfuse.memory_order import dense_stride
 from dpfuse.ownership import is_private
 from dpfuse.plan import Bucket, Slot
 from dpfuse.tail import Tail
@@ -116,6 +118,12 @@ class InPlaceBucket(GradBucket):
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return sum(one.nbytes for one in self._large if one.in_place)
 
+    def _settle_counts(self, finite: FiniteCounter) -> None:
+        for one in self._large:
+            if self._refused is None and not one.missing:
+                finite.count(one.name, one.flat)
+        super()._settle_counts(finite)
+
     def _start(self, flat: Tensor) -> dist.Work:
         self.error = self.error or self._refused
         if self.error is not None:
@@ -140,6 +148,7 @@ class _LargeGradient:
 
     Attributes:
         index: registration index of the parameter.
+        name: its name.
         missing: whether there was no gradient when it was taken.
         in_place: whether it is itself what travels, or was in the last launch.
         flat: what travels, [elements], in the planned memory order; only until it is delivered.
@@ -150,6 +159,7 @@ class _LargeGradient:
 
     def __init__(self, param: Tensor, bucket: Bucket, place: int, name: str) -> None:
         self.index = bucket.params[place]
+        self.name = name
         self.missing = False
         self._param = param
         self._dtype = getattr(torch, bucket.dtype)

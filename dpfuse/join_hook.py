@@ -13,6 +13,8 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from dpfuse import collective
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
+from dpfuse.whereabouts import board_of
 
 if TYPE_CHECKING:
     from dpfuse.ddp import DistributedDataParallel
@@ -85,7 +87,7 @@ class UnevenInputsHook(JoinHook):
         self.expect_no_backward()
         work = Join.notify_join_context(self._model)
         if work is not None:
-            work.wait()
+            finish(work, board_of(self._sync.group), self._model.join_device.type)
         turns = self._exchange(
             Turn.ACTIVE
             | (Turn.SYNC if reducer.require_sync else 0)

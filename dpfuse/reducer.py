@@ -11,6 +11,7 @@ from dpfuse.countdown import ENDLESS, Countdown
 from dpfuse.errors import DPFuseError
 from dpfuse.phase import Phase
 from dpfuse.tracing import leave_untraced
+from dpfuse.whereabouts import Doing, Track
 
 if TYPE_CHECKING:
     from dpfuse.bucket import GradBucket
@@ -33,8 +34,7 @@ class Reducer:
         index_of: the registration index of what a ready mark is called with.
         warn_unused: whether to warn, once, of parameters without gradient.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        rebuild: called after the first synchronised backward of a model with the ready order and the number of
-            ready marks per parameter; may call `adopt`.
+        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Reducer:
         self._warn_unused = warn_unused
         self._open_backward = open_backward
         self._rebuild = rebuild
+        self.track = Track()  # where it tells the heartbeat how far it has come
         self.rebuilt = False  # whether the buckets are those of the first synchronised backward's ready order
         self._outdated: list[GradBucket] = []  # those in use, once `follow` has brought others
         self._change = ""
@@ -114,19 +115,9 @@ class Reducer:
         """
         by_parameter: dict[int, Callable[[Any], None]] = {}
         for bucket, countdown in zip(self.buckets, self._countdowns, strict=True):
-            marker = self._marker(countdown)
+            marker = countdown.marker(self._decide)
             by_parameter |= dict.fromkeys(bucket.plan.params, marker)
         return [by_parameter[index] for index in range(len(self._names))]
-
-    def _marker(self, countdown: Countdown) -> Callable[[Any], None]:
-        decide = self._decide
-
-        def mark_ready(param: Any) -> None:
-            countdown.pending = pending = countdown.pending - 1
-            if pending <= 0:
-                decide(param, countdown)
-
-        return mark_ready
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
         """Note a forward with gradients enabled; one that synchronises wins over any that do not."""
@@ -170,6 +161,7 @@ class Reducer:
         """
         if self.phase is Phase.ABANDONED:
             self.drain()
+        self._canary.backward_begins(announced=announced)
         sync = self._recorded
         # A backward through none of the watched outputs has no forward of its own.
         if sync is None or (not sync and not announced and self._outputs_watched):
@@ -204,6 +196,7 @@ class Reducer:
         if not self._any_mark() and not reached_leaves():
             self._enter(Phase.IDLE)
             return
+        self._canary.gradients_accumulated()
         try:
             if self.phase is Phase.CHANGED:
                 self._settle_change()
@@ -280,9 +273,8 @@ class Reducer:
                 self._decide(param, countdown)
 
     def _launch_complete(self) -> None:
-        # In plan order, never in the order of completion: collectives must match on all ranks. The last one
-        # goes when backward has ended, for it tells the peers whether all went well until then; its
-        # gradients are the last to arrive anyway.
+        # In plan order, never in that of completion: collectives must match on all ranks. The last one goes once
+        # backward has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
         while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
             self._launch(self._next, complete=True)
 
@@ -318,6 +310,7 @@ class Reducer:
         self._outdated, self.rebuilt, self._next = [], False, 0
 
     def _launch(self, order: int, *, complete: bool) -> None:
+        self.track.tell(Doing.BACKWARD, self.completed, order)
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
@@ -330,7 +323,7 @@ class Reducer:
         """Wait for all buckets and hand the gradients over; returns whether the peers' report on them was read."""
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
-        for bucket in self.buckets:
+        for bucket in self.track.each(self.buckets, self.completed):
             bucket.wait()
             error = error or bucket.error  # a communication hook may fail as late as that
             here = error is not None or bool(self._late)
@@ -378,6 +371,7 @@ class Reducer:
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase
+        self.track.tell(Doing.BETWEEN if phase in (Phase.IDLE, Phase.ABANDONED) else Doing.BACKWARD, self.completed)
         for order, countdown in enumerate(self._countdowns):
             countdown.pending = pending[order] if pending else 0
 

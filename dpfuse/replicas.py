@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.averaging import averaging_for, real_dtype
-from dpfuse.bucket import dense_stride
+from dpfuse.memory_order import dense_stride
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import MB, Bucket, plan_groups
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten

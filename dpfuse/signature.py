@@ -40,6 +40,7 @@ class ModelSignature:
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
         self._ignored = ignored
+        self.looks = 0  # how often it was looked at: what was found out since the last time holds while `unchanged`
         self._look()
         self.agree()
 
@@ -88,6 +89,7 @@ class ModelSignature:
 
     def _look(self) -> None:
         """Note what every parameter is, and where it and every child module are."""
+        self.looks += 1
         self._seen = {
             id(param): _Known(
                 name,

@@ -12,6 +12,7 @@ from torch import Tensor
 from dpfuse import collective
 from dpfuse.averaging import Averaging
 from dpfuse.bucket import BucketState, GradBucket
+from dpfuse.patience import finish
 
 __all__ = ["SparseBucket"]
 
@@ -41,10 +42,14 @@ class SparseBucket(GradBucket):
         is_dense = grad is not None and grad.layout is torch.strided
         self.error = None
         self._rows = torch.empty(0, self._row_bytes, dtype=torch.uint8, device=self.plan.device)
+        if self.finite is not None and not empty:
+            self.finite.begin()
         with torch.no_grad():
             try:
                 if grad is not None:
                     self._rows = self._pack(grad)
+                if self.finite is not None and not empty:
+                    self._settle_counts(self.finite)
             except (ValueError, TypeError, RuntimeError) as error:
                 self.error = error  # the peers wait for this bucket whatever happened here
             header = [torch.tensor([len(self._rows), is_dense], dtype=torch.float64, device=self.plan.device)]
@@ -65,7 +70,7 @@ class SparseBucket(GradBucket):
         assert self._work is not None
         if self.times is not None:
             self.times.wait_begins(self._rows)
-        self._work.wait()
+        finish(self._work, self._board, self._device_type)
         headers = torch.stack(self._headers)
         counts = [int(count) for count in headers[:, 0].tolist()]
         self._is_dense = bool(headers[:, 1].any())
@@ -76,7 +81,7 @@ class SparseBucket(GradBucket):
         gathered, work = collective.start_all_gather(padded, self._group)
         if self.times is not None:
             self.times.sent([padded], work, is_last=False)
-        work.wait()
+        finish(work, self._board, self._device_type, last=self.tail is not None)
         if self.times is not None:
             self.times.wait_ends()
         self._work = None
@@ -137,6 +142,8 @@ class SparseBucket(GradBucket):
             )
         count = len(indices)
         values = (values.to(self._compute) * self._averaging.pre_scale).to(self._wire)
+        if self.finite is not None:
+            self.finite.count(self._names[0], values)
         parts = [part.reshape(-1).view(torch.uint8) for part in (indices, values)]
         widths = (INDEX.itemsize, self._row_bytes - INDEX.itemsize)
         return torch.cat([part.view(count, width) for part, width in zip(parts, widths, strict=True)], dim=1)

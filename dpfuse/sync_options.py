@@ -14,6 +14,7 @@ from dpfuse.plan import NO_WISHES
 __all__ = ["SyncOptions"]
 
 CHECKS = ("deferred", "strict")
+FINITE_CHECKS = ("off", "warn", "raise")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class SyncOptions:
     ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
+    stall_timeout: float = 60.0  # seconds
     autotune: bool = False  # whether the sizes are only those to begin with
+    check_finite: str = "off"  # what is done about gradients that are not: one of FINITE_CHECKS
     checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
     deterministic: bool = False
@@ -60,10 +63,24 @@ class SyncOptions:
                 f"gradient_scale must be between 1e-6 and 1e6, or negative likewise, got {self.gradient_scale!r}; "
                 "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
             )
+        if isinstance(self.stall_timeout, bool) or not isinstance(self.stall_timeout, (int, float)):
+            raise TypeError(
+                f"stall_timeout must be a number of seconds, got {self.stall_timeout!r} of type "
+                f"{type(self.stall_timeout).__name__}; pass for example stall_timeout=60.0"
+            )
+        if not self.stall_timeout > 0:
+            raise ValueError(
+                f"stall_timeout must be > 0 s, got {self.stall_timeout!r}; float('inf') waits for silent ranks for ever"
+            )
         if self.wire_dtype is not None and self.wire_dtype not in map(self._dtype, WIRES):
             raise ValueError(
                 f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
                 f"{self.wire_dtype!r}; None sends gradients in their own dtype"
+            )
+        if self.check_finite not in FINITE_CHECKS:
+            raise ValueError(
+                f"check_finite must be one of {', '.join(map(repr, FINITE_CHECKS))}, got {self.check_finite!r}; "
+                "leave it out to send gradients unseen"
             )
 
     @staticmethod

@@ -13,6 +13,7 @@ from dpfuse.bucket import BucketState, GradBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.patience import finish
 from dpfuse.plan import Bucket
 from dpfuse.tail import Tail
 
@@ -69,13 +70,19 @@ class TailBucket(GradBucket):
         """
         self._hook.check()
         self._move(BucketState.FREE, BucketState.FLIGHT)
+        self.error = None
+        if self.finite is not None and not empty:
+            try:
+                self.finite.fail()
+            except DPFuseError as error:
+                self.error = error
         self._report = (list(unused), failed, empty)
 
     def wait(self) -> None:
         """Tell it, and hear what the others tell."""
         self._move(BucketState.FLIGHT, BucketState.LANDED)
         unused, failed, changed = self._report
-        errors = [bucket.error for bucket in self._others if bucket.error is not None]
+        errors = [bucket.error for bucket in (*self._others, self) if bucket.error is not None]
         failed = failed or bool(errors)
         flat = self.tail.source(torch.float32, self._device, unused, failed, changed).clone()
         if self.times is not None:
@@ -84,9 +91,10 @@ class TailBucket(GradBucket):
             work = collective.all_reduce(flat, self._group)
             if self.times is not None:
                 self.times.sent([flat], work, is_last=True)
-            work.wait()
+            finish(work, self._board, self._device_type, last=True)
         except RuntimeError as error:
-            if errors:
+            named = isinstance(error, DPFuseError) and error.ranks  # the rank that ended, of which the hook knew less
+            if errors and not named:
                 raise DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}") from errors[0]
             raise
         if self.times is not None:

@@ -41,7 +41,8 @@ class TorchHooks(TorchNames):
         super()._connect(group, fresh=fresh)
         assert self._sync is not None
         step = partial(_step, self._optimizers, self._sync)
-        self._sync.reducer.after_delivery = (self._buffer_futures.wait, step)
+        reducer = self._sync.reducer
+        reducer.after_delivery = (*reducer.after_delivery, self._buffer_futures.wait, step)
         if self._buffer_hook is not None:
             self._sync.buffer_hook = self._weak_buffer_hook()
 

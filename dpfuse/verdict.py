@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dpfuse.canary import ELSEWHERE, Counts
 from dpfuse.errors import DPFuseError
 
-__all__ = ["changed", "failed", "interrupted", "strayed", "unread", "unsettled", "unused"]
+__all__ = ["changed", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused"]
 
 DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Counts`: what is so, and the remedy
     "wrapper": (
@@ -91,6 +91,18 @@ def unused(rank: int, names: Sequence[str], nowhere: int) -> str:
         f"rank {rank}: {_named(names)} got no gradient in this backward; "
         f"{nowhere} of these were used on no rank and stay without, the others got the mean over "
         "all ranks with zero from here. Pass find_unused_parameters=True if that is meant."
+    )
+
+
+def nonfinite(step: int, counts: Mapping[str, int]) -> str:
+    """What to say of the values, by parameter, that were NaN or infinite in what this rank sent in backward `step`."""
+    names = list(counts)
+    parts = [f"{counts[name]} in {name!r}" for name in names[:10]]
+    more = f" and {sum(counts[name] for name in names[10:])} in {len(names) - 10} more" if len(names) > 10 else ""
+    return (
+        f"in synchronised backward {step} this rank sent {sum(counts.values())} gradient values that are NaN or "
+        f"infinite: {', '.join(parts)}{more}. Expected finite ones: look at the loss, the input and the learning rate "
+        'there. A GradScaler skips such steps by itself: with one, pass check_finite="off"'
     )
 
 

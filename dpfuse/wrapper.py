@@ -12,13 +12,15 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dpfuse import agreement
 from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import GradSync, agree_on_model
+from dpfuse.grad_norm import Gradients, norm_arguments
+from dpfuse.grad_sync import GradSync
+from dpfuse.model_agreement import agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
@@ -97,6 +99,9 @@ class SyncedModule(nn.Module):
             outputs = call(*inputs, **kwargs)
             set_tracer(None)
             sync.after_forward(outputs)
+        except Exception as error:
+            sync.track.failed(error)
+            raise
         finally:
             set_tracer(tracer)
         return outputs
@@ -146,6 +151,75 @@ class SyncedModule(nn.Module):
             self._require_sync = bool(value)
         else:
             self._sync.reducer.require_sync = bool(value)
+
+    def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
+
+        Gradients that still lie in the communication buffers are read by the buffer. It does not matter what was
+        done to `.grad` since backward; parameters without gradient do not count.
+
+        Args:
+            norm_type: order of the norm, such as 1, 2 or `math.inf`.
+            error_if_nonfinite: True raises where the norm is NaN or infinite, which waits for the device.
+
+        Returns:
+            A scalar on the device of the gradients, float64 where some gradient is, else float32. Nothing has
+            waited for it.
+
+        Raises:
+            TypeError, ValueError: an argument that is no such number.
+            DPFuseError: the norm is not finite and that is an error; a backward is running; a parameter is a
+                tensor-parallel shard.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> model.grad_norm()
+            tensor(3.1623)
+            >>> dist.destroy_process_group()
+
+        Source: `torch.nn.utils.get_total_norm`.
+        """
+        _, order = norm_arguments(0.0, norm_type)
+        return self._gradients().norm(order, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients in place so that their norm is at most `max_norm`: after backward, before the step.
+
+        Args:
+            max_norm: 0 or more.
+            norm_type: as for `grad_norm`.
+            error_if_nonfinite: as for `grad_norm`; nothing is scaled then.
+
+        Returns:
+            The norm before, as `grad_norm` returns it.
+
+        Raises:
+            TypeError, ValueError, DPFuseError: as `grad_norm`.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> model.clip_grad_norm_(1.0), model.grad_norm()
+            (tensor(3.1623), tensor(1.0000))
+            >>> dist.destroy_process_group()
+
+        Source: `torch.nn.utils.clip_grad_norm_`, with the model in place of its parameters.
+        """
+        largest, order = norm_arguments(max_norm, norm_type)
+        gradients = self._gradients()
+        norm = gradients.norm(order, error_if_nonfinite=error_if_nonfinite)
+        gradients.clip(largest, norm)
+        return norm
+
+    def _gradients(self) -> Gradients:
+        return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
     def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""

@@ -120,6 +120,9 @@ def set_paddle_variables(
 
 def record_exception(error: BaseException, path: str | None) -> None:
     """Leave a note on why this rank fails, in torchrun's form, for the launcher to read."""
+    ending = sys.modules.get("dpfuse.ending")
+    if ending is not None:
+        ending.publish(error)  # to its peers
     if not path:
         return
     name = type(error).__name__
@@ -167,6 +170,9 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     peer joins.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
+    ending = sys.modules.get("dpfuse.ending")
+    if ending is not None:
+        ending.leave(code)
     if not forked:
         atexit._run_exitfuncs()
     distributed = sys.modules.get("torch.distributed")

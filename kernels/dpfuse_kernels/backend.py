@@ -1,4 +1,4 @@
-"""Chooses who packs: the Triton kernels on CUDA tensors, torch's own operations elsewhere."""
+"""Chooses who packs, measures and scales: the Triton kernels on CUDA tensors, torch's own operations elsewhere."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.flatten import count_nonfinite, flatten_reference
 from dpfuse_kernels.flatten import flatten as flatten_triton
-from dpfuse_kernels.flatten import flatten_reference
+from dpfuse_kernels.multiply import multiply as multiply_triton
+from dpfuse_kernels.multiply import multiply_reference
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.spoil import SpoilTable, spoil_reference
 from dpfuse_kernels.spoil import spoil as spoil_triton
+from dpfuse_kernels.squared_norm import squared_norm as squared_norm_triton
+from dpfuse_kernels.squared_norm import squared_norm_reference
 from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
 from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
 
-__all__ = ["flatten", "spoil", "sum_parts", "unflatten", "uses_triton"]
+__all__ = ["flatten", "multiply", "spoil", "squared_norm", "sum_parts", "unflatten", "uses_triton"]
 
 VARIABLE = "DPFUSE_KERNELS"
 
 
 def uses_triton(table: PointerTable) -> bool:
-    """Will `flatten` and `unflatten` launch Triton kernels for this table?
+    """Will the functions of this file launch Triton kernels for this table?
 
     CUDA tables use Triton, others torch's own operations; the environment variable DPFUSE_KERNELS,
     `triton` or `reference`, overrides that (on CPU tensors Triton needs TRITON_INTERPRET=1).
@@ -47,9 +51,14 @@ def _choose(device: torch.device) -> bool:
 
 
 def flatten(
-    tensors: Sequence[Tensor | None], table: PointerTable, *, scale: float = 1.0, matched: bool = False
+    tensors: Sequence[Tensor | None],
+    table: PointerTable,
+    *,
+    scale: float = 1.0,
+    counts: Tensor | None = None,
+    matched: bool = False,
 ) -> None:
-    """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass.
+    """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass, and count if asked to.
 
     Arguments, result and errors are those of `dpfuse_kernels.flatten.flatten`, and `matched`: True promises a
     list of tensors whose shapes and device are those of their slots, as autograd promises of gradients; the
@@ -64,9 +73,11 @@ def flatten(
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
     if uses_triton(table):
-        flatten_triton(tensors, table, scale=scale)
+        flatten_triton(tensors, table, scale=scale, counts=counts)
     elif not (matched and table.host_plan.pack_matched(tensors, table, scale)):  # type: ignore[arg-type]
-        flatten_reference(tensors, table, scale=scale)
+        flatten_reference(tensors, table, scale=scale, counts=counts)
+    elif counts is not None:
+        count_nonfinite(table, counts)
 
 
 def unflatten(
@@ -96,6 +107,38 @@ def unflatten(
     plain = matched and scale == 1.0 and not accumulate and table.dtype == table.flat.dtype
     if not (plain and table.host_plan.unpack_matched(tensors, table)):  # type: ignore[arg-type]
         unflatten_reference(table, tensors, scale=scale, accumulate=accumulate)
+
+
+def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
+    """The sum of the squares of all `tensors`, a scalar in float64 on their device.
+
+    Arguments, result and errors are those of `dpfuse_kernels.squared_norm.squared_norm`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import PointerTable, Slot, squared_norm
+        >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
+        >>> squared_norm([torch.tensor([1.0, 2.0, 3.0])], table)
+        tensor(14.0000, dtype=torch.float64)
+    """
+    return (squared_norm_triton if uses_triton(table) else squared_norm_reference)(tensors, table)
+
+
+def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tensor) -> None:
+    """Multiply `tensors` in place by a scalar that may be known to the device only.
+
+    Arguments and errors are those of `dpfuse_kernels.multiply.multiply`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import PointerTable, Slot, multiply
+        >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
+        >>> gradient = torch.tensor([1.0, 2.0, 3.0])
+        >>> multiply([gradient], table, torch.tensor(0.5))
+        >>> gradient
+        tensor([0.5000, 1.0000, 1.5000])
+    """
+    (multiply_triton if uses_triton(table) else multiply_reference)(tensors, table, factor)
 
 
 def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:

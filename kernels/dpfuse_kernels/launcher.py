@@ -24,6 +24,7 @@ ARGUMENTS = {
     "chunk_ptr": "*i64",
     "scale_bits": "i64",
     "first_program": "i64",
+    "extra_address": "i64",
 }
 
 
@@ -132,12 +133,18 @@ class Launcher:
         self.launches = 0
         self.bound_launches = 0
 
+    @property
+    def programs(self) -> int:
+        """How many run in a launch over all chunks."""
+        return len(self._programs)
+
     def launch(
         self,
         kernel: Callable[..., None],
         addresses: list[int],
         *,
-        scale: float,
+        scale: float = 1.0,
+        extra: torch.Tensor | None = None,
         programs: range | None = None,
         **options: bool,
     ) -> None:
@@ -149,6 +156,7 @@ class Launcher:
             kernel: a kernel with the arguments of `_flatten_kernel`.
             addresses: one per slot, bytes; 0 means None.
             scale: the factor, in double precision.
+            extra: what the kernel reads or writes beside the buffer and the tensors; on their device.
             options: further compile-time arguments, in the order of the kernel's.
 
         Raises:
@@ -160,7 +168,14 @@ class Launcher:
         key = (kernel, scale != 1.0, *options.items())
         with current_device(self._device):
             copy = self.ring.device_copy(addresses)
-            arguments = (self._flat_address, copy.data_ptr(), self._rows.data_ptr(), double_bits(scale), programs.start)
+            arguments = (
+                self._flat_address,
+                copy.data_ptr(),
+                self._rows.data_ptr(),
+                double_bits(scale),
+                programs.start,
+                0 if extra is None else extra.data_ptr(),
+            )
             if not self._launch_bound(key, len(programs), arguments):
                 self._dispatch(key, len(programs), (arguments[0], copy, self._rows, *arguments[3:]))
         self.launches += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -91,6 +92,25 @@ class PointerTable:
         base = self.flat.storage_offset()
         return [self.flat.as_strided(slot.shape, slot.stride, base + slot.offset) for slot in self.slots]
 
+    def first(self, count: int) -> PointerTable:
+        """A table of the first `count` slots alone, over the part of the buffer that ends with them; same views."""
+        end = max((slot.offset + slot.numel for slot in self.slots[:count]), default=0)
+        table = PointerTable(self.flat[:end], self.slots[:count], self.dtype)
+        table.views[:] = self.views[:count]
+        return table
+
+    @contextmanager
+    def gaps_kept(self, *, zero: bool = False) -> Iterator[None]:
+        """Put back what lies between the slots after the buffer was written as a whole; `zero` makes it zeros first."""
+        if self._gaps is None:
+            yield
+            return
+        kept = self.flat[self._gaps]
+        if zero:
+            self.flat[self._gaps] = 0
+        yield
+        self.flat[self._gaps] = kept
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type in which the scale is applied: float64 if either side is, else float32."""
@@ -135,6 +155,17 @@ class PointerTable:
         """First address of the memory that `flat` is part of, and the first address behind it."""
         storage = self.flat.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+    @cached_property
+    def _gaps(self) -> Tensor | None:
+        """Indices of the elements of `flat` that belong to no slot; None where there are none."""
+        end = 0
+        gaps: list[int] = []
+        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+            gaps += range(end, slot.offset)
+            end = max(end, slot.offset + slot.numel)
+        gaps += range(end, self.flat.numel())
+        return torch.tensor(gaps, device=self.flat.device) if gaps else None
 
     # Both are made when first needed and hold no reference to the table: a cycle would keep `flat` allocated
     # until the garbage collector runs.

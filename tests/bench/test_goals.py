@@ -86,6 +86,15 @@ def test_forwards_that_send_buffers_are_judged_at_one_rank():
     ]
 
 
+@pytest.mark.parametrize(("case", "goal"), [("host 1000", 0.6), ("host 10", None), ("cuda bert_large", 0.4)])
+def test_clipping_and_looking_for_nan_are_judged_by_what_they_add_to_packing(case, goal):
+    extras = {"bare": 0.0, "dpfuse": 2.0, "dpfuse, below the limit": 1.0, "torch clip + unscale": 10.0}
+    measured = [entry(case, name, 1.0, "health", extra=extra) for name, extra in extras.items()]
+    clipped, below = judge(measured)
+    assert (clipped.value, clipped.goal) == (pytest.approx(0.2), goal)
+    assert (below.value, below.goal) == (pytest.approx(0.1), None)
+
+
 def network(exposed: float, *, predicted: float, device: str = "cpu", planned: float = 1.0) -> list[Entry]:
     """A step of which 0.6 s are left where nothing is sent, and of DDP's best mode, 1 s."""
     info = {"exposed": exposed, "predicted": predicted, "predicted_packed": predicted, "device": device}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 
@@ -216,6 +217,69 @@ def blow_once():
 
 def test_what_is_no_difference_raises_nothing(ranks):
     ranks(unaffected)
+
+
+def nothing_to_learn(rank, size, face):
+    """Now one rank, now the other replaces its loss by all parameters times 0: it has taken part nonetheless."""
+    model = wrapped(face)
+    for number in range(4):
+        model.zero_grad()
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else nullcontext():
+                loss = model(batch(rank, number)).sum()
+                if rank == number % 2 and micro == number // 2:
+                    loss = sum(param.sum() for param in model.parameters()) * 0
+                loss.backward()
+        assert not torch.equal(model.module.layers[0].weight.grad, torch.zeros(3, 3))
+        right_steps(model, rank, size)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_loss_of_all_parameters_stands_for_the_outputs(ranks, face):
+    ranks(nothing_to_learn, face)
+
+
+def skipped_before_nothing_to_learn(rank, size):
+    model = wrapped("dp")
+    if rank == 1:
+        with model.no_sync():
+            (sum(param.sum() for param in model.parameters()) * 0).backward()
+            model(batch(rank, 1))
+    with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has run 2 backwards"):
+        step(model, rank, 2)
+    right_steps(model, rank, size)
+    # It stands for the forwards before it, and not for those after it.
+    with model.no_sync():
+        (sum(param.sum() for param in model.parameters()) * 0).backward()
+    if rank == 1:
+        model(batch(rank, 1))
+    with pytest.raises(dpfuse.DPFuseError, match=FORWARDS):
+        step(model, rank, 2)
+    right_steps(model, rank, size)
+
+
+def test_a_loss_of_all_parameters_hides_no_later_difference(ranks):
+    ranks(skipped_before_nothing_to_learn)
+
+
+def recomputed(rank, size, use_reentrant):
+    """The wrapper inside a checkpoint: what backward recomputes may stop half-way, and is no batch of its own."""
+    model = wrapped("dp")
+    for number in range(2):
+        model.zero_grad()
+        states = [batch(rank, number).requires_grad_()]
+        for _ in range(2 + (0 if use_reentrant else rank)):
+            output = checkpoint(model, states[-1], use_reentrant=use_reentrant)
+            states.append(nn.functional.pad(output, (0, 1)))
+        sync = model.no_sync() if use_reentrant and number == 0 else nullcontext()
+        with sync:
+            states[-1].sum().backward()
+    right_steps(model, rank, size)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_checkpoint_recomputes_is_no_forward_without_a_backward(ranks, use_reentrant):
+    ranks(recomputed, use_reentrant)
 
 
 def outputs_that_some_ranks_use(rank, size):

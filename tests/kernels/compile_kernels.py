@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
+"""Compiles all kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
 With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
 fills with NaN.
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 PAIRS = [
     ("float32", "float32"),
@@ -29,7 +30,8 @@ PAIRS = [
 MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
-KERNELS = ("flatten", "unflatten", "unflatten accumulate")
+MOVERS = ("flatten", "unflatten", "unflatten accumulate")
+KERNELS = (*MOVERS, "flatten count", "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
@@ -43,6 +45,8 @@ def compile_one(
     from dpfuse_kernels.flatten import _flatten_kernel
     from dpfuse_kernels.launch_shape import launch_shape
     from dpfuse_kernels.launcher import ARGUMENTS, triton_dtype
+    from dpfuse_kernels.multiply import _multiply_kernel
+    from dpfuse_kernels.squared_norm import _squared_norm_kernel
     from dpfuse_kernels.unflatten import _unflatten_kernel
 
     table = PointerTable(torch.zeros(1, dtype=getattr(torch, wire)), [], getattr(torch, dtype))
@@ -52,13 +56,20 @@ def compile_one(
         "TENSOR": triton_dtype(table.dtype),
         "WIRE": triton_dtype(table.flat.dtype),
         "COMPUTE": triton_dtype(table.compute_dtype),
-        "SCALED": True,
-        "CHUNK": chunk,
+        "SCALED": kernel.startswith(("flatten", "unflatten")),
     }
-    function = _flatten_kernel
-    if kernel.startswith("unflatten"):
-        function = _unflatten_kernel
-        constants["ACCUMULATE"] = kernel.endswith("accumulate")
+    name, _, option = kernel.partition(" ")
+    if name == "flatten":
+        constants["COUNT"] = option == "count"
+    elif name == "unflatten":
+        constants["ACCUMULATE"] = option == "accumulate"
+    constants["CHUNK"] = chunk
+    function: Any = {
+        "flatten": _flatten_kernel,
+        "unflatten": _unflatten_kernel,
+        "squared_norm": _squared_norm_kernel,
+        "multiply": _multiply_kernel,
+    }[name]
     row = {"kernel": kernel, "dtype": dtype, "wire": wire}
     return row | _compiled(function, ARGUMENTS, constants, architecture, chunk, warps)
 
@@ -150,7 +161,9 @@ def every_compilation() -> Iterator[dict[str, object]]:
     for architecture in (*NVIDIA, *AMD):
         for dtype, wire in PAIRS:
             for kernel in KERNELS:
-                yield compile_one(kernel, architecture, dtype, wire)
+                # What reads or writes tensors only knows no dtype of a buffer.
+                if dtype == wire or kernel in (*MOVERS, "flatten count"):
+                    yield compile_one(kernel, architecture, dtype, wire)
         for dtype in SUM_TYPES:
             yield compile_sum(architecture, dtype)
 
@@ -158,7 +171,7 @@ def every_compilation() -> Iterator[dict[str, object]]:
 def every_shape() -> Iterator[dict[str, object]]:
     for shape in SHAPES:
         for dtype, wire in MEASURED_PAIRS:
-            for kernel in KERNELS[:2]:
+            for kernel in MOVERS[:2]:
                 yield compile_one(kernel, 90, dtype, wire, shape)
 
 

@@ -26,6 +26,7 @@ class Recorder:
     fault: ClassVar[Callable[..., None] | None] = None
 
     def __init__(self, source: Any, metadata: Any) -> None:
+        self.kernel = source.fn.__name__
         self.signature = list(source.signature.values())
         self.constants = dict(zip(source.fn.arg_names, self.signature, strict=True))
 
@@ -39,14 +40,15 @@ class Recorder:
                 hook(told)
         Recorder.calls.append(
             {
+                "kernel": self.kernel,
                 "grid": grid,
                 "stream": stream,
                 "function": function,
                 "metadata": list(metadata),
                 "told": told is not None,
                 "hooks": [enter is not None, leave is not None],
-                "values": [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values[:5]],
-                "constants": [str(value) for value in values[5:]],
+                "values": [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values[:6]],
+                "constants": [str(value) for value in values[6:]],
                 "signature": self.signature,
             }
         )
@@ -94,8 +96,10 @@ def both_ways() -> dict[str, Any]:
 
 
 def every_kernel() -> dict[str, Any]:
-    """Per compile-time choice one launch of each way: pack, pack unscaled, unpack, accumulate."""
+    """Per kernel and compile-time choice one launch of each way."""
     from dpfuse_kernels.flatten import flatten
+    from dpfuse_kernels.multiply import multiply
+    from dpfuse_kernels.squared_norm import squared_norm
     from dpfuse_kernels.unflatten import unflatten
 
     table, tensor = new_table(wire=torch.bfloat16), torch.ones(9000)
@@ -104,6 +108,9 @@ def every_kernel() -> dict[str, Any]:
         flatten([tensor], table)
         unflatten(table, [tensor], scale=0.5)
         unflatten(table, [tensor], scale=0.5, accumulate=True)
+        flatten([tensor], table, scale=0.5, counts=torch.zeros(1, dtype=torch.int32))
+        squared_norm([tensor], table)
+        multiply([tensor], table, torch.tensor(0.5))
     return seen(table)
 
 

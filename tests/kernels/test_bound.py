@@ -45,6 +45,10 @@ def without(call: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in call.items() if key not in keys}
 
 
+def halves(calls: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return calls[: len(calls) // 2], calls[len(calls) // 2 :]
+
+
 def test_only_the_first_launch_goes_through_the_dispatcher(recorded: dict[str, Any]) -> None:
     seen = recorded["both_ways"]
     assert (seen["launches"], seen["bound"], len(seen["calls"])) == (4, 3, 4)
@@ -59,15 +63,18 @@ def test_both_ways_say_the_same(recorded: dict[str, Any]) -> None:
     # Another factor is another number, not another compilation.
     assert zero["values"][3] == 0
     assert without(zero, *TOLD, "values") == without(first, *TOLD, "values")
-    assert first["signature"][:5] == ["i64", "*i64", "*i64", "i64", "i64"]
+    assert first["signature"][:6] == ["i64", "*i64", "*i64", "i64", "i64", "i64"]
 
 
 def test_each_compilation_is_bound_for_itself(recorded: dict[str, Any]) -> None:
     seen = recorded["every_kernel"]
-    assert (seen["launches"], seen["bound"]) == (8, 4)
-    calls = [without(call, *TOLD) for call in seen["calls"]]
-    assert calls[:4] == calls[4:]
-    assert len({tuple(call["constants"]) for call in calls}) == 4
+    assert (seen["launches"], seen["bound"]) == (14, 7)
+    calls = [without(call, *TOLD, "values") for call in seen["calls"]]
+    assert calls[:7] == calls[7:]
+    assert len({(call["kernel"], *call["constants"]) for call in calls}) == 7
+    # Counts, sums and the factor lie somewhere else at each call.
+    assert all(one["values"][:5] == other["values"][:5] for one, other in zip(*halves(seen["calls"]), strict=True))
+    assert [call["values"][5] != 0 for call in seen["calls"][:7]] == [False] * 4 + [True] * 3
 
 
 def test_a_misaligned_pointer_goes_through_the_dispatcher(recorded: dict[str, Any]) -> None:

@@ -168,3 +168,44 @@ def test_counts_start_again_before_they_reach_the_top():
     canary.elsewhere = True
     assert canary.counts == ELSEWHERE
     assert math.log2(TOP).is_integer()
+
+
+def test_a_forward_that_was_forgotten_is_not_counted_down_by_its_backward():
+    canary = Canary()
+    canary.forward_begins(counts=True)
+    reached = canary.on_backward()
+    canary.forward_ends(watched=True)
+    assert canary.counts.forwards == 2
+    canary.forget_forwards()
+    reached()
+    assert canary.counts.forwards == 1
+
+
+def test_only_a_backward_that_comes_by_no_output_stands_for_the_forwards():
+    for announced, reaches, watched, left in (
+        (False, False, True, 0),
+        (True, False, True, 2),
+        (False, True, True, 1),
+        (False, False, False, 1),  # where outputs cannot be watched no backward comes by any
+    ):
+        canary = Canary()
+        for is_watched in (True, watched):
+            canary.forward_begins(counts=True)
+            reached = canary.on_backward()
+            canary.forward_ends(watched=is_watched)
+        canary.backward_begins(announced=announced)
+        if reaches:
+            reached()
+        canary.gradients_accumulated()
+        assert canary.counts.forwards == 1 + left
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_forward_that_runs_a_whole_backward_counts_in_no_later_window(watched):
+    canary = Canary()
+    canary.forward_begins(counts=True)
+    canary.begin_window()
+    reached = canary.on_backward()
+    canary.forward_ends(watched=watched)
+    reached()
+    assert canary.counts.forwards == 1

@@ -1,0 +1,188 @@
+"""What the checks cost that are always on: a step with them, and with stand-ins that look at nothing in their place.
+
+Left out are the signature of the module, the canary and the tail that it travels in, and what the heartbeat is told.
+CPU time of the thread that trains, on two gloo ranks: what it waits for costs it nothing. The comparison of the models
+happens once, when they are wrapped, and is none of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dpfuse
+from bench.equality import prove_gradients
+from bench.interleave import host_clock, interleave, paired_extra
+from bench.models import Workload, chain, layers
+from bench.playback import play_back, played_back, remembered
+from bench.rank_group import on_ranks
+from bench.step_time import Effort, StepTimes
+from dpfuse.canary import Canary
+from dpfuse.signature import ModelSignature
+from dpfuse.tail import ALL_WELL, Tail
+from dpfuse.whereabouts import Track
+
+__all__ = ["WRAPS", "time_checks", "without_checks"]
+
+
+class NoSignature(ModelSignature):
+    """A module that never changes."""
+
+    def unchanged(self) -> bool:
+        """Yes."""
+        return True
+
+
+class NoCanary(Canary):
+    """Counts nothing."""
+
+    def forward_begins(self, **_: Any) -> None:
+        """Nothing."""
+
+    def forward_ends(self, **_: Any) -> None:
+        """Nothing."""
+
+    def on_backward(self) -> Callable[[], None]:
+        """Nobody to tell."""
+        return self.forward_begins
+
+
+class NoTail(Tail):
+    """Travels, and has no elements."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.numel = 0
+        self._nothing = torch.empty(0)
+
+    def source(self, *_: Any, **__: Any) -> Tensor:
+        """Nothing."""
+        return self._nothing
+
+    def landed(self, view: Tensor) -> None:
+        """Nothing."""
+
+    def report(self, **_: Any) -> Any:
+        """All is well."""
+        return ALL_WELL
+
+
+class NoTrack(Track):
+    """Tells the heartbeat nothing."""
+
+    def tell(self, *_: Any) -> None:
+        """Nothing."""
+
+    def each(self, buckets: Sequence[Any], completed: int) -> Iterator[Any]:
+        """They alone."""
+        return iter(buckets)
+
+    def begin(self, completed: int) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Whatever is wrapped in here, and makes its first steps, is not checked later either."""
+    with (
+        patch("dpfuse.grad_sync.ModelSignature", NoSignature),
+        patch("dpfuse.wrapper.Canary", NoCanary),
+        patch("dpfuse.buckets.Tail", NoTail),
+        patch("dpfuse.grad_sync.Track", NoTrack),
+        patch("dpfuse.bucket.board_of", lambda group: None),
+    ):
+        yield
+
+
+WRAPS = ("with checks", "with checks again", "without checks")
+
+
+def five_ms() -> Workload:
+    """Layers whose step takes some five milliseconds on one core."""
+    return layers(12, 256, rows=64)
+
+
+def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict[str, Any]]:
+    """Prove that gradients are averaged with and without checks, then time steps in turns; on every rank.
+
+    Returns:
+        The fields of `StepTimes` by contender; `extra` is over the steps without checks.
+    """
+    results = {name: StepTimes() for name in WRAPS}
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRAPS}
+    extras: dict[str, list[float]] = {name: [] for name in WRAPS}
+    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
+    for rebuild in range(effort.rebuilds):
+        torch.manual_seed(dist.get_rank())
+        steps = {}
+        for number in range(len(WRAPS)):
+            name = WRAPS[(number + rebuild) % len(WRAPS)]
+            workload = build()
+            if name == "without checks":
+                with without_checks():
+                    steps[name] = proved(name, workload)
+            else:
+                steps[name] = proved(name, workload)
+        alive.append(steps)
+        times = interleave(steps, host_clock, rounds=effort.rounds, seed=rebuild)
+        for name in WRAPS:
+            pairs[name] += times[name]
+            extras[name].append(paired_extra(times[name], times["without checks"]))
+    for name, result in results.items():
+        result.seconds = [seconds for seconds, _ in pairs[name]]
+        result.wall = median(wall for _, wall in pairs[name])
+        result.extra, result.extra_lowest, result.extra_highest = (
+            median(extras[name]), min(extras[name]), max(extras[name])
+        )  # fmt: skip
+        result.facts = {"parameters": len(list(workload.module.parameters()))}
+    return {name: asdict(result) for name, result in results.items()}
+
+
+def proved(name: str, workload: Workload) -> Callable[[], None]:
+    """A step of the wrapped workload, which averages rightly."""
+    model = dpfuse.DataParallel(workload.module)
+    params = list(workload.module.parameters())
+
+    def step() -> None:
+        workload.loss(model).backward()
+        for param in params:
+            param.grad = None
+
+    prove_gradients(name, workload.module, lambda: workload.loss(model).backward(), averaged=True)
+    return step
+
+
+CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {
+    "10 parameters": (partial(chain, 10), Effort(300, 9, 0)),
+    "100 parameters": (partial(chain, 100), Effort(300, 9, 0)),
+    "1000 parameters": (partial(chain, 1000), Effort(100, 5, 0)),
+    "step of 5 ms": (five_ms, Effort(200, 7, 0)),
+}
+QUICK = Effort(5, 1, 0)
+
+
+@remembered
+def _measured(case: str, quick: bool) -> Any:
+    build, effort = CASES[case]
+    return on_ranks(2, "cpu", time_checks, build, QUICK if quick else effort)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize(("case", "variant"), [(case, variant) for case in CASES for variant in WRAPS])
+
+
+@played_back
+def test_checks(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+    result = dict(_measured(case, request.config.getoption("--quick"))[variant])
+    facts, seconds = result.pop("facts"), result.pop("seconds")
+    play_back(benchmark, seconds, {"suite": "checks", "case": case, "variant": variant, **result, **facts})

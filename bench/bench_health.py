@@ -1,0 +1,204 @@
+"""What norm, clipping and the search for non-finite gradients add to packing, beside torch's clipping and unscaling.
+
+A step packs fresh gradients, by which every `.grad` is a view of a buffer, as after a backward at one rank; the bare
+one does nothing else. torch's step goes on with `_amp_foreach_non_finite_check_and_unscale_`, which is
+`GradScaler.unscale_`, and `clip_grad_norm_(foreach=True)`. dpfuse's counts while it packs, and clips by the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpfuse
+from bench.baselines import BARE, SCALE
+from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_extra
+from bench.playback import play_back, played_back, remembered
+from bench.rank_group import on_ranks
+from bench.size_list import load
+from bench.step_time import Effort, StepTimes
+from dpfuse.bucket import GradBucket
+from dpfuse.finite_check import FiniteCheck, FiniteCounter
+from dpfuse_kernels import PointerTable, flatten
+
+OURS, UNCLIPPED, PEER = "dpfuse", "dpfuse, below the limit", "torch clip + unscale"
+VARIANTS = (BARE, "bare again", OURS, UNCLIPPED, PEER)
+STEPS = 3  # until the buckets are those of the ready order
+
+
+class _Weights(nn.Module):
+    """Parameters of given shapes; the gradient of each element is a number of its own."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.empty(shape, device=device).normal_() for shape in shapes)
+
+    def forward(self) -> Tensor:
+        return torch.stack([(param * param.detach()).sum() for param in self.all]).sum()
+
+
+class _Part(NamedTuple):
+    """One bucket, and what is packed into it each time."""
+
+    table: PointerTable
+    names: list[str]
+    gradients: list[Tensor]
+    counter: FiniteCounter
+
+
+class _Health:
+    """A wrapped model whose gradients are packed again and again."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
+        self.model = dpfuse.DataParallel(_Weights(shapes, device))
+        for _ in range(STEPS):
+            self.model.zero_grad()
+            self.model().backward()
+        self._step = 0
+        self.told: str | None = None  # of the last step of ours: what was not finite
+        self._check = FiniteCheck(raises=False, late=device == "cuda", rank=0, step=lambda: self._step)
+        assert self.model.reducer is not None
+        self.parts = [self._part(order, bucket) for order, bucket in enumerate(self.model.reducer.buckets)]
+        self.params = list(self.model.parameters())
+        self.limit = float(self.model.grad_norm()) * SCALE / 2
+        self._found = torch.zeros(1, device=device)
+        self._unit = torch.ones(1, device=device)
+
+    def _part(self, order: int, bucket: GradBucket) -> _Part:
+        packed = bucket.in_buffer
+        assert packed is not None
+        table, params = packed
+        gradients = [param.grad.clone() for param in params if param.grad is not None]
+        return _Part(table, list(bucket._names), gradients, FiniteCounter(self._check, is_first=order == 0))
+
+    def pack(self) -> None:
+        for part in self.parts:
+            flatten(part.gradients, part.table, scale=SCALE, matched=True)
+
+    def ours(self, limit: float | None = None) -> Tensor:
+        self._step += 1
+        for part in self.parts:
+            counts = part.counter.begin_table(len(part.names), part.table.flat.device)
+            flatten(part.gradients, part.table, scale=SCALE, counts=counts, matched=True)
+            part.counter.settle(part.names)
+        self.told = self._check.text(self._step)
+        return self.model.clip_grad_norm_(self.limit if limit is None else limit)
+
+    def torchs(self) -> Tensor:
+        self.pack()
+        gradients = [param.grad for param in self.params]
+        self._found.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._unit)
+        return nn.utils.clip_grad_norm_(self.params, self.limit, foreach=True)
+
+    def prove(self) -> None:
+        """Both ways give the same norm and gradients, and ours sees what is not finite."""
+        results = []
+        for step in (self.torchs, self.ours):
+            norm = step()
+            results.append((float(norm), [param.grad.clone() for param in self.params if param.grad is not None]))
+        (their_norm, theirs), (our_norm, ours) = results
+        # torch adds up millions of squares in float32, and is off by as much as that costs.
+        close = 1e-6 if max(param.numel() for param in self.params) < 1 << 16 else 1e-3
+        assert math.isclose(their_norm, our_norm, rel_tol=close), "the norms differ"
+        for one, other in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=close, atol=0)
+        whole = self.parts[0].gradients[0]
+        broken = whole.clone()
+        broken.view(-1)[-1] = math.nan
+        told = []
+        for gradient in (broken, whole, whole):
+            self.parts[0].gradients[0] = gradient
+            self.ours()
+            told.append(self.told)
+        assert sum(text is not None for text in told) == 1, "a NaN was not seen, or more than once"
+        assert (told[0] is None) == self._check.late, "a GPU tells a step later"
+
+
+def time_health(shapes: list[tuple[int, ...]], effort: Effort, device: str) -> dict[str, dict[str, Any]]:
+    """Prove that both ways give the same, then time them in turns; at one rank.
+
+    Returns:
+        The fields of `StepTimes` by contender.
+    """
+    clock: Clock = cuda_clock if device == "cuda" else host_clock
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
+    extras: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
+    for rebuild in range(effort.rebuilds):
+        torch.manual_seed(rebuild)
+        health = _Health(shapes, device)
+        alive.append(health)
+        health.prove()
+        steps: dict[str, Callable[[], object]] = {
+            BARE: health.pack,
+            "bare again": health.pack,
+            OURS: health.ours,
+            UNCLIPPED: partial(health.ours, math.inf),
+            PEER: health.torchs,
+        }
+        times = interleave(steps, clock, rounds=effort.rounds, seed=rebuild)
+        for name in VARIANTS:
+            pairs[name] += times[name]
+            extras[name].append(paired_extra(times[name], times[BARE]))
+    facts = {
+        "parameters": len(shapes),
+        "bytes": 4 * sum(math.prod(shape) for shape in shapes),
+        "buckets": len(alive[0].parts),
+    }
+    results = {}
+    for name in VARIANTS:
+        results[name] = StepTimes(
+            [seconds for seconds, _ in pairs[name]],
+            wall=median(wall for _, wall in pairs[name]),
+            extra=median(extras[name]),
+            extra_wall=paired_extra(pairs[name], pairs[BARE], part=1),
+            extra_lowest=min(extras[name]),
+            extra_highest=max(extras[name]),
+            facts=facts,
+        )
+    return {name: asdict(result) for name, result in results.items()}
+
+
+class _Case(NamedTuple):
+    shapes: Callable[[], list[tuple[int, ...]]]
+    device: str
+    effort: Effort
+
+
+def _listed(name: str) -> list[tuple[int, ...]]:
+    return [tuple(shape) for _, shape in load(name)]
+
+
+CPU_CASES = {f"host {count}": _Case(partial(list, [(16,)] * count), "cpu", Effort(100, 7, 0)) for count in (10, 100)}
+CPU_CASES["host 1000"] = _Case(partial(list, [(16,)] * 1000), "cpu", Effort(40, 7, 0))
+CUDA_CASES = {f"cuda {name}": _Case(partial(_listed, name), "cuda", Effort(30, 1, 0)) for name in (
+    "resnet50", "bert_large", "tiny_2000",
+)}  # fmt: skip
+QUICK = Effort(5, 1, 0)
+
+
+@remembered
+def _measured(name: str, quick: bool) -> Any:
+    case = (CPU_CASES | CUDA_CASES)[name]
+    return on_ranks(1, case.device, time_health, case.shapes(), QUICK if quick else case.effort, case.device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = CUDA_CASES if metafunc.config.getoption("--gpu") else CPU_CASES
+    metafunc.parametrize(("case", "variant"), [(case, variant) for case in cases for variant in VARIANTS])
+
+
+@played_back
+def test_health(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+    result = dict(_measured(case, request.config.getoption("--quick"))[variant])
+    facts, seconds = result.pop("facts"), result.pop("seconds")
+    play_back(benchmark, seconds, {"suite": "health", "case": case, "variant": variant, **result, **facts})

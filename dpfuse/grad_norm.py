@@ -1,0 +1,221 @@
+"""The norm of a model's gradients, and clipping by it: whole buffers where gradients lie in them. Knows no backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfuse.errors import DPFuseError
+from dpfuse.phase import Phase
+from dpfuse_kernels import PointerTable, multiply, squared_norm
+from dpfuse_kernels.squared_norm import row_norms
+
+if TYPE_CHECKING:
+    from dpfuse.bucket import GradBucket
+    from dpfuse.reducer import Reducer
+    from dpfuse.signature import ModelSignature
+
+__all__ = ["GradientReader", "Gradients", "norm_arguments"]
+
+EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
+
+
+class Gradients:
+    """What the `.grad` of some parameters is now, by the buffer that it may lie in.
+
+    What was done to `.grad` since backward does not matter: it is read where it is. Only where every gradient of a
+    bucket still is its view of the buffer, they are one call on the CPU. A bucket is one launch on a GPU either way.
+
+    Args:
+        buckets: of some of the parameters; none of them is in flight.
+        others: the parameters that are in none of them.
+    """
+
+    def __init__(self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter]) -> None:
+        self._packed: list[tuple[PointerTable, list[Tensor | None]]] = []
+        loose: list[Tensor] = list(others)
+        for bucket in buckets:
+            packed = bucket.in_buffer
+            if packed is None or packed[0].dtype != getattr(torch, bucket.plan.dtype):
+                loose += bucket.params  # nothing was ever sent, or pairs of real numbers are
+                continue
+            table, params = packed
+            self._packed.append((table, [param.grad for param in params]))
+            if len(params) < len(bucket.params):
+                packed_ids = set(map(id, params))
+                loose += [param for param in bucket.params if id(param) not in packed_ids]
+        self._loose = [param.grad for param in loose if param.grad is not None]
+
+    @torch.no_grad()
+    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Their norm of that order, a scalar on their device, in float64 where some gradient is, else in float32.
+
+        Raises:
+            DPFuseError: it is NaN or infinite, and `error_if_nonfinite`.
+        """
+        norm = self._norm_of_two() if order == 2 else self._norm(order)
+        if error_if_nonfinite and not norm.isfinite():
+            raise DPFuseError(
+                f"the norm of order {order} of the gradients is {norm.item()}, expected a finite one. Skip the step, "
+                "or pass error_if_nonfinite=False; check_finite names the parameters."
+            )
+        return norm
+
+    @torch.no_grad()
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
+        factor = torch.clamp(largest / (norm + EPSILON), max=1.0)
+        if not factor.is_cuda and factor == 1.0:
+            return  # on a GPU only the device knows
+        loose = self._loose
+        for table, grads in self._packed:
+            try:
+                multiply(grads, table, factor)
+            except ValueError:
+                loose = [*loose, *_present(grads)]
+        for group in _grouped(loose):
+            torch._foreach_mul_([_stored(grad) for grad in group], factor.to(group[0].device))
+
+    def _norm_of_two(self) -> Tensor:
+        squares: list[Tensor] = []
+        loose = self._loose
+        for table, grads in self._packed:
+            try:
+                squares.append(squared_norm(grads, table))
+            except ValueError:  # a gradient is of another dtype by now, or is sparse
+                loose = [*loose, *_present(grads)]
+        for group in _grouped(loose):
+            squares.append(row_norms([_real_numbers(grad) for grad in group]).square().sum())
+        return self._total(squares).sum().sqrt().to(self._kind())
+
+    def _norm(self, order: float) -> Tensor:
+        kind = self._kind()
+        norms: list[Tensor] = []
+        for group in _grouped([*self._loose, *(grad for _, grads in self._packed for grad in _present(grads))]):
+            numbers = [_magnitudes(grad, order) for grad in group]
+            numbers = [tensor for tensor in numbers if tensor.numel()]
+            norms += torch._foreach_norm(numbers, order, dtype=kind) if numbers else ()
+        norm: Tensor = torch.linalg.vector_norm(self._total(norms), order)
+        return norm
+
+    def _total(self, parts: list[Tensor]) -> Tensor:
+        """All parts on one device, [parts]; a zero where there are none."""
+        return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(1)
+
+    def _kind(self) -> torch.dtype:
+        dtypes = {grad.dtype.to_real() for grad in self._loose}
+        dtypes |= {table.dtype for table, grads in self._packed if any(grad is not None for grad in grads)}
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+class GradientReader:
+    """Finds a wrapped module's gradients whenever they are asked for; what does not change it looks up once.
+
+    Args:
+        module: the wrapped module.
+        signature: tells whether it is still what it was.
+        rank: of this process.
+    """
+
+    def __init__(self, module: nn.Module, signature: ModelSignature, rank: int) -> None:
+        self._module = module
+        self._signature = signature
+        self._rank = rank
+        self._looks = 0  # as of which of its looks `_others` is right
+        self._others: list[nn.Parameter] = []  # parameters that no bucket has
+
+    def read(self, reducer: Reducer, names: Sequence[str], planned: Sequence[nn.Parameter]) -> Gradients:
+        """All gradients as they are now; of a module that was changed since the last forward, none by the buffer.
+
+        Args:
+            reducer: has the buckets.
+            names: of the parameters that were planned.
+            planned: those parameters.
+
+        Raises:
+            DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
+        """
+        if reducer.phase is not Phase.IDLE:
+            raise DPFuseError(
+                f"rank {self._rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, "
+                "expected it between backwards. Ask once backward() has returned."
+            )
+        unchanged = self._signature.unchanged()
+        if not unchanged or self._looks != self._signature.looks:
+            _refuse_shards(names, planned)
+            params = list(self._module.parameters())
+            if not unchanged:
+                return Gradients((), params)
+            bucketed = {id(param) for bucket in reducer.buckets for param in bucket.params}
+            self._looks = self._signature.looks
+            self._others = [param for param in params if id(param) not in bucketed]
+        return Gradients(reducer.buckets, self._others)
+
+
+def _refuse_shards(names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+    """Raises DPFuseError where a parameter is a part of a tensor whose other parts are on other ranks."""
+    for name, param in zip(names, params, strict=True):
+        # A DTensor, or what torch took out of one when it was wrapped.
+        if hasattr(param, "to_local") or hasattr(param, "_st_info"):
+            raise DPFuseError(
+                f"parameter {name!r} is one shard of a tensor-parallel DTensor, and the norm of the whole is not known "
+                "on this rank; expected whole parameters. Add up squared norms over the tensor-parallel group, and "
+                "clip with torch.nn.utils.clip_grads_with_norm_."
+            )
+
+
+def norm_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both as numbers.
+
+    Raises:
+        TypeError, ValueError: one of them is none that can be used.
+    """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    largest, order = float(max_norm), float(norm_type)
+    if not largest >= 0:
+        raise ValueError(f"max_norm must be 0 or more, got {largest}; math.inf clips nothing")
+    if math.isnan(order):
+        raise ValueError("norm_type must be a number such as 2.0 or math.inf, got nan")
+    return largest, order
+
+
+def _present(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+def _grouped(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """By device and dtype, as calls for many tensors need them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())
+
+
+def _stored(grad: Tensor) -> Tensor:
+    """The memory of a gradient: of a sparse one, whose multiple has the multiple of each value, its values."""
+    if grad.layout is torch.strided:
+        return grad
+    return grad._values() if grad.layout is torch.sparse_coo else grad.values()
+
+
+def _real_numbers(grad: Tensor) -> Tensor:
+    """Real numbers with the same norm of order 2."""
+    if grad.layout is not torch.strided:
+        grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.values()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+def _magnitudes(grad: Tensor, order: float) -> Tensor:
+    """Real numbers with the same norm of any order."""
+    if grad.layout is not torch.strided:
+        # Zeros that a sparse gradient does not hold count in no norm of an order above 0.
+        grad = _stored(grad.coalesce() if grad.layout is torch.sparse_coo else grad) if order > 0 else grad.to_dense()
+    return grad.abs() if grad.is_complex() else grad

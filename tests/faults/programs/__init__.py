@@ -1,0 +1,1 @@
+"""The programs of the faults: each is given a job, and does what its name says."""

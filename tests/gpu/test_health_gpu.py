@@ -1,0 +1,158 @@
+"""Counts, norms and clipping on real hardware: exact, by the bucket, and without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+from dpfuse_kernels import flatten, multiply, squared_norm
+from dpfuse_kernels.flatten import flatten_reference
+from tests.kernels.layouts import DTYPES, PAIRS, guarded, same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NUMELS = (1, 7, 4096, 8195, 1_000_003, 16, 0)
+
+
+def randoms(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype).cuda() for n in NUMELS]
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dtype", "wire"), PAIRS)
+def test_counts_are_those_of_the_reference_and_packing_keeps_its_bits(dtype, wire):
+    tensors = randoms(dtype)
+    for tensor in tensors:
+        if tensor.numel() > 7:
+            tensor[0], tensor[-1], tensor[tensor.numel() // 2] = math.nan, math.inf, -math.inf
+    results = []
+    for pack in (flatten, flatten_reference):
+        table = guarded(tensors, dtype, wire, gap=3).table
+        counts = torch.zeros(len(tensors), dtype=torch.int32, device="cuda")
+        pack(tensors, table, scale=1 / 3, counts=counts)
+        assert counts.tolist() == [3 * (tensor.numel() > 7) for tensor in tensors]
+        results.append([view.nan_to_num() for view in table.views])
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_exact_and_repeat_their_bits_and_products_are_torchs(dtype):
+    tensors = randoms(dtype)
+    table = guarded(tensors, dtype, dtype).table
+    first, second = (float(squared_norm(tensors, table)) for _ in range(2))
+    exact = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert first == second == pytest.approx(exact, rel=1e-12 if dtype == torch.float64 else 1e-6)
+    for factor in (1 / 3, 1.0, math.nan):
+        number = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device="cuda")
+        wanted = [tensor * number for tensor in tensors]
+        multiply(tensors, table, number)
+        for got, want in zip(tensors, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def network(views, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(130, 130) for _ in range(20)]).cuda()
+    return dpfuse.DataParallel(net, None, 0.3, 0.1, gradient_as_bucket_view=views, **options)
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_clipping_is_torchs_and_waits_for_nothing(nccl, views):
+    model = network(views)
+    x = torch.randn(8, 130, device="cuda")
+    for step in range(5):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        twins = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+        for twin, param in zip(twins, model.parameters(), strict=True):
+            twin.grad = param.grad.clone()
+        limit = float(torch.nn.utils.get_total_norm([twin.grad for twin in twins])) / (2 if step % 2 else 0.5)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            norm = model.clip_grad_norm_(limit)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        theirs = torch.nn.utils.clip_grad_norm_(twins, limit)
+        assert float(norm) == pytest.approx(float(theirs), rel=1e-6)
+        for param, twin in zip(model.parameters(), twins, strict=True):
+            torch.testing.assert_close(param.grad, twin.grad, rtol=2e-6, atol=0)
+
+
+def test_clipping_launches_once_per_bucket_and_direction(nccl):
+    model = network(True)
+    x = torch.randn(8, 130, device="cuda")
+    for _ in range(5):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        model.clip_grad_norm_(1e-3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        model.clip_grad_norm_(1e-4)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    buckets = len(model.bucket_plan.buckets)
+    assert sum("_squared_norm_kernel" in name for name in names) == buckets
+    assert sum("_multiply_kernel" in name for name in names) == buckets
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("mode", ["warn", "raise"])
+def test_nan_is_told_when_the_next_backward_ends(nccl, views, mode):
+    model = network(views, check_finite=mode)
+    x = torch.randn(8, 130, device="cuda")
+    told = []
+    for step in range(1, 8):
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                loss = model(x).square().mean()
+                (loss * (math.nan if step == 4 else 1.0)).backward()
+                told.append("; ".join(str(warning.message) for warning in caught))
+            except dpfuse.DPFuseError as error:
+                told.append(str(error))
+    assert [bool(text) for text in told] == [False] * 4 + [True] + [False] * 2
+    numbers = sum(param.numel() for param in model.parameters())
+    assert f"in synchronised backward 4 this rank sent {numbers} gradient values" in told[4]
+
+
+def test_a_captured_step_clips(nccl):
+    model = network(True, check_finite="warn")
+    x = torch.randn(8, 130, device="cuda")
+
+    def step():
+        model.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        return model.clip_grad_norm_(1e-3)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(11):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = step()
+    for _ in range(5):
+        graph.replay()
+    assert float(norm) > 1e-3
+    assert float(model.grad_norm()) == pytest.approx(1e-3, rel=1e-4)
