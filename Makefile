@@ -53,7 +53,8 @@ bench:  ## every benchmark; ends with a table and a plot in bench/out
 gpu:  ## GPU tests and every benchmark on a CUDA machine, no network needed; writes bench/results/<gpu>-<date>.json
 	$(ready)
 	failed=0; \
-	timeout 300 $(python) -W default -m pytest -W default -m gpu $(GPU_TESTS) || failed=1; \
+	timeout --signal=INT --kill-after=20 300 $(python) -W default -m pytest -W default -m gpu --durations=15 \
+		$(GPU_TESTS) || failed=1; \
 	$(python) -m bench --gpu || failed=1; \
 	exit $$failed
 

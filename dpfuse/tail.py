@@ -97,10 +97,10 @@ class Tail:
         if not keeps:
             self._write(source, counts)
         if failed or changed:
-            source[WIDTH * self.rank] = -self._one if failed else 0.0
+            _put(source, WIDTH * self.rank, -self._one if failed else 0.0)
         if unused and self.deaf:
             for index in unused:  # a list of them would be uploaded, which a graph being captured refuses
-                source[self._states + index] = 0
+                _put(source, self._states + index, 0.0)
         elif unused:
             source[[self._states + index for index in unused]] = 0
         return source
@@ -173,13 +173,12 @@ class Tail:
         size = min(max(abs(self._one), limits.smallest_normal), limits.max)
         self._one = math.copysign(size, self._one)
         source = torch.full((self.numel,), self._one, dtype=dtype, device=device)
-        source[: self._states] = 0
+        source[: self._states].zero_()
         return source
 
     def _write(self, source: Tensor, counts: Counts) -> None:
-        # One by one: as a tensor they would be uploaded, for which the host waits.
         for place, count in enumerate(counts, WIDTH * self.rank):
-            source[place] = count / TOP * self._one
+            _put(source, place, count / TOP * self._one)
 
     def _read(self, states: Tensor, one: float) -> Report:
         values = states.tolist()
@@ -195,3 +194,8 @@ class Tail:
         if all(row == active[0] for row in active):
             return ALL_WELL
         return Report((), (), [Counts(*(round(value * TOP / one) for value in row)) for row in rows])
+
+
+def _put(source: Tensor, place: int, value: float) -> None:
+    # Assigned to an item, or brought as a tensor, a number is uploaded, for which the host waits.
+    source[place : place + 1].fill_(value)

@@ -128,7 +128,10 @@ class HostPlan:
             if self._loose:
                 torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
             for index in self._large:
-                torch.mul(tensors[index], scale, out=views[index])  # type: ignore[arg-type]
+                if scale == 1.0:  # older torch changes the bits of a NaN that it multiplies with 1
+                    views[index].copy_(tensors[index])  # type: ignore[arg-type]
+                else:
+                    torch.mul(tensors[index], scale, out=views[index])  # type: ignore[arg-type]
         except (AttributeError, TypeError, RuntimeError):
             return False
         if scale != 1.0:

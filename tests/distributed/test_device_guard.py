@@ -97,6 +97,16 @@ def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
     ranks(a_peer_fails, "views", True, "deferred")
 
 
+@pytest.mark.parametrize("check", ["deferred", "strict"])
+def test_nothing_is_guarded_once_the_report_was_read(group, check):
+    model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
+    asked = []
+    for first in (True, False):
+        model.reducer.guard = asked.append
+        model(torch.ones(2)).sum().backward()
+        assert len(asked) == (not first and check == "deferred")
+
+
 def test_there_is_a_guard_only_where_errors_are_late():
     cpu, cuda = [torch.zeros(2)], [mock.Mock(device=torch.device("cuda", 0), dtype=torch.float32)]
     cuda[0].numel.return_value = 2

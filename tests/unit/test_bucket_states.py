@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dpfuse
+from dpfuse import collective
 from dpfuse.bucket import BucketState
 from dpfuse.errors import DPFuseError
+from dpfuse.sparse_bucket import SparseBucket
 
 LEGAL = {
     BucketState.FREE: {"launch", "launch empty"},
@@ -172,3 +176,31 @@ def test_a_view_of_a_buffer_of_the_first_plan_keeps_its_values():
         model.zero_grad()
         model(torch.full((2, 3), 3.0 + step)).sum().backward()
         assert all(map(torch.equal, kept, values))
+
+
+class Done(dist.Work):
+    """A work that holds nothing, as that of NCCL once somebody has waited for it."""
+
+    def wait(self, timeout=None):
+        return True
+
+
+class Waiting:
+    """Waits for each work as soon as it is sent, as whoever measures does on a stream of its own."""
+
+    def __init__(self):
+        self.rows = []
+
+    def sent(self, tensors, work, *, is_last):
+        self.rows += map(weakref.ref, tensors)
+
+
+def test_what_a_sparse_bucket_sends_first_lives_until_it_has_landed(monkeypatch):
+    model = plain(Net())
+    model(torch.tensor([1])).sum().backward()
+    bucket = next(bucket for bucket in model.reducer.buckets if isinstance(bucket, SparseBucket))
+    monkeypatch.setattr(collective, "start_all_gather", lambda row, group: ([row.clone()], Done()))
+    bucket.times = times = Waiting()
+    bucket.launch()
+    assert len(times.rows) == 1
+    assert times.rows[0]() is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfuse.canary import ELSEWHERE, TOP, Canary, Counts
 from dpfuse.tail import ALL_WELL, Report, Tail
@@ -111,6 +112,49 @@ def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, mo
     assert tail.deaf
     assert tail.report(wait=wait) == ALL_WELL
     assert tail.report(wait=wait, failed=True) == Report((1,), ())
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+UPLOADS = {"index_put_", "copy_", "_to_copy", "lift_fresh"}  # on a GPU they would bring numbers from the host, and wait
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_captured_graph_packs_is_not_uploaded_and_not_kept(known, monkeypatch):
+    canary = Told(Counts(1, 2, 3))
+    tail, cpu = Tail(0, 2, 3, 0.5, canary), torch.device("cpu")
+    if known:
+        tail.source(torch.float32, cpu, (), False)
+    kept = None if tail._all_well is None else tail._all_well.clone()
+    canary.told = Counts(4, 5, 6)
+    with monkeypatch.context() as patch, Operations() as done:
+        patch.setattr("torch.cuda.is_initialized", lambda: True)
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        captured = tail.source(torch.float32, cpu, [0, 2], False)
+    assert not done.names & UPLOADS
+    assert (tail._all_well is None) if kept is None else torch.equal(tail._all_well, kept)
+    with Operations() as done:
+        eager = tail.source(torch.float32, cpu, (), False)
+    assert not done.names & UPLOADS, "the host would wait whenever a count changes"
+    assert captured.tolist() == [*eager.tolist()[:6], 0, 2, 0]
+    assert tail.source(torch.float32, cpu, [0, 2], False).equal(captured)
+
+
+def test_a_number_that_is_none_is_alarming():
+    (tail, _) = summed([(1, 1, 1)] * 2, torch.float32, 0.5)
+    assert not tail.alarm()
+    tail._landed[3] = math.nan
+    assert tail.alarm()
 
 
 def test_counts_start_again_before_they_reach_the_top():

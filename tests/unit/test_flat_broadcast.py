@@ -1,0 +1,29 @@
+"""Where the bytes of a broadcast travel, if the group has a back end for CPUs beside that of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dpfuse import collective
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_they_stay_on_the_gpu_where_nccl_takes_them(group, nccl, monkeypatch):
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr(collective, "_is_nccl", lambda group, device: nccl)
+    monkeypatch.setattr(collective, "group_device", lambda group: elsewhere)
+    tensors = [torch.arange(3.0), torch.ones(2, 2)]
+    broadcast = collective.FlatBroadcast(tensors, group)
+    assert broadcast._device == (tensors[0].device if nccl else elsewhere)
+    if nccl:
+        broadcast(0)
+        assert tensors[0].tolist() == [0, 1, 2]
