@@ -63,6 +63,15 @@ def error_of(text: str) -> tuple[float, str]:
     return float(found[1]), found[2]
 
 
+def test_a_rank_that_is_a_forward_ahead_with_its_buffers_is_a_deadlock():
+    job = Job("ahead", 3)
+    for rank, told in enumerate(job.finish()):
+        seconds, text = error_of(told)
+        assert seconds < 3 + 3
+        assert "all ranks have waited for 3 s, which is stall_timeout, and not for the same" in text, rank
+    assert job.codes == [1, 1]
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_at_once():
     job = Job("kill", 60)

@@ -59,9 +59,10 @@ def fail() -> None:
 probe = Probe()
 net = nn.Sequential(nn.Linear(8, 8), probe, nn.BatchNorm1d(8), nn.Linear(8, 8))
 options: dict[str, Any] = {"stall_timeout": stall_timeout}
-if what.startswith("hook"):
+if what.startswith(("hook", "ahead")):
     model = dpfuse.DistributedDataParallel(net, bucket_cap_mb=0, **options)
-    model.register_comm_hook(None, allreduce_hook)
+    if what != "ahead":
+        model.register_comm_hook(None, allreduce_hook)
 else:
     model = dpfuse.DataParallel(net, comm_buffer_size=0, last_comm_buffer_size=0, **options)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -87,6 +88,8 @@ try:
                 evaluate(float(what[8:]))
             elif what == "leave":
                 break
+            elif what == "ahead":
+                model(torch.ones(4, 8))  # its buffers meet the other rank's gradients
             elif what == "barrier":
                 dist.barrier()
             elif what == "exit":
