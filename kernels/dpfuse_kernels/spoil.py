@@ -58,6 +58,11 @@ class SpoilTable:
 
     Attributes:
         launches: how many kernels were launched.
+
+    Example:
+        >>> from dpfuse_kernels import SpoilTable
+        >>> SpoilTable([5, 2], torch.float32, torch.device("cpu"), chunk=4).rows.tolist()
+        [[0, 0, 4], [0, 4, 1], [1, 0, 2]]
     """
 
     def __init__(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, *, chunk: int = CHUNK) -> None:

@@ -102,7 +102,9 @@ def test_a_frozen_rank_is_reported_and_given_up():
     seconds, text = error_of(told[0])
     assert 3 < seconds < 6
     assert "rank 1 sent no heartbeat for 4 s, which is stall_timeout" in text
-    warned = told[0].index("dpfuse: after 2 s rank 0 still waits for others:")
+    warning = re.search(r"dpfuse: after [23] s rank 0 still waits for others:", told[0])  # at half the limit
+    assert warning, told[0]
+    warned = warning.start()
     assert "rank 1 has sent no heartbeat for 4 s: it runs no Python" in told[0]
     assert "in the backward of step 4, for 2 s, at stall.py:" in told[0][warned:]
 
@@ -251,8 +253,10 @@ def wrap(rank: int, size: int) -> dict[str, object]:
 
 def test_one_thread_for_a_group_and_none_for_one_rank(ranks):
     for told in ranks(wrap):
-        assert told["before"] in (0, 1)  # that of another test, which used the same ranks
-        assert (told["with"], told["again"], told["alone"]) == (1, [2, 2], None)
+        # Before were those of other tests, which used the same ranks: of other groups, and maybe of all ranks' group.
+        assert told["with"] - told["before"] in (0, 1)
+        assert (told["again"], told["alone"]) == ([told["with"] + 1] * 2, None)
+        assert told["with"] >= 1
 
 
 def in_a_thread(rank: int, size: int) -> float:

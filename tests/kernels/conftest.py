@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy
 import pytest
 import torch
+import triton
 
 from dpfuse_kernels import launcher
 
@@ -17,6 +18,9 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delenv("DPFUSE_KERNELS", raising=False)
     launcher.jit.cache_clear()
+    # Whoever imported Triton's own functions earlier, has them compiled, not interpreted.
+    language = pytest.importorskip("triton.language")
+    monkeypatch.setattr(language, "sum", triton.jit(language.sum.fn))
     # Threads that wait for each other make small operations slow on a machine that runs other tests as well.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
