@@ -109,6 +109,7 @@ def test_the_documents_command_with_ips(machines, folder):
     check(machines, told, per_node=4, port=6170)
 
 
+@pytest.mark.slow
 def test_the_documents_command_with_cluster_node_ips(machines, folder):
     if machines.apart:
         commands = [CLUSTER_NODE_IPS, CLUSTER_NODE_IPS.replace("node_ip=192.168.1.2", "node_ip=192.168.1.3")]
