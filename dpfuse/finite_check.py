@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfuse import verdict
 from dpfuse.errors import DPFuseError
+from dpfuse.writing_streams import capturing
 from dpfuse_kernels.flatten import all_finite
 
 __all__ = ["FiniteCheck", "FiniteCounter"]
@@ -55,12 +56,12 @@ class FiniteCheck:
         if not self.late:
             if values.any():
                 self._counts.append(_Counts(self._step(), names, values.clone(), None))
-        elif not _capturing():  # else they cannot be read, nor at a replay
+        elif not capturing():  # else they cannot be read, nor at a replay
             self._counts.append(_Counts(self._step(), names, *_copied(values)))
 
     def text(self, now: int) -> str | None:
         """What is known in backward `now`, in words, each count once; None if all was finite."""
-        if not self._counts or _capturing():
+        if not self._counts or capturing():
             return None
         known = [counts for counts in self._counts if not self.late or counts.step < now]
         self._counts = [counts for counts in self._counts if self.late and counts.step >= now]
@@ -127,11 +128,6 @@ class FiniteCounter:
     def fail(self) -> None:
         """As that of the check, for the bucket that tells the peers."""
         self._check.fail()
-
-
-def _capturing() -> bool:
-    """Is a CUDA graph being captured?"""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _copied(values: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.canary import TOP, Canary, Counts
+from dpfuse.writing_streams import capturing
 
 __all__ = ["Report", "Tail"]
 
@@ -108,7 +109,7 @@ class Tail:
     @property
     def deaf(self) -> bool:
         """Whether a CUDA graph is being captured: nothing that is on the device can be read meanwhile."""
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return capturing()
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed tail lies, [numel]; valid until the bucket is packed again."""
