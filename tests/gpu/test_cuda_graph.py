@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -19,15 +18,6 @@ pytestmark = [
 
 WARM_UP = 11
 REPLAYS = 100
-
-
-@pytest.fixture
-def nccl(tmp_path):
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Net(nn.Sequential):

@@ -33,15 +33,6 @@ class Net(nn.Module):
         return self.head(h) + self.spare(h) if spare else self.head(h)
 
 
-@pytest.fixture
-def nccl(tmp_path):
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def batch(rank, step, dtype=torch.float32):
     generator = torch.Generator().manual_seed(97 * step + rank)
     return torch.randn(4, 3, 8, 8, generator=generator).to("cuda", dtype).to(memory_format=torch.channels_last)

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -26,15 +25,6 @@ NUMELS = (1, 7, 4096, 8195, 1_000_003, 16, 0)
 def randoms(dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype).cuda() for n in NUMELS]
-
-
-@pytest.fixture
-def nccl(tmp_path):
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
