@@ -28,9 +28,9 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
 from dpfuse.canary import Canary
+from dpfuse.liveness.whereabouts import Track
 from dpfuse.signature import ModelSignature
 from dpfuse.tail import ALL_WELL, Tail
-from dpfuse.whereabouts import Track
 
 __all__ = ["WRAPS", "time_checks", "without_checks"]
 
@@ -97,9 +97,9 @@ def without_checks() -> Iterator[None]:
     with (
         patch("dpfuse.grad_sync.ModelSignature", NoSignature),
         patch("dpfuse.wrapper.Canary", NoCanary),
-        patch("dpfuse.buckets.Tail", NoTail),
+        patch("dpfuse.buckets.kinds.Tail", NoTail),
         patch("dpfuse.grad_sync.Track", NoTrack),
-        patch("dpfuse.bucket.board_of", lambda group: None),
+        patch("dpfuse.buckets.bucket.board_of", lambda group: None),
     ):
         yield
 

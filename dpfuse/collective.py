@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from dpfuse.errors import DPFuseError
-from dpfuse.patience import finish
-from dpfuse.whereabouts import board_of
+from dpfuse.liveness.patience import finish
+from dpfuse.liveness.whereabouts import board_of
 
 __all__ = [
     "FlatBroadcast",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse import agreement
 from dpfuse.averaging import averaging_for
-from dpfuse.buckets import make_buckets
+from dpfuse.buckets.kinds import make_buckets
 from dpfuse.collective import check_all_to_all, resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.memory_order import dense_stride

@@ -17,7 +17,7 @@ from dpfuse_kernels import PointerTable, multiply, squared_norm
 from dpfuse_kernels.squared_norm import row_norms
 
 if TYPE_CHECKING:
-    from dpfuse.bucket import GradBucket
+    from dpfuse.buckets.bucket import GradBucket
     from dpfuse.reducer import Reducer
     from dpfuse.signature import ModelSignature
 

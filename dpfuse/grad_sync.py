@@ -11,8 +11,8 @@ from torch import nn
 from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
 from dpfuse.averaging import averaging_for
-from dpfuse.bucket import GradBucket
-from dpfuse.buckets import make_buckets, make_hooked_buckets
+from dpfuse.buckets.bucket import GradBucket
+from dpfuse.buckets.kinds import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
@@ -20,6 +20,7 @@ from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
+from dpfuse.liveness.whereabouts import Doing, Track, board_of
 from dpfuse.model_agreement import send_tensors
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, tensors_of
@@ -29,7 +30,6 @@ from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
 from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
-from dpfuse.whereabouts import Doing, Track, board_of
 
 __all__ = ["GradSync"]
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from dpfuse import collective
 from dpfuse.errors import DPFuseError
-from dpfuse.patience import finish
-from dpfuse.whereabouts import board_of
+from dpfuse.liveness.patience import finish
+from dpfuse.liveness.whereabouts import board_of
 
 if TYPE_CHECKING:
     from dpfuse.ddp import DistributedDataParallel

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse import agreement, collective
-from dpfuse.lookout import watch
+from dpfuse.liveness.lookout import watch
 from dpfuse.model_check import describe_model, describe_options, tensors_of
 from dpfuse.plan import BucketPlan
 from dpfuse.sync_options import SyncOptions

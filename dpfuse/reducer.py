@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from dpfuse import verdict
 from dpfuse.countdown import ENDLESS, Countdown
 from dpfuse.errors import DPFuseError
+from dpfuse.liveness.whereabouts import Doing, Track
 from dpfuse.phase import Phase
 from dpfuse.tracing import leave_untraced
-from dpfuse.whereabouts import Doing, Track
 
 if TYPE_CHECKING:
-    from dpfuse.bucket import GradBucket
+    from dpfuse.buckets.bucket import GradBucket
     from dpfuse.canary import Canary
     from dpfuse.tail import Report, Tail
 

@@ -13,6 +13,7 @@ import dpfuse
 
 ROOT = Path(__file__).parent.parent
 ANYWHERE = {"errors", "version"}  # of dpfuse, open to all of it
+FOLDERS = {"buckets", "liveness"}  # whose files have rules of their own
 
 # What a file may import besides the standard library and ANYWHERE. A name with a dot is a package's; others are
 # files of dpfuse. Every file must match a rule, or the test fails.
@@ -69,7 +70,7 @@ ALLOWED = {
     "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook", "patience"},
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail", "patience"},
     "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
-    "buckets": {
+    "kinds": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",
         "in_place_bucket", "ordered_bucket", "early_unpack", "canary",
     },
@@ -81,7 +82,7 @@ ALLOWED = {
         "bucket (types)", "canary (types)", "countdown", "phase", "tail (types)", "verdict", "tracing", "whereabouts",
     },
     "fused_allreduce": {
-        "torch", "param_spec", "plan", "averaging", "memory_order", "buckets", "agreement", "collective",
+        "torch", "param_spec", "plan", "averaging", "memory_order", "kinds", "agreement", "collective",
     },
     "replicas": {"torch", "dpfuse_kernels", "param_spec", "plan", "averaging", "memory_order"},
     "model_check": {"torch", "averaging", "param_spec", "plan", "sync_options (types)"},
@@ -91,7 +92,7 @@ ALLOWED = {
     "buffer_sync": {"torch", "collective"},
     "grad_sync": {
         "model_agreement",
-        "torch", "plan", "averaging", "bucket", "buckets", "agreement", "collective", "reducer", "autograd",
+        "torch", "plan", "averaging", "bucket", "kinds", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
         "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm", "whereabouts",
     },
@@ -151,7 +152,7 @@ def rule_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     if parts[0] == "kernels":
         return "kernels"
-    return parts[1] if len(parts) > 2 else path.stem
+    return parts[1] if len(parts) > 2 and parts[1] not in FOLDERS else path.stem
 
 
 def arrows(path: Path) -> set[str]:
@@ -169,13 +170,15 @@ def arrows(path: Path) -> set[str]:
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            modules = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "dpfuse" else []
+            packages = ("dpfuse", *(f"dpfuse.{folder}" for folder in FOLDERS))
+            modules = [f"{node.module}.{alias.name}" for alias in node.names] if node.module in packages else []
             modules = modules or [node.module or ""]
         else:
             continue
         for module in modules:
             head, *rest = module.split(".")
             if head == "dpfuse":
+                rest = rest[1:] if rest and rest[0] in FOLDERS else rest
                 name = rest[0] if rest else "__init__"
                 name = "public" if name in dpfuse.__all__ else name
             elif head == "dpfuse_kernels":

@@ -120,7 +120,7 @@ def set_paddle_variables(
 
 def record_exception(error: BaseException, path: str | None) -> None:
     """Leave a note on why this rank fails, in torchrun's form, for the launcher to read."""
-    ending = sys.modules.get("dpfuse.ending")
+    ending = sys.modules.get("dpfuse.liveness.ending")
     if ending is not None:
         ending.publish(error)  # to its peers
     if not path:
@@ -170,7 +170,7 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     peer joins.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
-    ending = sys.modules.get("dpfuse.ending")
+    ending = sys.modules.get("dpfuse.liveness.ending")
     if ending is not None:
         ending.leave(code)
     if not forked:

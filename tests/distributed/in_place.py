@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse import in_place_bucket
-from dpfuse.in_place_bucket import InPlaceBucket
+from dpfuse.buckets import in_place_bucket
+from dpfuse.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.ownership import is_private
 from tests.distributed.test_interruptions import Fuse
 

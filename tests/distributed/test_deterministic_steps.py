@@ -18,7 +18,7 @@ from torch import nn
 import dpfuse
 from bench.network import Network, simulated_network
 from dpfuse import collective
-from dpfuse.ordered_bucket import _OrderedSum
+from dpfuse.buckets.ordered_bucket import _OrderedSum
 from tests.distributed.random_models import added_in_rank_order, trained
 
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from dpfuse import in_place_bucket
+from dpfuse.buckets import in_place_bucket
+from dpfuse.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.hooks import fused_bf16
-from dpfuse.in_place_bucket import InPlaceBucket
 from tests.distributed.in_place import (
     ALL,
     NONE,

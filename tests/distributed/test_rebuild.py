@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse import collective
-from dpfuse.bucket import BucketState
+from dpfuse.buckets.bucket import BucketState
 from dpfuse.plan import plan_buckets, rebuild_plan
 
 KB = 1 / 1024  # MB

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
-from dpfuse import collective, in_place_bucket
+from dpfuse import collective
+from dpfuse.buckets import in_place_bucket
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse import bucket, in_place_bucket
+from dpfuse.buckets import bucket, in_place_bucket
 
 SIZE = 2
 STEPS = 4

@@ -11,9 +11,9 @@ from torch import nn
 
 import dpfuse
 from dpfuse import collective
-from dpfuse.bucket import BucketState
+from dpfuse.buckets.bucket import BucketState
+from dpfuse.buckets.sparse_bucket import SparseBucket
 from dpfuse.errors import DPFuseError
-from dpfuse.sparse_bucket import SparseBucket
 
 LEGAL = {
     BucketState.FREE: {"launch", "launch empty"},
@@ -77,7 +77,7 @@ every_kind = pytest.mark.parametrize("kind", WRAPS)
 
 def wrapped(kind, monkeypatch):
     if kind == "in place":
-        monkeypatch.setattr("dpfuse.in_place_bucket.LARGE", 64)
+        monkeypatch.setattr("dpfuse.buckets.in_place_bucket.LARGE", 64)
     torch.manual_seed(0)
     return WRAPS[kind](Net())
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dpfuse.heartbeat import Heartbeat
-from dpfuse.hub import STRANGERS, Hub
-from dpfuse.line import MAX_UNSENT, Line, LineError
-from dpfuse.meeting import Meeting, host_name, open_meeting
-from dpfuse.spoke import Spoke
-from dpfuse.whereabouts import Board, Doing, Wrapper
+from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.hub import STRANGERS, Hub
+from dpfuse.liveness.line import MAX_UNSENT, Line, LineError
+from dpfuse.liveness.meeting import Meeting, host_name, open_meeting
+from dpfuse.liveness.spoke import Spoke
+from dpfuse.liveness.whereabouts import Board, Doing, Wrapper
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -156,7 +156,7 @@ def test_a_rank_that_is_none_or_here_already_is_hung_up_on(job):
 
 
 def test_strangers_who_say_nothing_are_hung_up_on(job, monkeypatch):
-    monkeypatch.setattr("dpfuse.hub.INTRODUCE_WITHIN", 0.2)
+    monkeypatch.setattr("dpfuse.liveness.hub.INTRODUCE_WITHIN", 0.2)
     silent = [job.stranger() for _ in range(5)]
     for stranger in silent:
         assert stranger.recv(1) == b""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.buckets import make_buckets
+from dpfuse.buckets.kinds import make_buckets
 from dpfuse.canary import Canary
 from dpfuse.errors import DPFuseError
 from dpfuse.param_spec import ParamSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse.buckets import make_buckets
+from dpfuse.buckets.kinds import make_buckets
 from dpfuse.canary import Canary
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import plan_buckets

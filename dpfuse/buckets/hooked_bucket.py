@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from dpfuse.averaging import Averaging, real_dtype
-from dpfuse.bucket import BucketState, GradBucket
-from dpfuse.comm_bucket import CommBucket
+from dpfuse.buckets.bucket import BucketState, GradBucket
+from dpfuse.buckets.comm_bucket import CommBucket
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
-from dpfuse.patience import finish
+from dpfuse.liveness.patience import finish
 from dpfuse.plan import Bucket, Slot
 from dpfuse_kernels import PointerTable
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.bucket import BucketState, GradBucket
-from dpfuse.patience import finish
+from dpfuse.buckets.bucket import BucketState, GradBucket
+from dpfuse.liveness.patience import finish
 
 __all__ = ["SparseBucket"]
 

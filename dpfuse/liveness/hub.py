@@ -10,10 +10,10 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from dpfuse.diagnosis import MAX_TEXT, End, Seen, Status, clean, judge
-from dpfuse.heartbeat import Heartbeat
-from dpfuse.line import Line, LineError
-from dpfuse.meeting import Meeting
+from dpfuse.liveness.diagnosis import MAX_TEXT, End, Seen, Status, clean, judge
+from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.line import Line, LineError
+from dpfuse.liveness.meeting import Meeting
 
 __all__ = ["Hub"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from dpfuse import collective
-from dpfuse.bucket import GradBucket
+from dpfuse.buckets.bucket import GradBucket
 from dpfuse.plan import Slot
 from dpfuse_kernels import sum_parts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.bucket import GradBucket
+from dpfuse.buckets.bucket import GradBucket
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.memory_order import dense_stride
 from dpfuse.ownership import is_private

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.averaging import averaging_for
-from dpfuse.bucket import GradBucket
+from dpfuse.buckets.bucket import GradBucket
+from dpfuse.buckets.early_unpack import side_stream_on
+from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
+from dpfuse.buckets.in_place_bucket import InPlaceBucket
+from dpfuse.buckets.ordered_bucket import OrderedBucket
+from dpfuse.buckets.sparse_bucket import SparseBucket
+from dpfuse.buckets.tail_bucket import TailBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
-from dpfuse.early_unpack import side_stream_on
-from dpfuse.hooked_bucket import HookedBucket, HookedSparseBucket
-from dpfuse.in_place_bucket import InPlaceBucket
-from dpfuse.ordered_bucket import OrderedBucket
 from dpfuse.plan import BucketPlan
-from dpfuse.sparse_bucket import SparseBucket
 from dpfuse.tail import Tail
-from dpfuse.tail_bucket import TailBucket
 
 __all__ = ["make_buckets", "make_hooked_buckets"]
 

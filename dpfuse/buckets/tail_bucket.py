@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.bucket import BucketState, GradBucket
+from dpfuse.buckets.bucket import BucketState, GradBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
-from dpfuse.patience import finish
+from dpfuse.liveness.patience import finish
 from dpfuse.plan import Bucket
 from dpfuse.tail import Tail
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpfuse.heartbeat import Heartbeat
+    from dpfuse.liveness.heartbeat import Heartbeat
 
 __all__ = ["leave", "leave_behind", "publish", "say_goodbye_of"]
 

@@ -7,13 +7,14 @@ import weakref
 
 import torch.distributed as dist
 
-from dpfuse import agreement, ending
-from dpfuse.heartbeat import Heartbeat
-from dpfuse.hub import Hub
-from dpfuse.meeting import Meeting, host_name, open_meeting
-from dpfuse.patience import patient_devices
-from dpfuse.spoke import Spoke
-from dpfuse.whereabouts import Board, board_of, put_board
+from dpfuse import agreement
+from dpfuse.liveness import ending
+from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.hub import Hub
+from dpfuse.liveness.meeting import Meeting, host_name, open_meeting
+from dpfuse.liveness.patience import patient_devices
+from dpfuse.liveness.spoke import Spoke
+from dpfuse.liveness.whereabouts import Board, board_of, put_board
 
 __all__ = ["watch"]
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
-from dpfuse.diagnosis import MAX_TEXT, SILENT, End, Finding, Seen, Status, clean, judge
-from dpfuse.heartbeat import Heartbeat
-from dpfuse.line import Line, LineError
-from dpfuse.meeting import Meeting
+from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, Finding, Seen, Status, clean, judge
+from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.line import Line, LineError
+from dpfuse.liveness.meeting import Meeting
 
 __all__ = ["Spoke"]
 

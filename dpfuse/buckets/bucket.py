@@ -13,15 +13,15 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
-from dpfuse.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
+from dpfuse.liveness.patience import finish
+from dpfuse.liveness.whereabouts import board_of
 from dpfuse.memory_order import dense_stride, real_layout, real_pairs
-from dpfuse.patience import finish
 from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
-from dpfuse.whereabouts import board_of
 from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot

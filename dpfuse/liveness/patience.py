@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dpfuse import ending
-from dpfuse.diagnosis import Status
 from dpfuse.errors import DPFuseError
-from dpfuse.progress import progress_of
-from dpfuse.whereabouts import Board, Verdict
+from dpfuse.liveness import ending
+from dpfuse.liveness.diagnosis import Status
+from dpfuse.liveness.progress import progress_of
+from dpfuse.liveness.whereabouts import Board, Verdict
 
 __all__ = ["finish", "patient_devices"]
 
