@@ -74,6 +74,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
+        accumulate_in_buckets: as for `DataParallel`: gradients of batches inside `no_sync()` are added up in the buckets.
         stall_timeout: as for `DataParallel`; no argument of torch's.
 
     Raises:
@@ -119,6 +120,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        accumulate_in_buckets: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -184,6 +186,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
+            accumulate_in_buckets=accumulate_in_buckets,
             stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes

@@ -11,6 +11,7 @@ from torch import nn
 from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
 from dpfuse.averaging import averaging_for
+from dpfuse.buckets.accumulating_bucket import refuse_accumulated
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.kinds import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
@@ -32,6 +33,11 @@ from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
 
 __all__ = ["GradSync"]
+
+HOOKLESS = {  # options that no communication hook can do justice to
+    "deterministic": "adds up as it likes",
+    "accumulate_in_buckets": "expects gradients in a buffer of its own, not scaled by anything",
+}
 
 
 class GradSync:
@@ -212,11 +218,12 @@ class GradSync:
         Raises:
             RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper is deterministic.
         """
-        if self._options.deterministic:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: a communication hook was registered with deterministic=True, expected one "
-                f"of the two: {hook.name} adds up as it likes. Leave deterministic out, or register no hook."
-            )
+        for option, reason in HOOKLESS.items():
+            if getattr(self._options, option):
+                raise DPFuseError(
+                    f"rank {self.group.rank()}: a communication hook was registered with {option}=True, expected one "
+                    f"of the two: {hook.name} {reason}. Leave {option} out, or register no hook."
+                )
         if self.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
@@ -242,7 +249,22 @@ class GradSync:
 
     def gradients(self) -> Gradients:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        refuse_accumulated(self._params, f"rank {self.group.rank()}: the norm of the gradients was asked for")
         return self._reader.read(self.reducer, _names(self.plan), self._planned)
+
+    def discard_accumulated(self) -> None:
+        """Throw away what was accumulated in buckets, if anything: the window begins again.
+
+        Raises:
+            DPFuseError: a backward is running.
+        """
+        if self.reducer.phase not in (Phase.IDLE, Phase.ABANDONED):
+            raise DPFuseError(
+                f"rank {self.group.rank()}: discard_accumulated() was called while a backward is "
+                f"{self.reducer.phase.name}, expected it between backwards. Call it once backward() has ended."
+            )
+        if self.reducer.local.forget():
+            self.canary.backward_dies()
 
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
@@ -267,6 +289,7 @@ class GradSync:
                 canary=self.canary,
                 registered=self._options.registered,
                 deterministic=self._options.deterministic,
+                accumulates=self._options.accumulate_in_buckets,
             )
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpfuse import verdict
-from dpfuse.countdown import ENDLESS, Countdown
+from dpfuse.countdown import Countdown
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.whereabouts import Doing, Track
+from dpfuse.local_backward import LocalBackward
 from dpfuse.phase import Phase
 from dpfuse.tracing import leave_untraced
 
@@ -72,16 +73,19 @@ class Reducer:
         self._error: Exception | None = None  # the first of their packs that failed
         self.completed = 0  # synchronised backwards
         self.last_error = ""  # of a backward
+        self.local = LocalBackward((), ())
         self.adopt(buckets, [1] * len(names))
 
     def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int]) -> None:
         """Use these buckets from now on; `marks` is how often each parameter becomes ready in a backward.
 
-        Every marker made before is out of date afterwards.
+        Every marker made before is out of date afterwards. What was accumulated in the buckets goes back to `.grad`.
         """
+        self.local.hand_back()
         self.buckets = list(buckets)
         self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
         self._next = 0
+        self.local = LocalBackward(self.buckets, self._countdowns)
 
     def follow(
         self, buckets: Sequence[GradBucket], names: Sequence[str], change: str, agree: Callable[[], None]
@@ -167,7 +171,7 @@ class Reducer:
         if sync is None or (not sync and not announced and self._outputs_watched):
             sync = self.require_sync
         if not sync:
-            self._enter(Phase.LOCAL, [ENDLESS] * len(self.buckets))
+            self._enter(Phase.LOCAL, self.local.pending())
         elif (self._outdated or not self.rebuilt) and self._tail.deaf:
             raise DPFuseError(verdict.unsettled(self._tail.rank))
         elif self._outdated:
@@ -189,7 +193,12 @@ class Reducer:
             DPFuseError: this rank or another one failed; no rank's gradients may be used.
         """
         if self.phase is Phase.LOCAL:
-            if any(countdown.pending != ENDLESS for countdown in self._countdowns):
+            try:
+                marked = self.local.finish()
+            except BaseException:
+                self.abandon()
+                raise
+            if marked:
                 self._canary.backward_ends()
             self._enter(Phase.IDLE)
             return
@@ -225,6 +234,8 @@ class Reducer:
         if self.phase is Phase.LOCAL:
             self._canary.backward_dies()
             self._enter(Phase.IDLE)
+            if lost := self.local.forget():
+                warnings.warn(verdict.discarded(self._tail.rank, lost), stacklevel=2)
         else:
             self._enter(Phase.ABANDONED)
 
@@ -265,6 +276,8 @@ class Reducer:
         elif self.phase in RECORDERS:
             index = self._index_of(param)
             self._ready[index] = self._ready.pop(index, 0) + 1
+        elif self.phase is Phase.LOCAL:
+            self.local.ready(countdown)
         else:
             # No output of the wrapper announced this backward; this mark is its first.
             self._open_backward()

@@ -38,6 +38,7 @@ class SyncOptions:
     checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
     deterministic: bool = False
+    accumulate_in_buckets: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -46,7 +47,13 @@ class SyncOptions:
                 f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
                 "for example comm_buffer_size=25"
             )
-        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "deterministic"):
+        for name in (
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "broadcast_buffers",
+            "deterministic",
+            "accumulate_in_buckets",
+        ):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
         if self.checked not in CHECKS:
@@ -77,6 +84,12 @@ class SyncOptions:
                 f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
                 f"{self.wire_dtype!r}; None sends gradients in their own dtype"
             )
+        if self.accumulate_in_buckets and self.wire not in (None, "float32"):
+            raise ValueError(
+                f"accumulate_in_buckets=True adds gradients up in the buffer that travels, in float32, but they are to "
+                f"travel in {self.wire_dtype}; expected torch.float32 or None as wire_dtype (reduce_dtype of "
+                "mixed_precision). Leave out one of the two."
+            )
         if self.check_finite not in FINITE_CHECKS:
             raise ValueError(
                 f"check_finite must be one of {', '.join(map(repr, FINITE_CHECKS))}, got {self.check_finite!r}; "
@@ -89,5 +102,7 @@ class SyncOptions:
 
     @property
     def wire(self) -> str | None:
-        """The name of `wire_dtype`, as plans have it."""
-        return None if self.wire_dtype is None else str(self.wire_dtype).removeprefix("torch.")
+        """The name of the dtype that travels, as plans have it; None is that of each gradient."""
+        if self.wire_dtype is None:
+            return "float32" if self.accumulate_in_buckets else None
+        return str(self.wire_dtype).removeprefix("torch.")

@@ -152,6 +152,36 @@ class SyncedModule(nn.Module):
         else:
             self._sync.reducer.require_sync = bool(value)
 
+    def discard_accumulated(self) -> None:
+        """Throw away what `accumulate_in_buckets=True` has accumulated since the last synchronised backward.
+
+        `optimizer.zero_grad()` cannot see it, for it is not in `.grad`. The window begins again: what comes next is its
+        first batch. `zero_grad()` of this wrapper does the same. Without that option there is nothing to throw away.
+
+        Raises:
+            DPFuseError: a backward is running.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), accumulate_in_buckets=True)
+            >>> with model.no_sync():
+            ...     model(torch.full((3, 4), torch.nan)).sum().backward()
+            >>> model.discard_accumulated()
+            >>> model(torch.ones(3, 4)).sum().backward()
+            >>> model.weight.grad[0]
+            tensor([3., 3., 3., 3.])
+            >>> dist.destroy_process_group()
+        """
+        if self._sync is not None:
+            self._sync.discard_accumulated()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
+        super().zero_grad(set_to_none)
+        self.discard_accumulated()
+
     def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
 

@@ -55,8 +55,9 @@ ALLOWED = {
     "memory_order": {"torch"},
     "bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing",
-        "registered_memory", "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts",
+        "registered_memory", "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "ranges",
     },
+    "ranges": {"torch"},
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
     "ownership": {"torch"},
     "device_guard": {"torch", "dpfuse_kernels"},
@@ -70,19 +71,25 @@ ALLOWED = {
     "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook", "patience"},
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail", "patience"},
     "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
+    "accumulating_bucket": {
+        "memory_order", "torch", "dpfuse_kernels", "averaging", "bucket", "ordered_bucket", "ranges", "writing_streams",
+    },
     "kinds": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",
-        "in_place_bucket", "ordered_bucket", "early_unpack", "canary",
+        "in_place_bucket", "ordered_bucket", "accumulating_bucket", "early_unpack", "canary",
     },
     "hooks": {"torch", "collective"},
     "verdict": {"canary"},
     "phase": set(),
     "countdown": set(),
+    "local_backward": {"countdown", "tracing", "accumulating_bucket (types)", "bucket (types)"},
     "reducer": {
         "bucket (types)", "canary (types)", "countdown", "phase", "tail (types)", "verdict", "tracing", "whereabouts",
+        "local_backward",
     },
     "fused_allreduce": {
         "torch", "param_spec", "plan", "averaging", "memory_order", "kinds", "agreement", "collective",
+        "accumulating_bucket",
     },
     "replicas": {"torch", "dpfuse_kernels", "param_spec", "plan", "averaging", "memory_order"},
     "model_check": {"torch", "averaging", "param_spec", "plan", "sync_options (types)"},
@@ -95,6 +102,7 @@ ALLOWED = {
         "torch", "plan", "averaging", "bucket", "kinds", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
         "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm", "whereabouts",
+        "accumulating_bucket",
     },
     "tracing": {"torch"},
     "wrapper": {

@@ -9,11 +9,11 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.ranges import ranged
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
@@ -54,6 +54,8 @@ class GradBucket:
         tail: what travels behind the last slot, if anything.
         label: text for profiler ranges.
     """
+
+    accumulates = False  # whether it takes gradients in backwards that are not synchronised, too
 
     def __init__(
         self,
@@ -115,8 +117,8 @@ class GradBucket:
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
-        self.missing = [] if complete else [i for i, g in zip(self._fused.params, grads, strict=True) if g is None]
-        with _ranged("dpfuse::pack", self._label), _no_graph():
+        self.missing = [] if complete else self._without_gradient(grads)
+        with ranged("dpfuse::pack", self._label), _no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
@@ -127,13 +129,12 @@ class GradBucket:
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
                 if grads:
-                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+                    self._pack(grads, table, counts)
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
-                # Now, not when they have landed: private gradients are freed while backward goes on. But another
-                # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
-                self._handed_out = self._keep_views and sum(map(len, self._hooks)) == len(self._fused_params)
+                # Now, not when they have landed: private gradients are freed while backward goes on.
+                self._handed_out = self._keep_views and self._only_ours()
                 if self._handed_out:
                     self._hand_out_views(set(self.missing))
             except (ValueError, TypeError, RuntimeError) as error:
@@ -157,7 +158,7 @@ class GradBucket:
         assert self._table is not None
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
-        with _ranged("dpfuse::wait", self._label):
+        with ranged("dpfuse::wait", self._label):
             finish(self._work, self._board, self._device_type, last=self.tail is not None)
             if self.early is not None:
                 self.early.join()
@@ -260,15 +261,25 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
+    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
+        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+
+    def _without_gradient(self, grads: list[Tensor | None]) -> list[int]:
+        """Registration indices of the parameters that have nothing to send."""
+        return [index for index, grad in zip(self._fused.params, grads, strict=True) if grad is None]
+
+    def _only_ours(self) -> bool:
+        """Whether no other hook on the same parameters, say of a second wrapper, still has to read their gradients."""
+        return sum(map(len, self._hooks)) == len(self._fused_params)
+
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
-        with _ranged("dpfuse::unpack", self._label):
+        with ranged("dpfuse::unpack", self._label):
             unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
 
-    def _precede(self) -> None:
-        """Order what is read of gradients from here on behind all that wrote them."""
-        if self.writers is not None:
-            self.writers.precede()
+    def _precede(self) -> bool:
+        """Order what is read of gradients from here on behind all that wrote them; was any on another stream?"""
+        return self.writers is not None and self.writers.precede()
 
     def _target(self, place: int) -> Tensor:
         """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
@@ -297,7 +308,7 @@ class GradBucket:
         table.views[-1].copy_(source.double().mul_(self._averaging.pre_scale))  # it is its sign that counts
 
     def _send(self, flat: Tensor) -> None:
-        with _ranged("dpfuse::all_reduce", self._label):
+        with ranged("dpfuse::all_reduce", self._label):
             self._work = self._start(flat)
         if self.times is not None:
             self.times.sent(self._travelling(flat), self._work, is_last=self.tail is not None)
@@ -376,13 +387,6 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def _ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A named range for the profiler; costs next to nothing while none is running."""
-    if _profiler_enabled():
-        return torch.profiler.record_function(f"{name} ({label})")
-    return _NOTHING
 
 
 def _no_graph() -> AbstractContextManager[object]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.averaging import averaging_for
+from dpfuse.buckets.accumulating_bucket import AccumulatingBucket, AccumulatingOrderedBucket
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.early_unpack import side_stream_on
 from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
@@ -35,6 +36,7 @@ def make_buckets(
     canary: Canary | None = None,
     registered: bool = False,
     deterministic: bool = False,
+    accumulates: bool = False,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -48,6 +50,7 @@ def make_buckets(
         canary: what the `Tail` of the last bucket tells of; without, there is none.
         registered: whether buffers lie in memory that the group's back end has registered.
         deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
+        accumulates: whether buckets take dense gradients in backwards that are not synchronised, too.
     """
     buckets: list[GradBucket] = []
     side = side_stream_on(group, torch.device(plan.buckets[0].device)) if canary is not None else None
@@ -58,7 +61,9 @@ def make_buckets(
             factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
             tail = Tail(group.rank(), group.size(), len(plan.specs), factor, canary)
         kind = SparseBucket if bucket.sparse else OrderedBucket if deterministic else GradBucket
-        if not views and not deterministic and InPlaceBucket.suits(bucket, averaging):
+        if accumulates and not bucket.sparse:
+            kind = AccumulatingOrderedBucket if deterministic else AccumulatingBucket
+        elif not views and not deterministic and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
         buckets.append(
             kind(
