@@ -57,7 +57,6 @@ def flatten(
     scale: float = 1.0,
     counts: Tensor | None = None,
     matched: bool = False,
-    accumulate: bool = False,
 ) -> None:
     """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass, and count if asked to.
 
@@ -73,14 +72,6 @@ def flatten(
         >>> table.flat
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
-    if accumulate:
-        with torch.no_grad():
-            for tensor, view in zip(tensors, table.views, strict=True):
-                if tensor is not None:
-                    view.add_(tensor, alpha=scale)
-        if counts is not None:
-            count_nonfinite(table, counts)
-        return
     if uses_triton(table):
         flatten_triton(tensors, table, scale=scale, counts=counts)
     elif not (matched and table.host_plan.pack_matched(tensors, table, scale)):  # type: ignore[arg-type]
