@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpfuse import agreement
 from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
+from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments
 from dpfuse.grad_sync import GradSync
@@ -225,6 +226,11 @@ class SyncedModule(nn.Module):
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
             self._sync.observe(times)
+
+    @property
+    def error_feedback(self) -> ErrorFeedback | None:
+        """What this rank has rounded away and is to send yet; None without `error_feedback=True`, or a group."""
+        return None if self._sync is None else self._sync.error_feedback
 
     @property
     def reducer(self) -> Reducer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
@@ -88,6 +90,7 @@ class GradBucket:
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
+        self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._untailed: PointerTable | None = None
@@ -127,7 +130,7 @@ class GradBucket:
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
                 if grads:
-                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+                    self._pack(grads, table, counts)
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
@@ -175,6 +178,8 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
+        if self.residual is not None:
+            self.residual.delivered(untouched)
         if self._keep_views:
             if not self._handed_out:
                 self._hand_out_views(untouched)
@@ -246,7 +251,7 @@ class GradBucket:
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
-        self._averaging = averaging
+        self._averaging = replace(averaging, dtype=self._averaging.dtype)
         if self.tail is not None:
             self.tail.scale = averaging.pre_scale
 
@@ -259,6 +264,10 @@ class GradBucket:
     def bytes_in_place(self) -> int:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
+
+    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
+        residual = None if self.residual is None else self.residual.before_pack(table, self.missing)
+        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, residual=residual, matched=True)
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
