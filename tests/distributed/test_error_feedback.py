@@ -81,7 +81,7 @@ def nothing_is_lost(rank, size, wires, steps=30):
                 error = (arrived[place] + kept - true[place]).abs().max()
                 assert error <= tolerance, (wire, face, place, error, tolerance)
                 # Without what is kept the identity does not hold: the check is one.
-                assert (arrived[place] - true[place]).abs().max() > 20 * tolerance
+                assert (arrived[place] - true[place]).abs().max() > 2 * tolerance
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -256,12 +256,12 @@ class Several(nn.Module):
         self.table = nn.Embedding(20, 4, sparse=True)
         self.wide = nn.Linear(4, 3, dtype=torch.float64)
         self.pair = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.half = nn.Linear(4, 3, dtype=torch.bfloat16)
+        self.small = nn.Linear(4, 3, dtype=torch.bfloat16)
         self.strided = nn.Parameter(torch.randn(8, 6).t())
 
     def forward(self, words):
         x = self.table(words)
-        total = self.wide(x.double()).sum() + self.half(x.bfloat16()).sum().double()
+        total = self.wide(x.double()).sum() + self.small(x.bfloat16()).sum().double()
         return total + (self.pair * self.pair.conj()).real.sum() * 1.1 + (self.strided * self.strided).sum() * 1.1
 
 
@@ -278,27 +278,31 @@ def after_changes(rank, size):
     assert {name: tuple(value.shape) for name, value in state.items()} == {"pair": (5, 2), "strided": (6, 8)}
     assert state["pair"].any()
     assert state["strided"].any()
-    # A frozen parameter loses its own, by name; the others keep theirs.
+    # Parameters without a gradient anywhere, such as frozen ones, keep theirs for later.
     model = wrapped(Given(NUMELS))
+    weights = model.module.weights
     for step in range(3):
         model.zero_grad()
         model(given(rank, step)).backward()
     before = model.error_feedback.state_dict()[own]
     assert all(before[f"weights.{place}"].any() for place in range(3))
     model.zero_grad()
-    model.module.weights[1].requires_grad_(False)
+    weights[1].requires_grad_(False)
     others = given(rank, 3)
-    with pytest.warns(UserWarning, match=rf"rank {rank}: error feedback of 'weights.1' is lost"):
-        model([others[0], None, None]).backward()
+    model([others[0], None, None]).backward()
     after = model.error_feedback.state_dict()[own]
-    assert "weights.1" not in after
-    assert torch.equal(after["weights.2"], before["weights.2"])  # nobody had a gradient: what was kept is kept
-    assert not torch.equal(after["weights.0"], before["weights.0"])
-    # One that comes back begins at zero, as does a new one.
+    for place, kept in enumerate([False, True, True]):
+        assert torch.equal(after[f"weights.{place}"], before[f"weights.{place}"]) == kept
+    # Another shape under an old name begins at zero, by name; the others keep theirs in the new buckets.
     model.zero_grad()
-    model.module.weights[1].requires_grad_(True)
-    model(given(rank, 4)).backward()
-    assert set(model.error_feedback.state_dict()[own]) == set(before)
+    weights[1] = nn.Parameter(torch.zeros(50))
+    with pytest.warns(UserWarning, match=rf"rank {rank}: error feedback of 'weights.1' is lost: the parameter is no"):
+        model([None, given(rank, 4, [50])[0], None]).backward()
+    changed = model.error_feedback.state_dict()[own]
+    assert changed["weights.1"].shape == (50,)
+    assert changed["weights.1"].any()
+    assert torch.equal(changed["weights.2"], before["weights.2"])
+    assert torch.equal(changed["weights.0"], after["weights.0"])
     # Without the option there is nothing.
     assert dpfuse.DataParallel(nn.Linear(2, 2), wire_dtype=torch.bfloat16).error_feedback is None
     with pytest.raises(dpfuse.DPFuseError, match=r"option error_feedback = (True|False)"):
