@@ -18,6 +18,7 @@ from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.device_guard import guard_of
+from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
@@ -33,11 +34,6 @@ from dpfuse.sync_options import SyncOptions
 from dpfuse.timing import BackwardObserver, BucketObserver
 
 __all__ = ["GradSync"]
-
-HOOKLESS = {  # options that no communication hook can do justice to
-    "deterministic": "adds up as it likes",
-    "accumulate_in_buckets": "expects gradients in a buffer of its own, not scaled by anything",
-}
 
 
 class GradSync:
@@ -66,7 +62,7 @@ class GradSync:
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
         self.compare_buffers = options.broadcast_buffers  # whether some forward sends them, if maybe not this one
-        self.wire = options.wire  # name of the dtype that travels; None: each gradient's own
+        self.wire = options.wire.dtype  # name of the dtype that travels; None: each gradient's own
         self.source = 0  # the rank whose buffers and ready order all ranks take
         self.before_collectives: Callable[[], None] | None = None  # called in before_forward, once all is well
         self.module_changed: Callable[[], None] | None = None  # called when it may have, before it is looked at
@@ -84,6 +80,7 @@ class GradSync:
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
         if options.check_finite != "off":
             self._finite = FiniteCheck(
@@ -102,8 +99,11 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        if self.error_feedback is not None:
+            self._plan_residuals(self.error_feedback)
+            self.reducer.after_delivery = (self.error_feedback.delivered,)
         if self._finite is not None:
-            self.reducer.after_delivery = (self._finite.warn,)
+            self.reducer.after_delivery = (*self.reducer.after_delivery, self._finite.warn)
         self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
         self.reducer.guard = guard_of(self._params, group.size())
@@ -163,7 +163,7 @@ class GradSync:
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook divides by its own."""
         for bucket in self.reducer.buckets:
-            scale, wire = self._options.gradient_scale, self._options.wire
+            scale, wire = self._options.gradient_scale, self.wire
             bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
 
     def observe(self, times: BucketObserver | None) -> None:
@@ -216,14 +216,16 @@ class GradSync:
         """Let a communication hook reduce the gradients from the next synchronised backward on.
 
         Raises:
-            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper is deterministic.
+            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper was told how
+                gradients travel.
         """
-        for option, reason in HOOKLESS.items():
-            if getattr(self._options, option):
-                raise DPFuseError(
-                    f"rank {self.group.rank()}: a communication hook was registered with {option}=True, expected one "
-                    f"of the two: {hook.name} {reason}. Leave {option} out, or register no hook."
-                )
+        option = self._options.of_communication
+        if option is not None:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a communication hook was registered with {option}, expected one "
+                f"of the two: {hook.name} adds up as it likes. Leave {option.partition('=')[0]} out, or register no "
+                "hook."
+            )
         if self.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
@@ -252,20 +254,6 @@ class GradSync:
         refuse_accumulated(self._params, f"rank {self.group.rank()}: the norm of the gradients was asked for")
         return self._reader.read(self.reducer, _names(self.plan), self._planned)
 
-    def discard_accumulated(self) -> None:
-        """Throw away what was accumulated in buckets, if anything: the window begins again.
-
-        Raises:
-            DPFuseError: a backward is running.
-        """
-        if self.reducer.phase not in (Phase.IDLE, Phase.ABANDONED):
-            raise DPFuseError(
-                f"rank {self.group.rank()}: discard_accumulated() was called while a backward is "
-                f"{self.reducer.phase.name}, expected it between backwards. Call it once backward() has ended."
-            )
-        if self.reducer.local.forget():
-            self.canary.backward_dies()
-
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
@@ -289,6 +277,7 @@ class GradSync:
                 canary=self.canary,
                 registered=self._options.registered,
                 deterministic=self._options.deterministic,
+                feedback=self.error_feedback,
                 accumulates=self._options.accumulate_in_buckets,
             )
         for order, bucket in enumerate(buckets):
@@ -307,6 +296,10 @@ class GradSync:
         self._marks = marks
         self.reducer.adopt(self._make_buckets(self.plan), marks)
         self._equip_buckets()
+
+    def _plan_residuals(self, feedback: ErrorFeedback) -> None:
+        residuals = [bucket.residual for bucket in self.reducer.buckets]
+        feedback.plan(spec for residual in residuals if residual is not None for spec in residual.specs)
 
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
@@ -374,6 +367,8 @@ class GradSync:
         self._change = None
         self._wish = ""
         self._buffers.agree_on(self._buffer_kinds, self.source)
+        if self.error_feedback is not None:
+            self._plan_residuals(self.error_feedback)
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()

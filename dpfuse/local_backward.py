@@ -1,16 +1,19 @@
-"""Which buckets take gradients in a backward that is not synchronised, and when. Touches no tensor."""
+"""A backward that is not synchronised: counted, and what buckets take of it. Touches no tensor."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from dpfuse import verdict
 from dpfuse.countdown import ENDLESS, Countdown
 from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
     from dpfuse.buckets.accumulating_bucket import AccumulatingBucket
     from dpfuse.buckets.bucket import GradBucket
+    from dpfuse.canary import Canary
 
 __all__ = ["LocalBackward"]
 
@@ -23,10 +26,12 @@ class LocalBackward:
     Args:
         buckets: all of them.
         countdowns: theirs.
+        canary: counts such backwards.
     """
 
-    def __init__(self, buckets: Sequence[GradBucket], countdowns: Sequence[Countdown]) -> None:
+    def __init__(self, buckets: Sequence[GradBucket], countdowns: Sequence[Countdown], canary: Canary) -> None:
         self._countdowns = countdowns
+        self._canary = canary
         self._takers = {
             countdown: cast("AccumulatingBucket", bucket)
             for bucket, countdown in zip(buckets, countdowns, strict=True)
@@ -46,19 +51,39 @@ class LocalBackward:
 
     leave_untraced(ready, calls=True, reason="dpfuse accumulates gradients here")
 
-    def finish(self) -> bool:
-        """The backward has ended; returns whether any parameter became ready in it."""
+    def finish(self) -> None:
+        """The backward has ended: let buckets take what is left of it.
+
+        Raises:
+            DPFuseError, ValueError: a gradient cannot be taken; the window is thrown away.
+        """
         marked = [c for c, begun in zip(self._countdowns, self.pending(), strict=True) if c.pending != begun]
-        for countdown in marked:
-            if countdown in self._takers:
-                self._takers[countdown].accumulate(backward_ended=True)
-        return bool(marked)
+        try:
+            for countdown in marked:
+                if countdown in self._takers:
+                    self._takers[countdown].accumulate(backward_ended=True)
+        except BaseException:
+            self.die()
+            raise
+        if marked:
+            self._canary.backward_ends()
+
+    def die(self) -> None:
+        """An exception ended the backward: the window begins again, with a warning if buckets lose something by it."""
+        self._canary.backward_dies()
+        if lost := self._forget():
+            warnings.warn(verdict.discarded(lost), stacklevel=2)
+
+    def begin_again(self) -> None:
+        """Throw away what the buckets have taken; if that is anything, the window begins again."""
+        if self._forget():
+            self._canary.backward_dies()
 
     def hand_back(self) -> None:
         """Put what the buckets have taken back to `.grad`."""
         for bucket in self._takers.values():
             bucket.hand_back()
 
-    def forget(self) -> int:
-        """Throw away what the buckets have taken; returns of how many parameters that was."""
+    def _forget(self) -> int:
+        """How many parameters there were of which something was taken."""
         return sum(bucket.forget() for bucket in self._takers.values())

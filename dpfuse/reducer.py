@@ -73,19 +73,17 @@ class Reducer:
         self._error: Exception | None = None  # the first of their packs that failed
         self.completed = 0  # synchronised backwards
         self.last_error = ""  # of a backward
-        self.local = LocalBackward((), ())
         self.adopt(buckets, [1] * len(names))
 
     def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int]) -> None:
         """Use these buckets from now on; `marks` is how often each parameter becomes ready in a backward.
 
-        Every marker made before is out of date afterwards. What was accumulated in the buckets goes back to `.grad`.
+        Every marker made before is out of date afterwards.
         """
-        self.local.hand_back()
         self.buckets = list(buckets)
         self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
         self._next = 0
-        self.local = LocalBackward(self.buckets, self._countdowns)
+        self.local = LocalBackward(self.buckets, self._countdowns, self._canary)
 
     def follow(
         self, buckets: Sequence[GradBucket], names: Sequence[str], change: str, agree: Callable[[], None]
@@ -101,12 +99,14 @@ class Reducer:
             change: what has changed, for errors.
             agree: called once all have changed; raises, on all ranks alike, if they have not done so alike.
         """
+        self.local.hand_back()
         self._outdated = self._outdated or self.buckets
         self._names, self._change, self._agree = names, change, agree
         self.adopt(buckets, [1] * len(names))
 
     def unfollow(self, names: Sequence[str], marks: Sequence[int]) -> None:
         """The change was undone: go back to the buckets in use; arguments as for `follow` and `adopt`."""
+        self.local.hand_back()
         buckets, self._outdated = self._outdated, []
         self._names = names
         self.adopt(buckets, marks)
@@ -194,13 +194,9 @@ class Reducer:
         """
         if self.phase is Phase.LOCAL:
             try:
-                marked = self.local.finish()
-            except BaseException:
-                self.abandon()
-                raise
-            if marked:
-                self._canary.backward_ends()
-            self._enter(Phase.IDLE)
+                self.local.finish()
+            finally:
+                self._enter(Phase.IDLE)
             return
         if not self._any_mark() and not reached_leaves():
             self._enter(Phase.IDLE)
@@ -232,10 +228,8 @@ class Reducer:
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
         if self.phase is Phase.LOCAL:
-            self._canary.backward_dies()
+            self.local.die()
             self._enter(Phase.IDLE)
-            if lost := self.local.forget():
-                warnings.warn(verdict.discarded(self._tail.rank, lost), stacklevel=2)
         else:
             self._enter(Phase.ABANDONED)
 
@@ -295,8 +289,7 @@ class Reducer:
 
     def _launch_rest(self) -> None:
         for order in range(self._next, len(self.buckets)):
-            complete = self.phase is Phase.REDUCING and self._countdowns[order].pending <= 0
-            self._launch(order, complete=complete)
+            self._launch(order, complete=self.phase is Phase.REDUCING and self._countdowns[order].pending <= 0)
 
     def _launch_empty(self, buckets: Sequence[GradBucket], *, failed: bool) -> None:
         for bucket in buckets[self._next :]:

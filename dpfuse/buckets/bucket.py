@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
@@ -14,6 +15,7 @@ from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.buckets.ranges import ranged
+from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
@@ -90,6 +92,7 @@ class GradBucket:
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
+        self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._untailed: PointerTable | None = None
@@ -176,6 +179,8 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
+        if self.residual is not None:
+            self.residual.delivered(untouched)
         if self._keep_views:
             if not self._handed_out:
                 self._hand_out_views(untouched)
@@ -247,7 +252,7 @@ class GradBucket:
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
-        self._averaging = averaging
+        self._averaging = replace(averaging, dtype=self._averaging.dtype)
         if self.tail is not None:
             self.tail.scale = averaging.pre_scale
 
@@ -262,7 +267,8 @@ class GradBucket:
         return 0
 
     def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
-        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+        residual = None if self.residual is None else self.residual.before_pack(table, self.missing)
+        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, residual=residual, matched=True)
 
     def _without_gradient(self, grads: list[Tensor | None]) -> list[int]:
         """Registration indices of the parameters that have nothing to send."""

@@ -136,7 +136,7 @@ def broken_window(rank, size):
             if rank in broken:
                 with (
                     pytest.raises(KeyError, match="planted"),
-                    pytest.warns(UserWarning, match=rf"rank {rank}: an exception .* for \d parameters, was thrown away"),
+                    pytest.warns(UserWarning, match=r"an exception .* for \d parameters, was thrown away"),
                     model.no_sync(),
                 ):
                     model(torch.ones(2, 3), True).sum().backward()
@@ -189,7 +189,7 @@ def wrong_gradient(rank, size):
         loss(model, inputs(rank, 0, 0)).backward()
     model.module.double()  # which the wrapper would see in a forward of its own
     with (
-        pytest.raises(ValueError, match=r"'last\.\w+' got dtype torch\.float64, expected torch\.float32"),
+        pytest.raises(ValueError, match=r"'\S+' got dtype torch\.float64, expected torch\.float32"),
         pytest.warns(UserWarning, match="was thrown away"),
         model.no_sync(),
     ):
