@@ -74,7 +74,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
-        accumulate_in_buckets: as for `DataParallel`: gradients of batches inside `no_sync()` are added up in the buckets.
+        accumulate_in_buckets: as for `DataParallel`: gradients inside `no_sync()` are added up in the buckets.
         stall_timeout: as for `DataParallel`; no argument of torch's.
         wire_dtype: as for `DataParallel`: the dtype in which gradients travel. With `mixed_precision` it is that of
             `reduce_dtype`.

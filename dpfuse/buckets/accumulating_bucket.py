@@ -26,8 +26,8 @@ class AccumulatingBucket(GradBucket):
     """Gradients that are added up in the communication buffer: between two averages they need no memory of their own.
 
     The first of a window overwrites the buffer, as every pack does: what still lies there counts if it is somebody's
-    `.grad`, and only then. The others are added to it, scaled alike, in the dtype of the buffer. The launch adds what is
-    in `.grad` then, and ends the window. Arguments are those of `GradBucket`.
+    `.grad`, and only then. The others are added to it, scaled alike, in the dtype of the buffer. The launch adds what
+    is in `.grad` then, and ends the window. Arguments are those of `GradBucket`.
     """
 
     accumulates = True
@@ -164,10 +164,10 @@ def refuse_accumulated(params: Iterable[Tensor], what: str) -> None:
     for bucket in _filled:
         if (name := bucket.holds_of(wanted)) is not None:
             raise DPFuseError(
-                f"{what} while gradients of parameter {name!r} lie in its bucket, where backwards inside no_sync() have "
-                "accumulated them (accumulate_in_buckets=True), and not in .grad; expected a synchronised backward "
-                "before. Run the last backward of the window outside of no_sync(), throw the window away with "
-                "discard_accumulated(), or leave accumulate_in_buckets out."
+                f"{what} while gradients of parameter {name!r} lie in its bucket, where backwards inside no_sync() "
+                "have accumulated them (accumulate_in_buckets=True), and not in .grad; expected a synchronised "
+                "backward before. Run the last backward of the window outside of no_sync(), throw the window away "
+                "with discard_accumulated(), or leave accumulate_in_buckets out."
             )
 
 
@@ -191,6 +191,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _captured(label: str) -> str:
     return (
         f"{label} has to accumulate gradients while a CUDA graph is captured, where a replay would overwrite what the "
-        "one before has left; expected none inside no_sync(). Leave accumulate_in_buckets out, or run no_sync() outside "
-        "of graphs."
+        "one before has left; expected none inside no_sync(). Leave accumulate_in_buckets out, or run no_sync() "
+        "outside of graphs."
     )

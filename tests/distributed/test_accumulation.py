@@ -158,7 +158,9 @@ def other_dtypes(rank, size, dtype, views):
     model = wrap(built(dtype=dtype), gradient_as_bucket_view=views, find_unused_parameters=True)
     wide = torch.promote_types(dtype, torch.float32)
     for step in range(3):
-        expected = summed([found[:4] + found[6:] for found in local_gradients(model.module, rank, step, wide)], 1 / size)
+        expected = summed(
+            [found[:4] + found[6:] for found in local_gradients(model.module, rank, step, wide)], 1 / size
+        )
         window(model, rank, step)
         got = gradients(model)
         assert got[4:6] == [None, None]

@@ -1,4 +1,4 @@
-"""`accumulate_in_buckets=True` where gradients are looked for in `.grad`, where a window breaks off, with other options."""
+"""`accumulate_in_buckets=True` where others look for gradients, where a window breaks off, with other options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def looked_for_in_grad(rank, size):
     optimizer.zero_grad()
     with model.no_sync():
         loss(model, inputs(rank, 1, 0)).backward()
-    with pytest.raises(dpfuse.DPFuseError, match=rf"rank {rank}: the norm of the gradients was asked for {NOT_IN_GRAD}"):
+    with pytest.raises(
+        dpfuse.DPFuseError, match=rf"rank {rank}: the norm of the gradients was asked for {NOT_IN_GRAD}"
+    ):
         model.grad_norm()
     with pytest.raises(dpfuse.DPFuseError, match=rf"SGD\.step\(\) was called {NOT_IN_GRAD}"):
         optimizer.step()
@@ -92,9 +94,12 @@ def kept_view(rank, size):
         loss(model, inputs(rank, 2, 0)).backward()
     model.module.last.weight.grad = kept
     text = r"the gradient of parameter 'last\.weight' is a view of the buffer in which its gradients are being"
-    with pytest.raises(dpfuse.DPFuseError, match=text), pytest.warns(UserWarning, match="was thrown away"):
-        with model.no_sync():
-            loss(model, inputs(rank, 2, 1)).backward()
+    with (
+        pytest.raises(dpfuse.DPFuseError, match=text),
+        pytest.warns(UserWarning, match="was thrown away"),
+        model.no_sync(),
+    ):
+        loss(model, inputs(rank, 2, 1)).backward()
     right_window(model, rank)
     # In the synchronised backward it is an error on every rank.
     with model.no_sync():
@@ -129,7 +134,7 @@ def broken_window(rank, size):
     for broken in ((0, 1), (1,)):
         torch.manual_seed(0)
         model = dpfuse.DataParallel(Breaking(), None, 0, 0, accumulate_in_buckets=True)
-        for step in range(2):
+        for _ in range(2):
             model.zero_grad()
             with model.no_sync():
                 model(torch.ones(2, 3)).sum().backward()
@@ -148,7 +153,7 @@ def broken_window(rank, size):
             got = gradients(model)
             bare = Breaking()
             bare.load_state_dict(model.state_dict())
-            for _ in range(2):
+            for _micro in range(2):
                 bare(torch.ones(2, 3)).sum().backward()
             assert_equal(got, [param.grad for param in bare.parameters()], rtol=1e-6, atol=1e-6)
 
@@ -157,7 +162,7 @@ def broken_end(rank, size):
     """An exception in the synchronised backward: what was accumulated before is not in the next one's mean."""
     torch.manual_seed(0)
     model = dpfuse.DataParallel(Breaking(), None, 0, 0, accumulate_in_buckets=True)
-    for step in range(3):
+    for _ in range(3):
         with model.no_sync():
             model(torch.full((2, 3), 7.0)).sum().backward()
         with pytest.raises(KeyError, match="planted"):
