@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
 from torch import Tensor
 
 from dpfuse.buckets.ordered_bucket import OrderedBucket
 from dpfuse.plan import Slot
 from dpfuse_kernels import MxTable, PointerTable, dequantize, mx_bytes, quantize, sum_quantized
 from dpfuse_kernels import Slot as KernelSlot
+from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
 
 __all__ = ["QuantizedBucket"]
 

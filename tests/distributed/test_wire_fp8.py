@@ -32,13 +32,13 @@ class Several(nn.Module):
         self.wide = nn.Parameter(torch.randn(37, dtype=torch.float64))
         self.pair = nn.Parameter(torch.randn(45, dtype=torch.complex64))
         self.small = nn.Parameter(torch.randn(70).bfloat16())
-        self.half = nn.Parameter(torch.randn(3).half())
+        self.tiny = nn.Parameter(torch.randn(3).half())
         self.strided = nn.Parameter(torch.randn(80, 60).t())
         self.nothing = nn.Parameter(torch.zeros(0))
         self.unused = nn.Parameter(torch.zeros(5))
 
     def forward(self, words, factor):
-        dense = [self.small, self.half, self.strided, self.nothing, self.wide]
+        dense = [self.small, self.tiny, self.strided, self.nothing, self.wide]
         total = self.table(words).square().sum() + sum((p * p * factor).sum().double() for p in dense)
         return total + (self.pair * self.pair.conj()).real.sum() * factor
 
