@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.dequantize import dequantize as dequantize_triton
 from dpfuse_kernels.dequantize import dequantize_reference
 from dpfuse_kernels.flatten import check_options, count_nonfinite, flatten_reference, product
 from dpfuse_kernels.flatten import flatten as flatten_triton
@@ -15,6 +16,7 @@ from dpfuse_kernels.multiply import multiply as multiply_triton
 from dpfuse_kernels.multiply import multiply_reference
 from dpfuse_kernels.mx_table import MxTable
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.quantize import quantize as quantize_triton
 from dpfuse_kernels.quantize import quantize_reference
 from dpfuse_kernels.spoil import SpoilTable, spoil_reference
 from dpfuse_kernels.spoil import spoil as spoil_triton
@@ -22,6 +24,7 @@ from dpfuse_kernels.squared_norm import squared_norm as squared_norm_triton
 from dpfuse_kernels.squared_norm import squared_norm_reference
 from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
 from dpfuse_kernels.sum_parts import sum_parts_reference
+from dpfuse_kernels.sum_quantized import sum_quantized as sum_quantized_triton
 from dpfuse_kernels.sum_quantized import sum_quantized_reference
 from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
@@ -157,7 +160,12 @@ def quantize(
         >>> flat[:4].tolist(), flat[512].item()  # 448, -0.25, 0.5 and 0; times 2 ** (128 - 127)
         ([126, 168, 48, 0], 128)
     """
-    quantize_reference(tensors, table, scale=scale, factor=factor, counts=counts, residual=residual, matched=matched)
+    if uses_triton(table):
+        quantize_triton(tensors, table, scale=scale, factor=factor, counts=counts, residual=residual)
+    else:
+        quantize_reference(
+            tensors, table, scale=scale, factor=factor, counts=counts, residual=residual, matched=matched
+        )
 
 
 def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False) -> None:
@@ -176,7 +184,10 @@ def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float
         >>> tensor.tolist()
         [448.0, -0.25, 0.5]
     """
-    dequantize_reference(table, tensors, scale=scale, matched=matched)
+    if uses_triton(table):
+        dequantize_triton(table, tensors, scale=scale)
+    else:
+        dequantize_reference(table, tensors, scale=scale, matched=matched)
 
 
 def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
@@ -195,7 +206,7 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
         >>> mx_decode(out, torch.float8_e4m3fn)[:3]
         tensor([3.5000, 3.5000, 3.5000])
     """
-    sum_quantized_reference(parts, out, format, residual)
+    (sum_quantized_triton if _choose(out.device) else sum_quantized_reference)(parts, out, format, residual)
 
 
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:

@@ -144,7 +144,17 @@ def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) ->
     rows = packed.view(-1, SUPER_BYTES)
     if out is None:
         out = torch.empty(len(rows) * SUPER_BLOCK, dtype=torch.float32, device=packed.device)
-    out.view(-1, SUPER_BLOCK).copy_(rows[:, :SUPER_BLOCK].view(mx_format(format).dtype))
+    elements = rows[:, :SUPER_BLOCK]
+    if mx_format(format).dtype == torch.float8_e4m3fn:
+        # A float16 has the same bits further left, and an exponent that is larger by 8. Torch converts vectors of it,
+        # but floats of this kind one by one, which takes six times as long.
+        wide = elements.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        out.view(-1, SUPER_BLOCK).copy_(wide.view(torch.float16)).mul_(256.0)
+        code = elements & 0x7F
+        if code.numel() and code.max() == NAN:
+            out.view(-1, SUPER_BLOCK).masked_fill_(code == NAN, float("nan"))
+    else:
+        out.view(-1, SUPER_BLOCK).copy_(elements.view(format))
     scale = rows[:, SUPER_BLOCK:].view(torch.float8_e8m0fnu).float()
     out.view(*scale.shape, BLOCK).mul_(scale.unsqueeze(2))
     return out

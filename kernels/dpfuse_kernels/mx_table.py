@@ -71,13 +71,18 @@ class MxTable(PointerTable):
                 )
 
     def new_views(self) -> list[Tensor]:
-        """None: there is no dtype whose tensors are blocks with a scale."""
-        return []
+        """Per slot an empty tensor: there is no dtype whose tensors are blocks with a scale."""
+        return [self.flat[:0] for _ in self.slots]
 
     def first(self, count: int) -> MxTable:
         """A table of the first `count` slots alone, over the super-blocks that end with them."""
         end = max((slot.offset + slot.numel for slot in self.slots[:count]), default=0)
         return MxTable(self.flat[: mx_bytes(end)], self.slots[:count], self.dtype, self.format.dtype)
+
+    @property
+    def e4m3(self) -> bool:
+        """Which of the two formats, as the kernels want to know it."""
+        return self.format.dtype == torch.float8_e4m3fn
 
     @property
     def compute_dtype(self) -> torch.dtype:

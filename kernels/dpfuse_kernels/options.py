@@ -17,7 +17,7 @@ def check_factor(factor: Tensor, device: torch.device) -> None:
         )
 
 
-def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: torch.dtype = torch.float32) -> None:
+def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: torch.dtype) -> None:
     """Raise ValueError unless `residual` is [numel] float32 on `device`, beside a buffer of dtype `of`."""
     if of == torch.float64:
         raise ValueError(
@@ -29,6 +29,11 @@ def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: to
         raise ValueError(
             f"residual is {_described(residual)}, expected contiguous torch.float32 of shape {(numel,)} on {device}. "
             f"Make it with torch.zeros({numel}, device='{device}')."
+        )
+    if of == torch.uint8 and residual.data_ptr() % 16:
+        raise ValueError(
+            f"residual lies at address {residual.data_ptr():#x}, expected a multiple of 16: kernels move 128 bits of it "
+            "at a time. Pass a whole tensor, or a slice that starts at a multiple of 4 elements of one."
         )
 
 
