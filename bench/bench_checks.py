@@ -52,9 +52,8 @@ class NoCanary(Canary):
     def forward_ends(self, **_: Any) -> None:
         """Nothing."""
 
-    def on_backward(self) -> Callable[[], None]:
-        """Nobody to tell."""
-        return self.forward_begins
+    def reached(self, window: int) -> None:
+        """Nothing."""
 
 
 class NoTail(Tail):
