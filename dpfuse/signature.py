@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 __all__ = ["ModelSignature"]
 
 _requires_grad = attrgetter("requires_grad")
+_address = Tensor.data_ptr
+_joined = chain.from_iterable
 END = (object(),)  # behind what is compared, so that lists of different lengths differ
 
 
@@ -53,11 +55,11 @@ class ModelSignature:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
         return (
             not self._untold
-            and [*chain.from_iterable(self._child_places)] == self._children
-            and all(map(is_, chain(chain.from_iterable(self._places), END), self._held))
+            and [*_joined(self._child_places)] == self._children
+            and all(map(is_, _joined(self._places), self._held))
             and not any(self._empty)
-            and list(map(Tensor.data_ptr, self._samples)) == self._addresses
-            and not any(map(_requires_grad, self._frozen))
+            and [*map(_address, self._samples)] == self._addresses
+            and not (self._frozen and any(map(_requires_grad, self._frozen)))
         )
 
     def change(self) -> str | None:
@@ -108,10 +110,11 @@ class ModelSignature:
         children = list(self._module.modules())
         kept = [child._parameters for child in children]
         below = [child._modules for child in children]
-        self._places = [table.values() for table in kept if table]  # each shows what is there whenever it is read
-        self._held = [*chain.from_iterable(self._places), *END]
+        # Each shows what is there whenever it is read.
+        self._places: list[Iterable[object]] = [*(table.values() for table in kept if table), END]
+        self._held = [*_joined(self._places)]
         self._child_places = [table.values() for table in below if table]
-        self._children = [*chain.from_iterable(self._child_places)]  # equal only where they are the same
+        self._children = [*_joined(self._child_places)]  # equal only where they are the same
         tables: list[dict[str, Any]] = [*kept, *below]
         self._empty = [table for table in tables if not table]
         # These change without a trace: a lazy parameter that gets its shape, a module that equals another.
@@ -123,7 +126,7 @@ class ModelSignature:
             for child in children
         ]
         self._samples = [params[0] for params in owned if params]
-        self._addresses = list(map(Tensor.data_ptr, self._samples))
+        self._addresses = [*map(_address, self._samples)]
 
 
 def _kind(known: _Known) -> str:
