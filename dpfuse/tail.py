@@ -138,7 +138,7 @@ class Tail:
         assert states is not None
         if self.world_size == 1 and not wait:
             return ALL_WELL  # nobody else could have anything to tell
-        if self.deaf:
+        if capturing():
             return Report((self.rank,), ()) if failed else ALL_WELL
         if wait or not states.is_cuda:
             return self._read(states, self._one * self.scale)
