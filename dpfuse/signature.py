@@ -1,8 +1,8 @@
-"""Is the module still the one that was agreed on? Cached places of its parameters, compared in C loops."""
+"""Is the module still the one that was agreed on? Copies of its tables of parameters, compared in C loops."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -15,8 +15,6 @@ __all__ = ["ModelSignature"]
 
 _requires_grad = attrgetter("requires_grad")
 _address = Tensor.data_ptr
-_joined = chain.from_iterable
-END = (object(),)  # behind what is compared, so that lists of different lengths differ
 
 
 class _Known(NamedTuple):
@@ -55,9 +53,8 @@ class ModelSignature:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
         return (
             not self._untold
-            and [*_joined(self._child_places)] == self._children
-            and all(map(is_, _joined(self._places), self._held))
-            and not any(self._empty)
+            and _same(self._tables, self._copies)
+            and (not self._delicate or all(map(is_, chain.from_iterable(self._delicate), self._held)))
             and [*map(_address, self._samples)] == self._addresses
             and not (self._frozen and any(map(_requires_grad, self._frozen)))
         )
@@ -108,15 +105,14 @@ class ModelSignature:
         self._seen_names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         self._frozen = [known.param for known in self._seen.values() if not known.trainable]
         children = list(self._module.modules())
-        kept = [child._parameters for child in children]
-        below = [child._modules for child in children]
-        # Each shows what is there whenever it is read.
-        self._places: list[Iterable[object]] = [*(table.values() for table in kept if table), END]
-        self._held = [*_joined(self._places)]
-        self._child_places = [table.values() for table in below if table]
-        self._children = [*_joined(self._child_places)]  # equal only where they are the same
-        tables: list[dict[str, Any]] = [*kept, *below]
-        self._empty = [table for table in tables if not table]
+        self._tables: list[dict[str, Any]] = [
+            table for child in children for table in (child._parameters, child._modules)
+        ]
+        self._copies = [dict(table) for table in self._tables]
+        # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
+        kept = [child._parameters.values() for child in children]
+        self._delicate = [values for values in kept if any(map(_is_delicate, values))]
+        self._held = [*chain.from_iterable(self._delicate)]
         # These change without a trace: a lazy parameter that gets its shape, a module that equals another.
         self._untold = any(map(is_lazy, self._module.parameters())) or any(
             type(child).__eq__ is not object.__eq__ for child in children
@@ -127,6 +123,23 @@ class ModelSignature:
         ]
         self._samples = [params[0] for params in owned if params]
         self._addresses = [*map(_address, self._samples)]
+
+
+def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
+    """Does each table hold the very objects of its copy? Delicate ones may be others that are equal.
+
+    Dictionaries compare values by identity first. Two tensors beside make as many answers as they have elements, which
+    are no truth value, and raise.
+    """
+    try:
+        return tables == copies
+    except Exception:
+        return False
+
+
+def _is_delicate(param: Tensor | None) -> bool:
+    """Whether another tensor may be equal to it: a single element makes one answer, a subclass any."""
+    return param is not None and (type(param) not in (nn.Parameter, Tensor) or param.numel() == 1)
 
 
 def _kind(known: _Known) -> str:
