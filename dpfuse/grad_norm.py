@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from dpfuse.errors import DPFuseError
 from dpfuse.phase import Phase
 from dpfuse_kernels import PointerTable, multiply, squared_norm
-from dpfuse_kernels.squared_norm import row_norms
+from dpfuse_kernels.squared_norm import ROW, row_norms
 
 if TYPE_CHECKING:
     from dpfuse.buckets.bucket import GradBucket
     from dpfuse.reducer import Reducer
     from dpfuse.signature import ModelSignature
 
-__all__ = ["GradientReader", "Gradients", "norm_arguments"]
+__all__ = ["GradientReader", "Gradients", "norm_arguments", "norms_by_bucket", "norms_by_parameter"]
 
 EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
 
@@ -73,6 +73,11 @@ class Gradients:
         factor = torch.clamp(largest / (norm + EPSILON), max=1.0)
         if not factor.is_cuda and factor == 1.0:
             return  # on a GPU only the device knows
+        self.multiply(factor)
+
+    @torch.no_grad()
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply them by a scalar that only the device may know."""
         loose = self._loose
         for table, grads in self._packed:
             try:
@@ -112,6 +117,53 @@ class Gradients:
         dtypes = {grad.dtype.to_real() for grad in self._loose}
         dtypes |= {table.dtype for table, grads in self._packed if any(grad is not None for grad in grads)}
         return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+@torch.no_grad()
+def norms_by_parameter(named: Iterable[tuple[str, Tensor]], order: float) -> dict[str, Tensor]:
+    """The norm of that order of each gradient there is, by the name of its parameter.
+
+    Each is a scalar on the device of its gradient, in float64 where that is, else in float32.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> layer(torch.tensor([3.0, 4.0])).backward()
+        >>> norms_by_parameter(layer.named_parameters(), 2.0)
+        {'weight': tensor(5.), 'bias': tensor(1.)}
+    """
+    grads = {name: param.grad for name, param in named if param.grad is not None}
+    norms: dict[int, Tensor] = {}
+    for group in _grouped(grads.values()):
+        kind = torch.promote_types(group[0].dtype.to_real(), torch.float32)
+        quick = [grad for grad in group if grad.is_cuda or order != 2 or grad.numel() <= ROW]
+        numbers = [_magnitudes(grad, order) for grad in quick]
+        norms |= zip(map(id, quick), torch._foreach_norm(numbers, order, dtype=kind) if numbers else (), strict=True)
+        for grad in group:
+            if id(grad) not in norms:
+                norms[id(grad)] = row_norms([_real_numbers(grad)]).square().sum().sqrt().to(kind)
+    return {name: norms[id(grad)] for name, grad in grads.items()}
+
+
+@torch.no_grad()
+def norms_by_bucket(norms: Mapping[str, Tensor], buckets: Iterable[Sequence[str]], order: float) -> dict[str, Tensor]:
+    """The norm of each bucket as "bucket 0" and so on; what is in none of them keeps its own name.
+
+    Args:
+        norms: by parameter, as `norms_by_parameter` returns them.
+        buckets: the names of the parameters of each.
+        order: of the norms.
+
+    Example:
+        >>> norms_by_bucket({"a": torch.tensor(3.0), "b": torch.tensor(4.0), "c": torch.tensor(1.0)}, [["a", "b"]], 2.0)
+        {'bucket 0': tensor(5.), 'c': tensor(1.)}
+    """
+    rest = dict(norms)
+    parts: dict[str, Tensor] = {}
+    for number, names in enumerate(buckets):
+        inside = [rest.pop(name) for name in names if name in rest]
+        if inside:
+            parts[f"bucket {number}"] = torch.linalg.vector_norm(torch.stack(inside), order)
+    return parts | rest
 
 
 class GradientReader:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from dpfuse import agreement
 from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
+from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_norm import Gradients, norm_arguments
+from dpfuse.grad_norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.grad_sync import GradSync
 from dpfuse.model_agreement import agree_on_model
 from dpfuse.model_check import check_module
@@ -218,6 +219,46 @@ class SyncedModule(nn.Module):
         gradients.clip(largest, norm)
         return norm
 
+    def grad_norms(self, by: str = "parameter", norm_type: float = 2.0) -> dict[str, Tensor]:
+        """The norms of parts of the gradients as they are now, by name: for a log, or to find what blows up.
+
+        Args:
+            by: "parameter" for one norm of each gradient there is, under the name that the module gives to its
+                parameter; or "bucket" for one of each bucket, in the order of communication, under the name that it has
+                in a profile, "bucket 0" and so on. What is in no bucket keeps its own name.
+            norm_type: as for `grad_norm`, which is the norm of all of these.
+
+        Returns:
+            Scalars on the device of the gradients, float64 where the gradient is, else float32. Nothing has waited for
+            them: `torch.stack([*norms.values()]).tolist()` waits once for all.
+
+        Raises:
+            TypeError, ValueError: an argument that is not among these.
+            DPFuseError: as `grad_norm`.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> model.grad_norms()
+            {'weight': tensor(2.8284), 'bias': tensor(1.4142)}
+            >>> model.grad_norms(by="bucket")
+            {'bucket 0': tensor(3.1623)}
+            >>> dist.destroy_process_group()
+        """
+        _, order = norm_arguments(0.0, norm_type)
+        if by not in ("parameter", "bucket"):
+            raise ValueError(f"by must be 'parameter' or 'bucket', got {by!r}")
+        self._gradients()  # can they be read now?
+        norms = norms_by_parameter(self.module.named_parameters(), order)
+        if by == "parameter":
+            return norms
+        plan = self.bucket_plan
+        buckets = [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
+        return norms_by_bucket(norms, buckets, order)
+
     def _gradients(self) -> Gradients:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
@@ -225,6 +266,11 @@ class SyncedModule(nn.Module):
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
             self._sync.observe(times)
+
+    @property
+    def error_feedback(self) -> ErrorFeedback | None:
+        """What this rank has rounded away and is to send yet; None without `error_feedback=True`, or a group."""
+        return None if self._sync is None else self._sync.error_feedback
 
     @property
     def reducer(self) -> Reducer | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.ranges import ranged
+from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
@@ -88,6 +90,7 @@ class GradBucket:
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
+        self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._untailed: PointerTable | None = None
@@ -116,7 +119,7 @@ class GradBucket:
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
         self.missing = [] if complete else [i for i, g in zip(self._fused.params, grads, strict=True) if g is None]
-        with _ranged("dpfuse::pack", self._label), _no_graph():
+        with ranged("dpfuse::pack", self._label), _no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
@@ -127,7 +130,7 @@ class GradBucket:
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
                 if grads:
-                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+                    self._pack(grads, table, counts)
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
@@ -157,7 +160,7 @@ class GradBucket:
         assert self._table is not None
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
-        with _ranged("dpfuse::wait", self._label):
+        with ranged("dpfuse::wait", self._label):
             finish(self._work, self._board, self._device_type, last=self.tail is not None)
             if self.early is not None:
                 self.early.join()
@@ -175,6 +178,8 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
+        if untouched and self.residual is not None:
+            self.residual.take_back(untouched)
         if self._keep_views:
             if not self._handed_out:
                 self._hand_out_views(untouched)
@@ -246,7 +251,7 @@ class GradBucket:
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
-        self._averaging = averaging
+        self._averaging = replace(averaging, dtype=self._averaging.dtype)
         if self.tail is not None:
             self.tail.scale = averaging.pre_scale
 
@@ -260,9 +265,15 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
+    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
+        residual = None
+        if self.residual is not None:
+            residual = self.residual.before_pack(table, table.flat.numel(), self.missing)
+        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, residual=residual, matched=True)
+
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
-        with _ranged("dpfuse::unpack", self._label):
+        with ranged("dpfuse::unpack", self._label):
             unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
 
     def _precede(self) -> None:
@@ -297,7 +308,7 @@ class GradBucket:
         table.views[-1].copy_(source.double().mul_(self._averaging.pre_scale))  # it is its sign that counts
 
     def _send(self, flat: Tensor) -> None:
-        with _ranged("dpfuse::all_reduce", self._label):
+        with ranged("dpfuse::all_reduce", self._label):
             self._work = self._start(flat)
         if self.times is not None:
             self.times.sent(self._travelling(flat), self._work, is_last=self.tail is not None)
@@ -331,7 +342,7 @@ class GradBucket:
         # the buffers of the plan before.
         self._hooks = [param._post_accumulate_grad_hooks or () for param in self._fused_params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
-        dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
+        dtype = getattr(torch, real_dtype(self.plan.dtype))
         places, numel = self._places()
         slots = [
             KernelSlot(name, place.offset, *(real_layout(shape, stride) if self._is_complex else (shape, stride)))
@@ -340,9 +351,12 @@ class GradBucket:
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = PointerTable(self._zeros(numel, wire), slots, dtype)
+        self._table = self._new_table(numel, slots, dtype)
         self._views = self._gradient_views(self._table)
         return self._table
+
+    def _new_table(self, numel: int, slots: Sequence[KernelSlot], dtype: torch.dtype) -> PointerTable:
+        return PointerTable(self._zeros(numel, getattr(torch, self._averaging.dtype)), slots, dtype)
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         device = torch.device(self.plan.device)
@@ -376,13 +390,6 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def _ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A named range for the profiler; costs next to nothing while none is running."""
-    if _profiler_enabled():
-        return torch.profiler.record_function(f"{name} ({label})")
-    return _NOTHING
 
 
 def _no_graph() -> AbstractContextManager[object]:

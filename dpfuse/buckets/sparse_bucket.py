@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -47,7 +48,7 @@ class SparseBucket(GradBucket):
         with torch.no_grad():
             try:
                 if grad is not None:
-                    self._rows = self._pack(grad)
+                    self._rows = self._rows_of(grad)
                 if self.finite is not None and not empty:
                     self._settle_counts(self.finite)
             except (ValueError, TypeError, RuntimeError) as error:
@@ -104,7 +105,7 @@ class SparseBucket(GradBucket):
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on, for the gradient; a tail is never scaled here."""
-        self._averaging = averaging
+        self._averaging = replace(averaging, dtype=self._averaging.dtype)
 
     @property
     def _row_bytes(self) -> int:
@@ -123,7 +124,7 @@ class SparseBucket(GradBucket):
     def _dtype(self) -> torch.dtype:
         return cast(torch.dtype, getattr(torch, self.plan.dtype))
 
-    def _pack(self, grad: Tensor) -> Tensor:
+    def _rows_of(self, grad: Tensor) -> Tensor:
         """The scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
         if grad.dtype != self._dtype:
             raise ValueError(
