@@ -23,6 +23,8 @@ __all__ = ["Reducer"]
 
 
 RECORDERS = (Phase.RECORDING, Phase.CHANGED)
+RESTING = (Phase.IDLE, Phase.ABANDONED)
+BACKWARD, BETWEEN = Doing.BACKWARD, Doing.BETWEEN  # before Python 3.12 a member of an enum takes long to look up
 
 
 class Reducer:
@@ -99,14 +101,12 @@ class Reducer:
             change: what has changed, for errors.
             agree: called once all have changed; raises, on all ranks alike, if they have not done so alike.
         """
-        self.local.hand_back()
         self._outdated = self._outdated or self.buckets
         self._names, self._change, self._agree = names, change, agree
         self.adopt(buckets, [1] * len(names))
 
     def unfollow(self, names: Sequence[str], marks: Sequence[int]) -> None:
         """The change was undone: go back to the buckets in use; arguments as for `follow` and `adopt`."""
-        self.local.hand_back()
         buckets, self._outdated = self._outdated, []
         self._names = names
         self.adopt(buckets, marks)
@@ -316,7 +316,7 @@ class Reducer:
         self._outdated, self.rebuilt, self._next = [], False, 0
 
     def _launch(self, order: int, *, complete: bool) -> None:
-        self.track.tell(Doing.BACKWARD, self.completed, order)
+        self.track.tell(BACKWARD, self.completed, order)
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
@@ -329,7 +329,9 @@ class Reducer:
         """Wait for all buckets and hand the gradients over; returns whether the peers' report on them was read."""
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
-        for bucket in self.track.each(self.buckets, self.completed):
+        for order, bucket in enumerate(self.buckets):
+            if len(self.buckets) > 1:  # else it is where it was when that one was sent
+                self.track.tell(BACKWARD, self.completed, order)
             bucket.wait()
             error = error or bucket.error  # a communication hook may fail as late as that
             here = error is not None or bool(self._late)
@@ -371,13 +373,11 @@ class Reducer:
         return verdict.failed(rank, size, report.failed, error, late)
 
     def _any_mark(self) -> bool:
-        if self.phase in RECORDERS:
-            return bool(self._ready)
-        return any(countdown.pending != countdown.expected for countdown in self._countdowns)
+        return bool(self._ready) if self.phase in RECORDERS else any(c.pending != c.expected for c in self._countdowns)
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase
-        self.track.tell(Doing.BETWEEN if phase in (Phase.IDLE, Phase.ABANDONED) else Doing.BACKWARD, self.completed)
+        self.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
         for order, countdown in enumerate(self._countdowns):
             countdown.pending = pending[order] if pending else 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
-from dpfuse.buckets.ranges import ranged
+from dpfuse.buckets.ranges import no_graph, ranged
 from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
@@ -29,9 +28,6 @@ from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
 __all__ = ["BucketState", "GradBucket"]
-
-
-_NOTHING = nullcontext()  # one for all: making a context costs more than entering it
 
 
 class BucketState(Enum):
@@ -121,7 +117,7 @@ class GradBucket:
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
         self.missing = [] if complete else self._without_gradient(grads)
-        with ranged("dpfuse::pack", self._label), _no_graph():
+        with ranged("dpfuse::pack", self._label), no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
@@ -179,8 +175,8 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
-        if self.residual is not None:
-            self.residual.delivered(untouched)
+        if untouched and self.residual is not None:
+            self.residual.take_back(untouched)
         if self._keep_views:
             if not self._handed_out:
                 self._hand_out_views(untouched)
@@ -206,7 +202,7 @@ class GradBucket:
                 targets.append(param.grad)
         if self.tail is not None:
             targets.append(None)
-        with _no_graph():
+        with no_graph():
             try:
                 self._unpack(targets)
             except (ValueError, RuntimeError):
@@ -267,7 +263,9 @@ class GradBucket:
         return 0
 
     def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
-        residual = None if self.residual is None else self.residual.before_pack(table, self.missing)
+        residual = None
+        if self.residual is not None:
+            residual = self.residual.before_pack(table, table.flat.numel(), self.missing)
         flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, residual=residual, matched=True)
 
     def _without_gradient(self, grads: list[Tensor | None]) -> list[int]:
@@ -348,7 +346,7 @@ class GradBucket:
         # the buffers of the plan before.
         self._hooks = [param._post_accumulate_grad_hooks or () for param in self._fused_params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
-        dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
+        dtype = getattr(torch, real_dtype(self.plan.dtype))
         places, numel = self._places()
         slots = [
             KernelSlot(name, place.offset, *(real_layout(shape, stride) if self._is_complex else (shape, stride)))
@@ -357,9 +355,12 @@ class GradBucket:
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = PointerTable(self._zeros(numel, wire), slots, dtype)
+        self._table = self._new_table(numel, slots, dtype)
         self._views = self._gradient_views(self._table)
         return self._table
+
+    def _new_table(self, numel: int, slots: Sequence[KernelSlot], dtype: torch.dtype) -> PointerTable:
+        return PointerTable(self._zeros(numel, getattr(torch, self._averaging.dtype)), slots, dtype)
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         device = torch.device(self.plan.device)
@@ -393,8 +394,3 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def _no_graph() -> AbstractContextManager[object]:
-    """Gradients that carry a graph (create_graph=True) are packed by value."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

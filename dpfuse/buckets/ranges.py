@@ -1,4 +1,4 @@
-"""Named ranges around what a bucket does, for the profiler. Imports nothing of dpfuse."""
+"""Contexts around what a bucket does: ranges for the profiler, and no graph. Imports nothing of dpfuse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-__all__ = ["ranged"]
+__all__ = ["no_graph", "ranged"]
 
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
 
@@ -17,3 +17,8 @@ def ranged(name: str, label: str) -> AbstractContextManager[object]:
     if _profiler_enabled():
         return torch.profiler.record_function(f"{name} ({label})")
     return _NOTHING
+
+
+def no_graph() -> AbstractContextManager[object]:
+    """Gradients that carry a graph (create_graph=True) are packed by value."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
