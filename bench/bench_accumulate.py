@@ -32,6 +32,7 @@ from bench.step_time import Effort
 __all__ = ["CONTENDERS", "measure_windows"]
 
 MICRO_BATCHES = 4
+WEIGHINGS = 3
 STEADY = 3  # windows after which buckets are rebuilt and gradients are where they will be
 
 
@@ -162,7 +163,6 @@ def _peak(build: Callable[[], _Contender], device: str) -> int:
     assert profile.profiler is not None
     events = sorted(_nested(profile.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
     begin = next(event.start_time_ns for event in events if event.name == _peak.__name__)
-    # The allocator's own count, for another thread may have freed what this one has allocated.
     memory = [(e.start_time_ns, e.extra_fields) for e in events if e.name == "[memory]"]
     before = memory[0][1].total_allocated - memory[0][1].alloc_size
     return int(max(fields.total_allocated for start, fields in memory if start >= begin) - before)
@@ -193,7 +193,8 @@ def measure_windows(build: Callable[[], Workload], effort: Effort, device: str =
     results: dict[str, dict[str, Any]] = {}
     steps = {}
     for name, wrap in CONTENDERS.items():
-        nbytes = _peak(partial(_contender, workload, wrap), device)
+        # What a thread of the back end happens to free, the profiler does not see: that can only add to the peak.
+        nbytes = min(_peak(partial(_contender, workload, wrap), device) for _ in range(WEIGHINGS))
         results[name] = {"seconds": [], "peak_bytes": nbytes, "peak": nbytes / numel, "elements": numel}
     for name, wrap in CONTENDERS.items():
         contender = _contender(workload, wrap)
@@ -220,7 +221,7 @@ def _linears(count: int, features: int, dtype: torch.dtype) -> Workload:
 
 MODELS = {"cpu": (25, 1024), "cuda": (48, 2048)}
 CASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EFFORT, QUICK = Effort(15, 1, 0), Effort(3, 1, 0)
+EFFORT, QUICK = Effort(10, 1, 0), Effort(3, 1, 0)
 
 
 @remembered

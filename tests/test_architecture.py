@@ -65,7 +65,6 @@ ALLOWED = {
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
     "ownership": {"torch"},
     "device_guard": {"torch", "dpfuse_kernels"},
-    "ranges": {"torch"},
     "sparse_bucket": {"torch", "averaging", "bucket", "collective", "patience"},
     "in_place_bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership",

@@ -23,7 +23,7 @@ def few_windows(rank: int, size: int) -> dict[str, float]:
 def test_contenders_are_proved_weighed_and_timed(ranks):
     for peaks in ranks(few_windows):
         # A buffer, and at the worst moment gradients beside it and activations of eight rows.
-        assert all(4 <= peak < 11 for peak in peaks.values())
+        assert all(4 <= peak < 11 for peak in peaks.values()), peaks
 
 
 def planted() -> _Contender:
