@@ -303,6 +303,20 @@ def after_changes(rank, size):
     assert changed["weights.1"].any()
     assert torch.equal(changed["weights.2"], before["weights.2"])
     assert torch.equal(changed["weights.0"], after["weights.0"])
+    # A rank without input sends what it kept, and then has nothing more to send.
+    model = wrapped(Given(NUMELS), dpfuse.DistributedDataParallel)
+    arrived = torch.zeros(NUMELS[0], dtype=torch.float64)
+    true = torch.zeros_like(arrived)
+    for step in range(2 + 3 * rank):
+        everybody = [given(peer, step)[0] for peer in range(size) if step < 2 + 3 * peer]
+        true += torch.stack(everybody).double().sum(0) / size
+    with model.join():
+        for step in range(2 + 3 * rank):
+            model.zero_grad()
+            model(given(rank, step)).backward()
+            arrived += model.module.weights[0].grad.double()
+    kept = residuals(model, rank, "weights.0")
+    assert rank == 0 or (arrived + kept - true).abs().max() < 1e-5
     # Without the option there is nothing.
     assert dpfuse.DataParallel(nn.Linear(2, 2), wire_dtype=torch.bfloat16).error_feedback is None
     with pytest.raises(dpfuse.DPFuseError, match=r"option error_feedback = (True|False)"):
