@@ -13,7 +13,7 @@ from torch import nn
 
 import dpfuse
 from tests.distributed.random_models import same_bits
-from tests.distributed.wires import Given, alike_everywhere, hard_gradients
+from tests.distributed.wires import Given, alike_everywhere, hard_gradients, warnings_are_errors
 
 FACES = (dpfuse.DataParallel, dpfuse.DistributedDataParallel)
 NUMELS = [700, 33, 260]
@@ -172,8 +172,8 @@ def test_a_checkpoint_goes_on_bit_by_bit(ranks, tmp_path):
     ranks(saved_and_loaded, str(tmp_path))
 
 
+@warnings_are_errors()  # nothing is announced without a reason
 def what_goes_wrong(rank, size):
-    warnings.simplefilter("error")  # nothing is announced without a reason
     own = f"rank{rank}"
     # Values that are not finite reach all ranks, and leave no trace.
     for reduce in ("ring", "fp32"):
@@ -265,8 +265,8 @@ class Several(nn.Module):
         return total + (self.pair * self.pair.conj()).real.sum() * 1.1 + (self.strided * self.strided).sum() * 1.1
 
 
+@warnings_are_errors()  # nothing is announced without a reason
 def after_changes(rank, size):
-    warnings.simplefilter("error")
     own = f"rank{rank}"
     # Only dense gradients that travel narrowed have a residual.
     model = wrapped(Several())
