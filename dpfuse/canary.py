@@ -21,10 +21,11 @@ class Counts(NamedTuple):
     backwards: int  # one more than were not synchronised
     forwards: int  # one more than no backward has reached
     wrapper: int  # one more than were made before this one for its group
+    handling: int  # one more than a number for what is done to gradients besides averaging them
 
 
 NEVER = 0  # the number of no window
-ELSEWHERE = Counts(TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
+ELSEWHERE = Counts(TOP, TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
 
 
 class Canary:
@@ -41,6 +42,7 @@ class Canary:
         self.elsewhere = False  # whether this rank only takes part for the sake of others
         self.uneven = False  # whether some rank may
         self.wrapper = wrapper
+        self.handling = 0  # in the backward that is running: 1 if the loss scale is undone
         self._counts_forwards = counts_forwards
         self._window = NEVER
         self._began = NEVER  # the window in which the forward that is running did, if it counts
@@ -105,7 +107,7 @@ class Canary:
         if self.elsewhere:
             return ELSEWHERE
         forwards = self._forwards if self._counts_forwards else 0
-        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self.wrapper)))
+        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self.wrapper, self.handling)))
 
     def _reached(self, window: int) -> None:
         self._of_outputs = True

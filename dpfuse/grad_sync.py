@@ -20,6 +20,7 @@ from dpfuse.device_guard import guard_of
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
+from dpfuse.gradient_factors import GradientFactors
 from dpfuse.liveness.whereabouts import Doing, Track, board_of
 from dpfuse.model_agreement import send_tensors
 from dpfuse.model_change import ModelChange
@@ -79,6 +80,7 @@ class GradSync:
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
         self._finite: FiniteCheck | None = None
+        self._factors: GradientFactors | None = None
         if options.check_finite != "off":
             self._finite = FiniteCheck(
                 raises=options.check_finite == "raise",
@@ -244,6 +246,16 @@ class GradSync:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
         return self._reader.read(self.reducer, _names(self.plan), self._planned)
 
+    @property
+    def factors(self) -> GradientFactors:
+        """What multiplies gradients on their way; there is none before somebody asks."""
+        if self._factors is None:
+            scale = self._options.gradient_scale
+            self._factors = GradientFactors(self.canary, bounded=scale is None or abs(scale) * self.group.size() <= 1)
+            self.reducer.after_delivery = (self._factors.delivered, *self.reducer.after_delivery)
+            self._factors.equip(self.reducer)
+        return self._factors
+
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
@@ -290,6 +302,8 @@ class GradSync:
         self.observe(self._times)
         self.reducer.guard = guard_of(self._params, self.group.size())
         self._hooks.replace(self._params, self._markers())
+        if self._factors is not None:
+            self._factors.equip(self.reducer)
 
     def _follow_module(self) -> None:
         """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""

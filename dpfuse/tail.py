@@ -1,4 +1,4 @@
-"""What travels behind the last slot of the last bucket: how each rank is, and which parameters were used somewhere.
+"""What travels behind the last slot of the last bucket: how each rank is, which parameters were used, what was found.
 
 It is summed with the gradients, so it costs no collective of its own; it counts neither in a plan nor in its bytes.
 """
@@ -36,7 +36,8 @@ WIDTH = len(Counts._fields)
 
 
 class Tail:
-    """Three elements per rank, what its canary counts, then one per parameter, above zero where used.
+    """Some elements per rank, what its canary counts, then one per parameter, above zero where used, and one that is
+    above zero where a rank has found values that are not finite.
 
     The first of a rank that failed is below zero, and of one whose model is no longer that of the plan zero. The
     elements are scaled like gradients, and summed in the buffer's dtype, but each rank adds zeros to those of the
@@ -57,7 +58,8 @@ class Tail:
         self.rank = rank
         self.world_size = world_size
         self.canary = canary
-        self.numel = WIDTH * world_size + param_count
+        self._found = WIDTH * world_size + param_count
+        self.numel = self._found + 1
         self.scale = scale
         self._one = 1.0 / scale
         self._counts: Counts | None = None  # in `_all_well`
@@ -118,8 +120,21 @@ class Tail:
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Those of `indices` that some rank used. Waits for the device."""
         assert self._landed is not None
-        flags = self._landed[self._states :].tolist()
+        flags = self._landed[self._states : self._found].tolist()
         return {index for index in indices if flags[index]}
+
+    def write(self, packed: Tensor, source: Tensor) -> None:
+        """Pack `source` by itself, as it is packed with gradients."""
+        packed.copy_(source.double().mul_(self.scale))  # it is its sign that counts
+
+    def write_found(self, packed: Tensor, found: Tensor) -> None:
+        """Write into what is packed, [numel], unscaled, what only the device knows: `found`, [], above zero or zero."""
+        packed[self._found].copy_(found)
+
+    def found_somewhere(self) -> Tensor:
+        """Whether some rank has written a number above zero, as a bool, [], on the device. Waits for nothing."""
+        assert self._landed is not None
+        return self._landed[self._found] != 0
 
     def report(self, *, wait: bool, failed: bool = False) -> Report:
         """Which ranks failed, which have another model, and what they count if that differs.
@@ -175,6 +190,7 @@ class Tail:
         self._one = math.copysign(size, self._one)
         source = torch.full((self.numel,), self._one, dtype=dtype, device=device)
         source[: self._states].zero_()
+        source[self._found].zero_()
         return source
 
     def _write(self, source: Tensor, counts: Counts) -> None:

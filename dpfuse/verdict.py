@@ -9,6 +9,10 @@ from dpfuse.errors import DPFuseError
 
 __all__ = ["changed", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused"]
 
+HANDLINGS = {  # by `Counts.handling`
+    1: "averages its gradients as they are",
+    2: "divides them by the scale of its loss",
+}
 DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Counts`: what is so, and the remedy
     "wrapper": (
         lambda number: f"averages the gradients of the wrapped model number {number} of its group",
@@ -23,6 +27,10 @@ DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Cou
         lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",
         "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong under "
         "torch.no_grad() or in eval mode; where ranks may use different outputs, pass find_unused_parameters=True.",
+    ),
+    "handling": (
+        HANDLINGS.__getitem__,
+        "Pass the losses of all ranks through the dpfuse.GradScaler, or of none.",
     ),
 }
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."

@@ -20,6 +20,7 @@ from dpfuse.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.grad_sync import GradSync
+from dpfuse.loss_scale import LossScale
 from dpfuse.model_agreement import agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
@@ -260,6 +261,11 @@ class SyncedModule(nn.Module):
 
     def _gradients(self) -> Gradients:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How the gradients stand to the scale of a `GradScaler`; None where the wrapper only passes calls through."""
+        return None if self._sync is None else self._sync.factors.loss_scale
 
     def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""

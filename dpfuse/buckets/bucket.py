@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
+from dpfuse.buckets.bucket_state import BucketState
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
@@ -26,18 +27,12 @@ from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
+if TYPE_CHECKING:
+    from dpfuse.gradient_factors import GradientFactors
+
 __all__ = ["BucketState", "GradBucket"]
 
-
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
-
-
-class BucketState(Enum):
-    """Where a bucket is; every other move than the three down this list raises."""
-
-    FREE = auto()  # nobody waits for the buffer: launch() may fill it
-    FLIGHT = auto()  # packed; the all-reduce reads and writes the buffer until wait() returns
-    LANDED = auto()  # reduced; deliver() or discard() hands it back
 
 
 class GradBucket:
@@ -85,6 +80,7 @@ class GradBucket:
         self.tail = tail
         self.times: BucketObserver | None = None
         self.finite: FiniteCounter | None = None  # of the values that are not, in what is packed
+        self.factors: GradientFactors | None = None  # what multiplies it besides the averaging
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
@@ -126,8 +122,13 @@ class GradBucket:
                 counts = None
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
+                factor = None
+                if self.factors is not None:
+                    counts, factor = self.factors.begin(counts, len(table.slots)), self.factors.factor
                 if grads:
-                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, matched=True)
+                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, factor=factor, matched=True)
+                if self.factors is not None:
+                    self.factors.settle(counts, table, self.tail, grads[-1] if grads else None)
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
@@ -141,7 +142,7 @@ class GradBucket:
                 self.error = error
                 table.flat.zero_()
                 if self.tail is not None:
-                    self._write_tail(table, self.tail.source(table.dtype, table.flat.device, unused, True))
+                    self.tail.write(table.views[-1], self.tail.source(table.dtype, table.flat.device, unused, True))
         # On CUDA the pack may only just have started, and gradients may come from other streams than this one:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
@@ -251,6 +252,11 @@ class GradBucket:
             self.tail.scale = averaging.pre_scale
 
     @property
+    def unscales(self) -> bool:
+        """Whether gradients may be divided by a loss scale before they travel: float16 would lose small ones."""
+        return self._averaging.dtype != "float16"
+
+    @property
     def busy(self) -> bool:
         """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
         return self.state is not BucketState.FREE
@@ -290,11 +296,9 @@ class GradBucket:
         self.missing, self.error, self._handed_out = [], None, False
         table = self._allocate()  # not the one in use: what is accumulated may lie in it, in views
         if self.tail is not None:
-            self._write_tail(table, self.tail.source(table.dtype, table.flat.device, (), failed, changed=True))
+            source = self.tail.source(table.dtype, table.flat.device, (), failed, changed=True)
+            self.tail.write(table.views[-1], source)
         self._send(table.flat)
-
-    def _write_tail(self, table: PointerTable, source: Tensor) -> None:
-        table.views[-1].copy_(source.double().mul_(self._averaging.pre_scale))  # it is its sign that counts
 
     def _send(self, flat: Tensor) -> None:
         with _ranged("dpfuse::all_reduce", self._label):

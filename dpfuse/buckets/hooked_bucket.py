@@ -119,6 +119,11 @@ class HookedBucket(GradBucket):
     def average_by(self, averaging: Averaging) -> None:
         """Nothing: it is the hook that divides."""
 
+    @property
+    def unscales(self) -> bool:
+        """No: a hook gets the gradients as they are."""
+        return False
+
     def _start(self, flat: Tensor) -> dist.Work:
         # An alias, so that a hook may resize it and the buffer keeps its length.
         return self._call(flat.view(-1))

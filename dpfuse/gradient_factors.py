@@ -1,0 +1,138 @@
+"""What multiplies gradients on their way where only the device knows it. Knows no collective and no order of events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpfuse.grad_norm import Gradients
+from dpfuse.loss_scale import LossScale
+from dpfuse_kernels import PointerTable
+
+if TYPE_CHECKING:
+    from dpfuse.canary import Canary
+    from dpfuse.reducer import Reducer
+    from dpfuse.tail import Tail
+
+__all__ = ["GradientFactors"]
+
+
+class GradientFactors:
+    """The factors of the backward that is running, for all buckets of one wrapped model.
+
+    While gradients are packed, they are divided by the loss scale and looked at. The tail, which is packed last, tells
+    the other ranks what was found.
+
+    Args:
+        canary: tells them what is done here, which must be the same everywhere.
+        bounded: whether the sum over the ranks is finite wherever all summands are: means are, plain sums are not.
+
+    Attributes:
+        factor: what packing multiplies with besides, [] float32 on the device of the gradients; None is 1.
+        loss_scale: of the model.
+    """
+
+    def __init__(self, canary: Canary, *, bounded: bool) -> None:
+        self.factor: Tensor | None = None
+        self.loss_scale = LossScale()
+        self._canary = canary
+        self._bounded = bounded
+        self._counting = False  # whether this backward looks for values that are not finite
+        self._counts: Tensor | None = None  # of them, by place in the bucket, over all buckets; int32
+        self._found: Tensor | None = None  # above 0 if others were found, [] float32
+        self._tail: Tail | None = None
+
+    def equip(self, reducer: Reducer) -> None:
+        """Be asked by these buckets, and hear of backwards."""
+        self._reducer = reducer
+        reducer.opened = self.open
+        for bucket in reducer.buckets:
+            bucket.factors = self
+        self._unscales = self._bounded and all(bucket.unscales for bucket in reducer.buckets)
+        self._slots = 1 + max(len(bucket.params) for bucket in reducer.buckets)
+        self._device = torch.device(reducer.buckets[0].plan.device)
+        self.loss_scale.ids = frozenset(id(param) for bucket in reducer.buckets for param in bucket.params)
+
+    def open(self, *, sync: bool, announced: bool) -> None:
+        """A backward begins; arguments as for the reducer's `open`.
+
+        Raises:
+            DPFuseError: as `LossScale.begins`.
+        """
+        scale = self.loss_scale.begins(lambda: Gradients(self._reducer.buckets, ()), announced=announced)
+        if not sync:
+            return
+        unscales = scale is not None and self._unscales
+        self.factor = None
+        if scale is not None and unscales:
+            # In float64, as torch does: some compilers' division in float32 is off by a digit.
+            self.factor = scale.to(self._device, torch.float64, non_blocking=True).reciprocal().float()
+        self._counting = unscales or self.loss_scale.found is not None
+        self._canary.handling = int(unscales)
+        if self._counting:
+            self._begin_counts()
+
+    def begin(self, counts: Tensor | None, slots: int) -> Tensor | None:
+        """A bucket of so many slots is to be packed: where to count, if anywhere; `counts` if somebody else does."""
+        if counts is not None or not self._counting:
+            return counts
+        assert self._counts is not None
+        return self._counts[:slots]
+
+    def settle(self, counts: Tensor | None, table: PointerTable, tail: Tail | None, source: Tensor | None) -> None:
+        """It was packed.
+
+        Args:
+            counts: what `begin` has returned.
+            table: the buffer.
+            tail: that of the bucket, if it has one; then it is the last.
+            source: what the tail has packed.
+        """
+        if self._counting and counts is not None:
+            assert self._counts is not None
+            assert self._found is not None
+            if counts.data_ptr() != self._counts.data_ptr():
+                self._found += counts.any()
+        if tail is not None:
+            assert source is not None
+            if self.factor is not None:  # which is for gradients alone
+                tail.write(table.views[-1], source)
+            self.tell(tail, table.views[-1])
+
+    def apply(self, tensors: list[Tensor]) -> None:
+        """Multiply what is not packed, all of one dtype, and look at it."""
+        if self._counting and tensors:
+            assert self._found is not None
+            factor = torch.ones_like(self._found) if self.factor is None else self.factor
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._found, factor)
+        elif self.factor is not None and tensors:
+            torch._foreach_mul_(tensors, self.factor)
+
+    def tell(self, tail: Tail, packed: Tensor) -> None:
+        """All is packed: write into the tail as it is to travel, [numel], what this rank has found."""
+        self._tail = tail
+        if self._counting:
+            assert self._counts is not None
+            assert self._found is not None
+            tail.write_found(packed, self._found + self._counts.any())
+
+    def delivered(self) -> None:
+        """All gradients of a backward are averaged."""
+        if self._counting:
+            assert self._tail is not None
+            found = self._tail.found_somewhere()
+            if self._reducer.guard is not None:  # which has spoilt them if the ranks do not agree
+                found = found | self._tail.alarm()
+            self.loss_scale.unscaled(found.float())
+        self.factor, self._counting, self._tail = None, False, None
+        self._canary.handling = 0
+
+    def _begin_counts(self) -> None:
+        if self._counts is None or self._counts.numel() < self._slots or self._found is None:
+            self._counts = torch.zeros(self._slots, dtype=torch.int32, device=self._device)
+            self._found = torch.zeros((), device=self._device)
+        else:
+            self._counts.zero_()
+            self._found.zero_()
