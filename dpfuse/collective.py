@@ -191,13 +191,18 @@ def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) 
     return group._allgather_base(flat, part, AllgatherOptions())
 
 
-def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Try the collectives of `deterministic=True`; to be called on all ranks.
+def check_all_to_all(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    option: str = "deterministic=True",
+) -> None:
+    """Try the collectives of sums in the order of the ranks, with tensors of `dtype`; to be called on all ranks.
 
     Raises:
-        DPFuseError: the back end lacks one of them.
+        DPFuseError: the back end lacks one of them, for which `option` asks.
     """
-    flat = torch.zeros(group.size(), device=device)
+    flat = torch.zeros(group.size(), dtype=dtype, device=device)
     parts = torch.empty_like(flat)
     try:
         finish(start_all_to_all(parts, flat, group), board_of(group), device.type)
@@ -206,9 +211,9 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
         raise
     except (RuntimeError, NotImplementedError) as error:
         raise DPFuseError(
-            f"rank {group.rank()}: deterministic=True needs a back end with all-to-all and all-gather of {device.type} "
+            f"rank {group.rank()}: {option} needs a back end with all-to-all and all-gather of {device.type} "
             f"tensors, which {group.name()} did not do: {error}. Use gloo on CPUs and nccl on GPUs, or leave "
-            "deterministic out."
+            f"{option.partition('=')[0]} out."
         ) from error
 
 

@@ -49,6 +49,11 @@ class DataParallel(SyncedModule):
         wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
             is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
             where another one travels. Values are scaled in float32 and rounded once before the sum.
+        wire_reduce: how 16-bit numbers are added up. "ring" is an all-reduce, which rounds after each addition, and
+            None means it. "fp32" adds up in float32 in the order of the ranks, and rounds once: as many bytes, by
+            all-to-all and all-gather. Where float32 or float64 travels it changes nothing.
+        error_feedback: True adds what rounding to `wire_dtype` takes from a gradient to the next one, so that over many
+            steps nothing is lost. Costs 4 bytes per parameter; `model.error_feedback` is to be saved with a checkpoint.
         check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite
             values, "warn" a warning on that rank; both name parameters, how many values, and the step. On the CPU
             in that backward, on a GPU, without waiting for it, by the end of the next.
@@ -93,6 +98,8 @@ class DataParallel(SyncedModule):
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        wire_reduce: Literal["ring", "fp32"] | None = None,
+        error_feedback: bool = False,
         check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
@@ -116,6 +123,8 @@ class DataParallel(SyncedModule):
             check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
+            wire_reduce=wire_reduce,
+            error_feedback=error_feedback,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

@@ -75,6 +75,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
         stall_timeout: as for `DataParallel`; no argument of torch's.
+        wire_dtype: as for `DataParallel`: the dtype in which gradients travel. With `mixed_precision` it is that of
+            `reduce_dtype`.
+        wire_reduce: as for `DataParallel`: how they are added up.
+        error_feedback: as for `DataParallel`: what rounding takes from a gradient is added to the next one.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -120,6 +124,9 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check: str = "deferred",
         deterministic: bool = False,
         stall_timeout: float = 60.0,
+        wire_dtype: torch.dtype | None = None,
+        wire_reduce: Literal["ring", "fp32"] | None = None,
+        error_feedback: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -176,7 +183,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
             find_unused_parameters,
             gradient_as_bucket_view,
             each_forward,
-            wire_dtype=None if precision is None else precision.wire_dtype,
+            wire_dtype=wire_dtype,
+            reduce_dtype=None if precision is None else precision.wire_dtype,
+            wire_reduce=wire_reduce,
+            error_feedback=error_feedback,
             forward_dtype=None if precision is None else precision.dtype,
             ignored=ignored,
             send_buffers_at_start=at_start,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.memory_order import dense_stride
 from dpfuse.param_spec import ParamSpec
 from dpfuse.plan import MB, plan_groups
+from dpfuse.wire import Wire
 
 __all__ = ["fused_allreduce_gradients"]
 
@@ -30,6 +31,8 @@ def fused_allreduce_gradients(
     scale: float | None = None,
     bucket_size: int = 128 * MB,
     deterministic: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    wire_reduce: Literal["ring", "fp32"] | None = None,
 ) -> None:
     """Average the gradients of `parameter_list` over the ranks, in place, in fused buffers.
 
@@ -46,13 +49,16 @@ def fused_allreduce_gradients(
         bucket_size: bytes after which a buffer is closed; a change of dtype closes it too.
         deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: no
             bit depends on `bucket_size`, and all are those of a wrapper with `deterministic=True`.
+        wire_dtype: the dtype in which gradients travel, as for `DataParallel`; each keeps its own afterwards.
+        wire_reduce: how they are added up there, as for `DataParallel`.
 
     Raises:
         TypeError: `parameter_list` is not iterable or holds something else than tensors; a gradient is
             sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
-        ValueError: `scale` is not finite; `bucket_size` is negative.
+        ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
-            `deterministic` needs what the back end lacks; raised on every rank, before anything is changed.
+            `deterministic` or `wire_reduce` needs what the back end lacks; raised on every rank, before anything is
+            changed.
 
     Example:
         >>> import torch, dpfuse
@@ -71,9 +77,11 @@ def fused_allreduce_gradients(
     process_group = resolve_group(group)
     if process_group is None or process_group.size() == 1:
         _gradients_of(parameter_list, scale, bucket_size, deterministic)
+        Wire.of(wire_dtype, wire_reduce, deterministic=deterministic)
         return
     try:
         params, specs = _gradients_of(parameter_list, scale, bucket_size, deterministic)
+        wire = Wire.of(wire_dtype, wire_reduce, deterministic=deterministic)
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         agreement.report_failure(error, process_group, WHAT)
         raise
@@ -82,15 +90,18 @@ def fused_allreduce_gradients(
         for spec, param in zip(specs, params, strict=True)
     ]
     lines.append(
-        f"{len(specs)} gradients, scale={scale}, bucket_size={float(bucket_size)}, deterministic={deterministic}"
+        f"{len(specs)} gradients, scale={scale}, bucket_size={float(bucket_size)}, deterministic={deterministic}, "
+        f"wire_dtype={wire_dtype}, wire_reduce={wire_reduce}"
     )
     remedy = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
     agreement.agree_on_text("\n".join(lines), process_group, WHAT, remedy)
-    if deterministic:
-        for device in dict.fromkeys(param.device for param in params):
+    for device in dict.fromkeys(param.device for param in params):
+        if deterministic:
             check_all_to_all(process_group, device)
+        if wire.probe is not None:
+            check_all_to_all(process_group, device, *wire.probe)
     plan = plan_groups(specs, bucket_size)
-    buckets = make_buckets(plan, params, process_group, scale=scale, deterministic=deterministic)
+    buckets = make_buckets(plan, params, process_group, scale=scale, wire=wire, deterministic=deterministic)
     for bucket in buckets:
         bucket.launch()
     for bucket in buckets:

@@ -17,6 +17,7 @@ from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.device_guard import guard_of
+from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
@@ -61,7 +62,7 @@ class GradSync:
         self._options = options
         self.broadcast_buffers = options.broadcast_buffers
         self.compare_buffers = options.broadcast_buffers  # whether some forward sends them, if maybe not this one
-        self.wire = options.wire  # name of the dtype that travels; None: each gradient's own
+        self.wire = options.wire.dtype  # name of the dtype that travels; None: each gradient's own
         self.source = 0  # the rank whose buffers and ready order all ranks take
         self.before_collectives: Callable[[], None] | None = None  # called in before_forward, once all is well
         self.module_changed: Callable[[], None] | None = None  # called when it may have, before it is looked at
@@ -79,8 +80,9 @@ class GradSync:
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
         self._watch = BackwardWatch()
+        self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
-        self._factors: GradientFactors | None = None
+        self.factors = GradientFactors(canary, options.gradient_scale, group.size())
         if options.check_finite != "off":
             self._finite = FiniteCheck(
                 raises=options.check_finite == "raise",
@@ -98,8 +100,11 @@ class GradSync:
             open_backward=self._watch.begin,
             rebuild=self._rebuild,
         )
+        if self.error_feedback is not None:
+            self._plan_residuals(self.error_feedback)
+            self.reducer.after_delivery = (self.error_feedback.delivered,)
         if self._finite is not None:
-            self.reducer.after_delivery = (self._finite.warn,)
+            self.reducer.after_delivery = (*self.reducer.after_delivery, self._finite.warn)
         self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
         self.reducer.guard = guard_of(self._params, group.size())
@@ -159,7 +164,7 @@ class GradSync:
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook divides by its own."""
         for bucket in self.reducer.buckets:
-            scale, wire = self._options.gradient_scale, self._options.wire
+            scale, wire = self._options.gradient_scale, self.wire
             bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
 
     def observe(self, times: BucketObserver | None) -> None:
@@ -212,12 +217,15 @@ class GradSync:
         """Let a communication hook reduce the gradients from the next synchronised backward on.
 
         Raises:
-            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper is deterministic.
+            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper was told how
+                gradients travel.
         """
-        if self._options.deterministic:
+        option = self._options.of_communication
+        if option is not None:
             raise DPFuseError(
-                f"rank {self.group.rank()}: a communication hook was registered with deterministic=True, expected one "
-                f"of the two: {hook.name} adds up as it likes. Leave deterministic out, or register no hook."
+                f"rank {self.group.rank()}: a communication hook was registered with {option}, expected one "
+                f"of the two: {hook.name} adds up as it likes. Leave {option.partition('=')[0]} out, or register no "
+                "hook."
             )
         if self.hook is not None:
             raise RuntimeError(
@@ -246,16 +254,6 @@ class GradSync:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
         return self._reader.read(self.reducer, _names(self.plan), self._planned)
 
-    @property
-    def factors(self) -> GradientFactors:
-        """What multiplies gradients on their way; there is none before somebody asks."""
-        if self._factors is None:
-            scale = self._options.gradient_scale
-            self._factors = GradientFactors(self.canary, bounded=scale is None or abs(scale) * self.group.size() <= 1)
-            self.reducer.after_delivery = (self._factors.delivered, *self.reducer.after_delivery)
-            self._factors.equip(self.reducer)
-        return self._factors
-
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
@@ -279,6 +277,7 @@ class GradSync:
                 canary=self.canary,
                 registered=self._options.registered,
                 deterministic=self._options.deterministic,
+                feedback=self.error_feedback,
             )
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
@@ -297,13 +296,16 @@ class GradSync:
         self.reducer.adopt(self._make_buckets(self.plan), marks)
         self._equip_buckets()
 
+    def _plan_residuals(self, feedback: ErrorFeedback) -> None:
+        residuals = [bucket.residual for bucket in self.reducer.buckets]
+        feedback.plan(spec for residual in residuals if residual is not None for spec in residual.specs)
+
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
         self.reducer.guard = guard_of(self._params, self.group.size())
         self._hooks.replace(self._params, self._markers())
-        if self._factors is not None:
-            self._factors.equip(self.reducer)
+        self.factors.equip(self.reducer)
 
     def _follow_module(self) -> None:
         """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
@@ -365,6 +367,8 @@ class GradSync:
         self._change = None
         self._wish = ""
         self._buffers.agree_on(self._buffer_kinds, self.source)
+        if self.error_feedback is not None:
+            self._plan_residuals(self.error_feedback)
 
     def _markers(self) -> list[Callable[[Any], None]]:
         markers = self.reducer.markers()

@@ -27,27 +27,39 @@ class GradientFactors:
 
     Args:
         canary: tells them what is done here, which must be the same everywhere.
-        bounded: whether the sum over the ranks is finite wherever all summands are: means are, plain sums are not.
+        gradient_scale: factor on each rank's gradients; None is the mean.
+        world_size: number of ranks.
 
     Attributes:
         factor: what packing multiplies with besides, [] float32 on the device of the gradients; None is 1.
         loss_scale: of the model.
     """
 
-    def __init__(self, canary: Canary, *, bounded: bool) -> None:
+    def __init__(self, canary: Canary, gradient_scale: float | None, world_size: int) -> None:
         self.factor: Tensor | None = None
         self.loss_scale = LossScale()
         self._canary = canary
-        self._bounded = bounded
+        # Is the sum over the ranks finite wherever all summands are? That of a mean is.
+        self._bounded = gradient_scale is None or abs(gradient_scale) * world_size <= 1
+        self._reducer: Reducer | None = None
         self._counting = False  # whether this backward looks for values that are not finite
         self._counts: Tensor | None = None  # of them, by place in the bucket, over all buckets; int32
         self._found: Tensor | None = None  # above 0 if others were found, [] float32
         self._tail: Tail | None = None
 
+    def attach(self, reducer: Reducer) -> None:
+        """Hear of backwards from now on; a model that never asks for factors has no cost of them."""
+        if self._reducer is None:
+            self._reducer = reducer
+            reducer.opened = self.open
+            # Before anybody uses the gradients, such as an optimizer in backward.
+            reducer.after_delivery = (self.delivered, *reducer.after_delivery)
+            self.equip(reducer)
+
     def equip(self, reducer: Reducer) -> None:
-        """Be asked by these buckets, and hear of backwards."""
-        self._reducer = reducer
-        reducer.opened = self.open
+        """Be asked by these buckets, if by any."""
+        if self._reducer is None:
+            return
         for bucket in reducer.buckets:
             bucket.factors = self
         self._unscales = self._bounded and all(bucket.unscales for bucket in reducer.buckets)
@@ -61,7 +73,9 @@ class GradientFactors:
         Raises:
             DPFuseError: as `LossScale.begins`.
         """
-        scale = self.loss_scale.begins(lambda: Gradients(self._reducer.buckets, ()), announced=announced)
+        assert self._reducer is not None
+        buckets = self._reducer.buckets
+        scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
         if not sync:
             return
         unscales = scale is not None and self._unscales
@@ -122,6 +136,7 @@ class GradientFactors:
         """All gradients of a backward are averaged."""
         if self._counting:
             assert self._tail is not None
+            assert self._reducer is not None
             found = self._tail.found_somewhere()
             if self._reducer.guard is not None:  # which has spoilt them if the ranks do not agree
                 found = found | self._tail.alarm()

@@ -29,8 +29,11 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
     watch(group, options.stall_timeout)
+    device = next(iter(params.values())).device
     if options.deterministic:
-        collective.check_all_to_all(group, next(iter(params.values())).device)
+        collective.check_all_to_all(group, device)
+    if options.wire.probe is not None:
+        collective.check_all_to_all(group, device, *options.wire.probe)
     tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
     send_tensors(tensors, group)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from dpfuse.averaging import WIRES, averaging_for
+from dpfuse.averaging import averaging_for
 from dpfuse.bucket_rule import BucketRule
 from dpfuse.plan import NO_WISHES
+from dpfuse.wire import Wire
 
 __all__ = ["SyncOptions"]
 
@@ -28,6 +28,7 @@ class SyncOptions:
     broadcast_buffers: bool
     gradient_scale: float | None = None
     wire_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None  # mixed_precision's word for wire_dtype
     forward_dtype: torch.dtype | None = None  # in which the module computes; None is that of its parameters
     ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
     send_buffers_at_start: bool = True
@@ -38,6 +39,8 @@ class SyncOptions:
     checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
     deterministic: bool = False
+    wire_reduce: str | None = None
+    error_feedback: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -46,7 +49,13 @@ class SyncOptions:
                 f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
                 "for example comm_buffer_size=25"
             )
-        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "deterministic"):
+        for name in (
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "broadcast_buffers",
+            "deterministic",
+            "error_feedback",
+        ):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
         if self.checked not in CHECKS:
@@ -72,10 +81,17 @@ class SyncOptions:
             raise ValueError(
                 f"stall_timeout must be > 0 s, got {self.stall_timeout!r}; float('inf') waits for silent ranks for ever"
             )
-        if self.wire_dtype is not None and self.wire_dtype not in map(self._dtype, WIRES):
+        if None not in (self.wire_dtype, self.reduce_dtype) and self.wire_dtype != self.reduce_dtype:
             raise ValueError(
-                f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
-                f"{self.wire_dtype!r}; None sends gradients in their own dtype"
+                f"wire_dtype={self.wire_dtype!r} was passed, and mixed_precision reduces gradients in "
+                f"{self.reduce_dtype}; expected one of the two. Set reduce_dtype, and leave wire_dtype out."
+            )
+        Wire.of(self.wire_dtype, self.wire_reduce, deterministic=self.deterministic)
+        if self.error_feedback and not self.wire.narrows:
+            raise ValueError(
+                f"error_feedback=True was passed with wire_dtype={self.wire_dtype!r}, expected a narrow wire: nothing "
+                "is rounded away that could be sent later. Pass for example wire_dtype=torch.bfloat16, or leave "
+                "error_feedback out."
             )
         if self.check_finite not in FINITE_CHECKS:
             raise ValueError(
@@ -83,11 +99,18 @@ class SyncOptions:
                 "leave it out to send gradients unseen"
             )
 
-    @staticmethod
-    def _dtype(name: str) -> torch.dtype:
-        return cast(torch.dtype, getattr(torch, name))
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel."""
+        return Wire.of(self.wire_dtype or self.reduce_dtype, self.wire_reduce)
 
     @property
-    def wire(self) -> str | None:
-        """The name of `wire_dtype`, as plans have it."""
-        return None if self.wire_dtype is None else str(self.wire_dtype).removeprefix("torch.")
+    def of_communication(self) -> str | None:
+        """An option that says how gradients are added up, if there is one: what a communication hook decides itself."""
+        if self.deterministic:
+            return "deterministic=True"
+        if self.error_feedback:
+            return "error_feedback=True"
+        if self.wire_reduce is not None:
+            return f"wire_reduce={self.wire_reduce!r}"
+        return None if self.wire_dtype is None else f"wire_dtype={self.wire_dtype}"

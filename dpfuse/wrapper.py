@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpfuse import agreement
 from dpfuse.canary import Canary
 from dpfuse.collective import resolve_group
+from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.grad_sync import GradSync
@@ -265,12 +266,20 @@ class SyncedModule(nn.Module):
     @property
     def loss_scale(self) -> LossScale | None:
         """How the gradients stand to the scale of a `GradScaler`; None where the wrapper only passes calls through."""
-        return None if self._sync is None else self._sync.factors.loss_scale
+        if self._sync is None:
+            return None
+        self._sync.factors.attach(self._sync.reducer)
+        return self._sync.factors.loss_scale
 
     def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
             self._sync.observe(times)
+
+    @property
+    def error_feedback(self) -> ErrorFeedback | None:
+        """What this rank has rounded away and is to send yet; None without `error_feedback=True`, or a group."""
+        return None if self._sync is None else self._sync.error_feedback
 
     @property
     def reducer(self) -> Reducer | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.bucket_state import BucketState
+from dpfuse.buckets.contexts import no_graph, ranged
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from dpfuse.gradient_factors import GradientFactors
 
 __all__ = ["BucketState", "GradBucket"]
-
-_NOTHING = nullcontext()  # one for all: making a context costs more than entering it
 
 
 class GradBucket:
@@ -84,6 +83,7 @@ class GradBucket:
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
+        self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._table: PointerTable | None = None
         self._untailed: PointerTable | None = None
@@ -112,7 +112,7 @@ class GradBucket:
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
         self.missing = [] if complete else [i for i, g in zip(self._fused.params, grads, strict=True) if g is None]
-        with _ranged("dpfuse::pack", self._label), _no_graph():
+        with ranged("dpfuse::pack", self._label), no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
@@ -122,13 +122,8 @@ class GradBucket:
                 counts = None
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
-                factor = None
-                if self.factors is not None:
-                    counts, factor = self.factors.begin(counts, len(table.slots)), self.factors.factor
                 if grads:
-                    flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, factor=factor, matched=True)
-                if self.factors is not None:
-                    self.factors.settle(counts, table, self.tail, grads[-1] if grads else None)
+                    self._pack(grads, table, counts)
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
@@ -158,7 +153,7 @@ class GradBucket:
         assert self._table is not None
         if self.times is not None:
             self.times.wait_begins(self._table.flat)
-        with _ranged("dpfuse::wait", self._label):
+        with ranged("dpfuse::wait", self._label):
             finish(self._work, self._board, self._device_type, last=self.tail is not None)
             if self.early is not None:
                 self.early.join()
@@ -176,6 +171,8 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
+        if self.residual is not None:
+            self.residual.delivered(untouched)
         if self._keep_views:
             if not self._handed_out:
                 self._hand_out_views(untouched)
@@ -201,7 +198,7 @@ class GradBucket:
                 targets.append(param.grad)
         if self.tail is not None:
             targets.append(None)
-        with _no_graph():
+        with no_graph():
             try:
                 self._unpack(targets)
             except (ValueError, RuntimeError):
@@ -247,7 +244,7 @@ class GradBucket:
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
-        self._averaging = averaging
+        self._averaging = replace(averaging, dtype=self._averaging.dtype)
         if self.tail is not None:
             self.tail.scale = averaging.pre_scale
 
@@ -266,9 +263,18 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
+    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
+        residual = None if self.residual is None else self.residual.before_pack(table, self.missing)
+        scale, factor = self._averaging.pre_scale, None
+        if self.factors is not None:
+            counts, factor = self.factors.begin(counts, len(table.slots)), self.factors.factor
+        flatten(grads, table, scale=scale, counts=counts, factor=factor, residual=residual, matched=True)
+        if self.factors is not None:
+            self.factors.settle(counts, table, self.tail, grads[-1])
+
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
-        with _ranged("dpfuse::unpack", self._label):
+        with ranged("dpfuse::unpack", self._label):
             unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
 
     def _precede(self) -> None:
@@ -301,7 +307,7 @@ class GradBucket:
         self._send(table.flat)
 
     def _send(self, flat: Tensor) -> None:
-        with _ranged("dpfuse::all_reduce", self._label):
+        with ranged("dpfuse::all_reduce", self._label):
             self._work = self._start(flat)
         if self.times is not None:
             self.times.sent(self._travelling(flat), self._work, is_last=self.tail is not None)
@@ -380,15 +386,3 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def _ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A named range for the profiler; costs next to nothing while none is running."""
-    if _profiler_enabled():
-        return torch.profiler.record_function(f"{name} ({label})")
-    return _NOTHING
-
-
-def _no_graph() -> AbstractContextManager[object]:
-    """Gradients that carry a graph (create_graph=True) are packed by value."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

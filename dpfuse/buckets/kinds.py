@@ -8,18 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.averaging import averaging_for
+from dpfuse.averaging import averaging_for, real_dtype
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.early_unpack import side_stream_on
 from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.buckets.ordered_bucket import OrderedBucket
+from dpfuse.buckets.residual import Residual
 from dpfuse.buckets.sparse_bucket import SparseBucket
 from dpfuse.buckets.tail_bucket import TailBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
+from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.plan import BucketPlan
 from dpfuse.tail import Tail
+from dpfuse.wire import UNCHANGED, Wire
 
 __all__ = ["make_buckets", "make_hooked_buckets"]
 
@@ -30,11 +33,12 @@ def make_buckets(
     group: dist.ProcessGroup,
     *,
     scale: float | None = None,
-    wire: str | None = None,
+    wire: Wire = UNCHANGED,
     views: bool = False,
     canary: Canary | None = None,
     registered: bool = False,
     deterministic: bool = False,
+    feedback: ErrorFeedback | None = None,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -43,28 +47,32 @@ def make_buckets(
         params: by registration index.
         group: process group of the collectives.
         scale: factor on each rank's gradients; None is the mean.
-        wire: name of the dtype that travels; None sends gradients as they are.
+        wire: how gradients travel.
         views: whether `.grad` becomes a view of the buffers.
         canary: what the `Tail` of the last bucket tells of; without, there is none.
         registered: whether buffers lie in memory that the group's back end has registered.
         deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
+        feedback: where to keep what rounding takes from dense gradients that travel narrowed; None loses it.
     """
     buckets: list[GradBucket] = []
     side = side_stream_on(group, torch.device(plan.buckets[0].device)) if canary is not None else None
     for order, bucket in enumerate(plan.buckets):
-        averaging = averaging_for(bucket.dtype, group.size(), scale, wire)
+        averaging = averaging_for(bucket.dtype, group.size(), scale, wire.dtype)
+        in_order = deterministic or wire.adds_in_float32(averaging.dtype)
         tail = None
         if canary is not None and order == len(plan.buckets) - 1:
             factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
             tail = Tail(group.rank(), group.size(), len(plan.specs), factor, canary)
-        kind = SparseBucket if bucket.sparse else OrderedBucket if deterministic else GradBucket
-        if not views and not deterministic and InPlaceBucket.suits(bucket, averaging):
+        kind = SparseBucket if bucket.sparse else OrderedBucket if in_order else GradBucket
+        if not views and not in_order and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
+        ours = [params[index] for index in bucket.params]
+        names = [plan.specs[index].name for index in bucket.params]
         buckets.append(
             kind(
                 bucket,
-                [params[index] for index in bucket.params],
-                [plan.specs[index].name for index in bucket.params],
+                ours,
+                names,
                 group,
                 averaging=averaging,
                 views=views,
@@ -73,6 +81,8 @@ def make_buckets(
             )
         )
         buckets[-1].registered = registered
+        if feedback is not None and not bucket.sparse and wire.narrowed(real_dtype(bucket.dtype)):
+            buckets[-1].residual = Residual(feedback, order, bucket, ours, names)
         if side is not None and kind in (GradBucket, InPlaceBucket):
             buckets[-1].unpack_early_on(side)
     return buckets

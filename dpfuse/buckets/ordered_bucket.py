@@ -31,13 +31,22 @@ class _OrderedSum(dist.Work):
         parts: room for what the other ranks send, like `flat`.
         group: process group.
         stream: where to go on, on CUDA.
+        residual: of this rank's part, [part] float32: what rounding the sum takes is added to it.
     """
 
-    def __init__(self, flat: Tensor, parts: Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        parts: Tensor,
+        group: dist.ProcessGroup,
+        stream: torch.cuda.Stream | None,
+        residual: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self._flat = flat
         self._parts = parts
         self._group = group
+        self._residual = residual
         self._future: Future[Any] = Future()
         self._exchange = collective.start_all_to_all(parts, flat, group)
         self._gather: dist.Work | None = None
@@ -79,7 +88,7 @@ class _OrderedSum(dist.Work):
         size = self._group.size()
         # What this rank has sent was read: the sum is put where the gather leaves it.
         ours = self._flat.view(size, -1)[self._group.rank()]
-        sum_parts(self._parts.view(size, -1), ours)
+        sum_parts(self._parts.view(size, -1), ours, residual=self._residual)
         return collective.start_all_gather_into(self._flat, ours, self._group)
 
 
@@ -102,7 +111,10 @@ class OrderedBucket(GradBucket):
         if self._parts is None:
             self._parts = torch.empty_like(flat)
             self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
-        return _OrderedSum(flat, self._parts, self._group, self._stream)
+        residual = None
+        if self.residual is not None:
+            residual = self.residual.part(self._group.rank(), self._group.size())
+        return _OrderedSum(flat, self._parts, self._group, self._stream, residual)
 
     def _places(self) -> tuple[list[Slot], int]:
         slots, numel = super()._places()

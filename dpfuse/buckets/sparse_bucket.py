@@ -47,7 +47,7 @@ class SparseBucket(GradBucket):
         with torch.no_grad():
             try:
                 if grad is not None:
-                    self._rows = self._pack(grad)
+                    self._rows = self._rows_of(grad)
                 if self.finite is not None and not empty:
                     self._settle_counts(self.finite)
             except (ValueError, TypeError, RuntimeError) as error:
@@ -125,7 +125,7 @@ class SparseBucket(GradBucket):
     def _dtype(self) -> torch.dtype:
         return cast(torch.dtype, getattr(torch, self.plan.dtype))
 
-    def _pack(self, grad: Tensor) -> Tensor:
+    def _rows_of(self, grad: Tensor) -> Tensor:
         """The scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
         if grad.dtype != self._dtype:
             raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.flatten import count_nonfinite, flatten_reference
+from dpfuse_kernels.flatten import check_options, count_nonfinite, flatten_reference, product
 from dpfuse_kernels.flatten import flatten as flatten_triton
 from dpfuse_kernels.multiply import multiply as multiply_triton
 from dpfuse_kernels.multiply import multiply_reference
@@ -56,6 +56,9 @@ def flatten(
     *,
     scale: float = 1.0,
     counts: Tensor | None = None,
+    factor: Tensor | None = None,
+    residual: Tensor | None = None,
+    accumulate: bool = False,
     matched: bool = False,
 ) -> None:
     """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass, and count if asked to.
@@ -73,9 +76,16 @@ def flatten(
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
     if uses_triton(table):
-        flatten_triton(tensors, table, scale=scale, counts=counts)
-    elif not (matched and table.host_plan.pack_matched(tensors, table, scale)):  # type: ignore[arg-type]
-        flatten_reference(tensors, table, scale=scale, counts=counts)
+        flatten_triton(
+            tensors, table, scale=scale, counts=counts, factor=factor, residual=residual, accumulate=accumulate
+        )
+        return
+    if factor is not None or residual is not None or accumulate:
+        check_options(table, factor, residual)
+        scale, factor = product(scale, factor), None
+        matched = matched and residual is None and not accumulate
+    if not (matched and table.host_plan.pack_matched(tensors, table, scale)):  # type: ignore[arg-type]
+        flatten_reference(tensors, table, scale=scale, counts=counts, residual=residual, accumulate=accumulate)
     elif counts is not None:
         count_nonfinite(table, counts)
 
@@ -160,7 +170,7 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) ->
         spoil_reference(table, tensors, alarm)
 
 
-def sum_parts(parts: Tensor, out: Tensor) -> None:
+def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     """Add up the rows of `parts` in their order, in float32 (float64 for float64), and round once.
 
     Arguments, result and errors are those of `dpfuse_kernels.sum_parts.sum_parts`.
@@ -173,4 +183,4 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
         >>> out
         tensor([258.,  12.], dtype=torch.bfloat16)
     """
-    (sum_parts_triton if _choose(out.device) else sum_parts_reference)(parts, out)
+    (sum_parts_triton if _choose(out.device) else sum_parts_reference)(parts, out, residual)

@@ -14,7 +14,7 @@ from dpfuse_kernels.pointer_table import PointerTable
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
 
-__all__ = ["all_finite", "count_nonfinite", "flatten", "flatten_reference"]
+__all__ = ["all_finite", "check_options", "count_nonfinite", "flatten", "flatten_reference", "product"]
 
 
 def _flatten_kernel(
@@ -23,12 +23,17 @@ def _flatten_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
     scale_bits: tl.int64,
     first_program: tl.int64,
-    extra_address: tl.int64,  # of counts, [slots] int32, where COUNT
+    counts_address: tl.int64,  # [slots] int32, where COUNT
+    factor_address: tl.int64,  # [] float32, where FACTOR
+    residual_address: tl.int64,  # float32, as many elements as flat, where RESIDUAL
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
     COUNT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Program p copies one chunk: `length` elements of tensor `tensor`, from `start` on, to flat[offset:].
@@ -36,6 +41,9 @@ def _flatten_kernel(
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     Tensors [1, 2, 3] and [4, 5], scale 0.5, in a buffer full of 9: flat is [0.5, 1, 1.5, 9, 2, 2.5].
     COUNT with tensors [1, inf, nan] and [4, nan]: counts [10, 20] become [12, 21].
+    FACTOR 4 and ACCUMULATE, with scale 0.5, tensors [1, 2, 3] and [4, 5]: flat is [11, 13, 15, 9, 17, 19].
+    RESIDUAL full of 0.25 with a float16 buffer, tensors [1, 2048, 3] and [4, 5]: flat is [1.25, 2048, 3.25, 9, 4.25,
+    5.25], and residual [0, 0.25, 0, 0.25, 0, 0].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
@@ -43,75 +51,152 @@ def _flatten_kernel(
     address = tl.load(address_ptr + tensor)
     start = tl.load(row_ptr + 1)
     length = tl.load(row_ptr + 2).to(tl.int32)
-    target = flat_address + tl.load(row_ptr + 3) * (WIRE.primitive_bitwidth // 8)
+    offset = tl.load(row_ptr + 3)
+    target = flat_address + offset * (WIRE.primitive_bitwidth // 8)
+    residual = residual_address + offset * 4
     lane = tl.arange(0, CHUNK)
-    # A number is finite unless all bits of its exponent are set.
+    count_ptr = (counts_address + tensor * 4).to(tl.pointer_type(tl.int32))
+    if (address == 0) & (not RESIDUAL):
+        if not ACCUMULATE:
+            tl.store(target.to(tl.pointer_type(WIRE)) + lane, tl.full([CHUNK], 0, WIRE), mask=lane < length)
+        elif COUNT:
+            kept = tl.load(target.to(tl.pointer_type(WIRE)) + lane, mask=lane < length)
+            _count(kept, lane < length, count_ptr, WIRE)
+    else:
+        source = address + start * (TENSOR.primitive_bitwidth // 8)
+        # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
+        scale = scale_bits.to(tl.float64, bitcast=True)
+        if FACTOR:
+            scale *= tl.load(factor_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+        scale = scale.to(COMPUTE)
+        present = address != 0
+        aligned = (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0)
+        if RESIDUAL:
+            aligned &= residual % 16 == 0
+        if aligned:
+            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
+            _pack(
+                tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16) + lane,
+                tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane,
+                tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane,
+                count_ptr,
+                lane < tl.multiple_of(length, 8),
+                present,
+                scale,
+                WIRE=WIRE,
+                COMPUTE=COMPUTE,
+                SCALED=SCALED or FACTOR,
+                COUNT=COUNT,
+                RESIDUAL=RESIDUAL,
+                ACCUMULATE=ACCUMULATE,
+            )
+        else:
+            _pack(
+                source.to(tl.pointer_type(TENSOR)) + lane,
+                target.to(tl.pointer_type(WIRE)) + lane,
+                residual.to(tl.pointer_type(tl.float32)) + lane,
+                count_ptr,
+                lane < length,
+                present,
+                scale,
+                WIRE=WIRE,
+                COMPUTE=COMPUTE,
+                SCALED=SCALED or FACTOR,
+                COUNT=COUNT,
+                RESIDUAL=RESIDUAL,
+                ACCUMULATE=ACCUMULATE,
+            )
+
+
+def _pack(
+    source_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    mask: tl.tensor,
+    present: tl.tensor,  # bool: False reads zeros
+    scale: tl.tensor,
+    WIRE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    COUNT: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """Reads, computes and writes one chunk of `_flatten_kernel`."""
+    value = tl.load(source_ptr, mask=tl.where(present, mask, False) if RESIDUAL else mask)
+    if SCALED:
+        value = value.to(COMPUTE) * scale
+    if RESIDUAL:
+        # Zero times an infinite factor is not zero. The negative one changes nothing that it is added to.
+        value = tl.where(present, value.to(COMPUTE), -0.0)
+    if ACCUMULATE:
+        value = tl.load(target_ptr, mask=mask).to(COMPUTE) + value.to(COMPUTE)
+    if RESIDUAL:
+        value += tl.load(residual_ptr, mask=mask).to(COMPUTE)
+    exact = value
+    if value.dtype.is_fp64() and not WIRE.is_fp64():
+        # To 16 bits by way of float32, as torch converts.
+        value = value.to(tl.float32)
+    value = value.to(WIRE)
+    tl.store(target_ptr, value, mask=mask)
+    if RESIDUAL:
+        error = exact - value.to(COMPUTE)
+        error = tl.where(tl.abs(error) < float("inf"), error, 0.0)
+        tl.store(residual_ptr, error.to(tl.float32), mask=mask)
+    if COUNT:
+        _count(value, mask, count_ptr, WIRE)
+
+
+def _count(value: tl.tensor, mask: tl.tensor, count_ptr: tl.tensor, WIRE: tl.constexpr) -> None:
+    """Adds the number of values that are not finite: those with all bits of the exponent set."""
     BITS: tl.constexpr = tl.int64 if WIRE.is_fp64() else tl.int32 if WIRE.is_fp32() else tl.int16
     EXPONENT: tl.constexpr = (
         0x7FF0000000000000 if WIRE.is_fp64() else 0x7F800000 if WIRE.is_fp32() else 0x7C00 if WIRE.is_fp16() else 0x7F80
     )
-    if address == 0:
-        tl.store(target.to(tl.pointer_type(WIRE)) + lane, tl.full([CHUNK], 0, WIRE), mask=lane < length)
-    else:
-        source = address + start * (TENSOR.primitive_bitwidth // 8)
-        # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
-        scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
-        if (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0):
-            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
-            source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
-            target_ptr = tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16)
-            whole = lane < tl.multiple_of(length, 8)
-            value = tl.load(source_ptr + lane, mask=whole)
-            if SCALED:
-                value = value.to(COMPUTE) * scale
-            if value.dtype.is_fp64() and not WIRE.is_fp64():
-                # To 16 bits by way of float32, as torch converts.
-                value = value.to(tl.float32)
-            value = value.to(WIRE)
-            tl.store(target_ptr + lane, value, mask=whole)
-            if COUNT:
-                strange = ((value.to(BITS, bitcast=True) & EXPONENT) == EXPONENT) & whole
-                count = tl.sum(strange.to(tl.int32))
-                if count > 0:
-                    tl.atomic_add(extra_address.to(tl.pointer_type(tl.int32)) + tensor, count, sem="relaxed")
-        else:
-            value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=lane < length)
-            if SCALED:
-                value = value.to(COMPUTE) * scale
-            if value.dtype.is_fp64() and not WIRE.is_fp64():
-                value = value.to(tl.float32)
-            value = value.to(WIRE)
-            tl.store(target.to(tl.pointer_type(WIRE)) + lane, value, mask=lane < length)
-            if COUNT:
-                strange = ((value.to(BITS, bitcast=True) & EXPONENT) == EXPONENT) & (lane < length)
-                count = tl.sum(strange.to(tl.int32))
-                if count > 0:
-                    tl.atomic_add(extra_address.to(tl.pointer_type(tl.int32)) + tensor, count, sem="relaxed")
+    strange = ((value.to(BITS, bitcast=True) & EXPONENT) == EXPONENT) & mask
+    count = tl.sum(strange.to(tl.int32))
+    if count > 0:
+        tl.atomic_add(count_ptr, count, sem="relaxed")
 
 
 @torch.no_grad()
 def flatten(
-    tensors: Sequence[Tensor | None], table: PointerTable, *, scale: float = 1.0, counts: Tensor | None = None
+    tensors: Sequence[Tensor | None],
+    table: PointerTable,
+    *,
+    scale: float = 1.0,
+    counts: Tensor | None = None,
+    factor: Tensor | None = None,
+    residual: Tensor | None = None,
+    accumulate: bool = False,
 ) -> None:
     """Pack `tensors` into their slots of `table.flat` with one kernel launch on the current stream.
 
     Each slot becomes the tensor times `scale`, computed in float32 (float64 where either side is) and rounded
     once to the dtype of `flat` (float64 to 16 bits by way of float32, as torch converts). What lies between
-    slots is not touched.
+    slots is not touched, in `residual` neither.
 
     Args:
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `flat`. None packs zeros.
-            A tensor that is its slot is scaled in place. One whose strides differ from the slot's goes
-            through a dense copy. The caller keeps all of them referenced until work that may reuse their
+        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `flat`. None packs zeros, whatever
+            `scale` and `factor` are. A tensor that is its slot is scaled in place. One whose strides differ from the
+            slot's goes through a dense copy. The caller keeps all of them referenced until work that may reuse their
             memory is ordered behind this launch.
         table: the layout.
         scale: the factor.
         counts: [slots] int32 on the device of `flat`; each is increased by the number of NaN and infinities that
             its slot holds now. None counts nothing.
+        factor: [] float32 on the device of `flat`, read there: tensors are multiplied by the product of `scale` and it,
+            which is computed in double precision.
+        residual: [flat.numel()] float32 on the device of `flat`, for error feedback: what rounding took from earlier
+            calls is added before this one rounds, and what it takes now is kept, 0 where that is not finite. In short,
+            v = x * scale * factor + residual; flat = round(v); residual = v - flat. Not for a float64 buffer.
+        accumulate: add to what the slot holds, before the residual and the one rounding. None leaves it as it is.
 
     Raises:
         ValueError: a wrong tensor, by slot name, with nothing written: count, shape, dtype, device, sparse,
-            memory that overlaps `flat` without being its slot; or a tensor moved while a CUDA graph is captured.
+            memory that overlaps `flat` without being its slot; a tensor moved while a CUDA graph is captured; a factor
+            or a residual of another shape, dtype or device, or a residual of a float64 buffer.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, flatten
@@ -119,22 +204,51 @@ def flatten(
         >>> flatten([torch.tensor([1.0, 2.0, 3.0])], table, scale=0.5)
         >>> table.flat
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
+
+        With a residual, the small value that a 16-bit buffer cannot add is not lost, but sent later:
+
+        >>> table = PointerTable(torch.zeros(1, dtype=torch.float16), [Slot("a", 0, (1,), (1,))], torch.float32)
+        >>> residual = torch.zeros(1)
+        >>> for _ in range(3):
+        ...     flatten([torch.tensor([2048.75])], table, residual=residual)
+        ...     print(table.flat.item(), residual.item())
+        2048.0 0.75
+        2050.0 -0.5
+        2048.0 0.25
     """
     tensors = list(tensors)
+    check_options(table, factor, residual)
     entries = check_all(tensors, table)
-    if entries.own is None and scale == 1.0 and counts is None:
+    plain = factor is None and residual is None and not accumulate
+    if entries.own is None and scale == 1.0 and counts is None and plain:
         return
     addresses = entries.addresses
     # Held until the launch; what is freed after it is reused behind it, on the same stream.
     dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
     for index, copy in dense.items():
         addresses[index] = copy.data_ptr()
-    table.launcher.launch(_flatten_kernel, addresses, scale=scale, extra=counts, COUNT=counts is not None)
+    table.launcher.launch(
+        _flatten_kernel,
+        addresses,
+        scale=scale,
+        extras=(counts, factor, residual),
+        COUNT=counts is not None,
+        FACTOR=factor is not None,
+        RESIDUAL=residual is not None,
+        ACCUMULATE=accumulate,
+    )
 
 
 @torch.no_grad()
 def flatten_reference(
-    tensors: Sequence[Tensor | None], table: PointerTable, *, scale: float = 1.0, counts: Tensor | None = None
+    tensors: Sequence[Tensor | None],
+    table: PointerTable,
+    *,
+    scale: float = 1.0,
+    counts: Tensor | None = None,
+    factor: Tensor | None = None,
+    residual: Tensor | None = None,
+    accumulate: bool = False,
 ) -> None:
     """Pack `tensors` with torch's own operations: the same result as `flatten`, on any device; the CPU path.
 
@@ -143,9 +257,12 @@ def flatten_reference(
         table: the layout.
         scale: the factor.
         counts: as for `flatten`.
+        factor: likewise; read by the host.
+        residual: as for `flatten`.
+        accumulate: likewise.
 
     Raises:
-        ValueError: a wrong tensor, by slot name.
+        ValueError: as `flatten`.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot
@@ -156,14 +273,29 @@ def flatten_reference(
         tensor([0.5000, 1.0000, 1.5000, 9.0000, 2.0000, 2.5000])
     """
     tensors = list(tensors)
+    check_options(table, factor, residual)
+    scale = product(scale, factor)
     entries = check_cheaply(tensors, table)
     try:
-        table.host_plan.pack(tensors, table, entries, scale)
+        if residual is None and not accumulate:
+            table.host_plan.pack(tensors, table, entries, scale)
+        else:
+            table.host_plan.pack_staged(tensors, table, entries, scale, residual, accumulate)
     except RuntimeError:
         diagnose(tensors, table)
         raise
     if counts is not None:
         count_nonfinite(table, counts)
+
+
+def product(scale: float, factor: Tensor | None) -> float:
+    """`scale` times `factor` as the kernel computes it, read by the host.
+
+    Example:
+        >>> product(0.5, torch.tensor(3.0)), product(0.5, None)
+        (1.5, 0.5)
+    """
+    return scale if factor is None else scale * float(factor)
 
 
 def count_nonfinite(table: PointerTable, counts: Tensor) -> None:
@@ -196,3 +328,30 @@ def all_finite(values: Tensor) -> bool:
     # The sum of 16-bit numbers as such would overflow too often.
     sum_type = torch.promote_types(values.dtype, torch.float32)
     return bool(values.sum(dtype=sum_type).isfinite())
+
+
+def check_options(table: PointerTable, factor: Tensor | None, residual: Tensor | None) -> None:
+    """Raise ValueError for a factor or a residual that does not belong to this table."""
+    flat = table.flat
+    if factor is not None and (factor.dim() or factor.dtype != torch.float32 or factor.device != flat.device):
+        raise ValueError(
+            f"factor is {_described(factor)}, expected torch.float32 of shape () on {flat.device}: the kernel reads it "
+            f"there. Make it with torch.tensor(value, device='{flat.device}')."
+        )
+    if residual is None:
+        return
+    if flat.dtype == torch.float64:
+        raise ValueError(
+            "residual was given for a flat buffer of torch.float64, expected float16, bfloat16 or float32: what "
+            "rounding to float64 takes does not fit in a float32. Leave residual out."
+        )
+    fits = residual.shape == flat.shape and residual.dtype == torch.float32 and residual.is_contiguous()
+    if not fits or residual.device != flat.device:
+        raise ValueError(
+            f"residual is {_described(residual)}, expected contiguous torch.float32 of shape {tuple(flat.shape)} on "
+            f"{flat.device}. Make it with torch.zeros_like(flat, dtype=torch.float32)."
+        )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -68,6 +68,7 @@ class HostPlan:
         self.only_rows = len(in_rows) == len(slots) and table.dtype == table.flat.dtype
         self._stretches = _stretches(table, self._small)
         self._scratch: list[Tensor] | None = None
+        self._stage: PointerTable | None = None
         self._scratch_views: list[Tensor | None] = []  # None for a large slot
 
     def pack(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
@@ -101,6 +102,39 @@ class HostPlan:
         # Last, since stretches are multiplied as a whole, and zero times an infinite factor is not zero.
         for index in entries.missing:
             views[index].zero_()
+
+    def pack_staged(
+        self,
+        tensors: list[Tensor | None],
+        table: PointerTable,
+        entries: Entries,
+        scale: float,
+        residual: Tensor | None,
+        accumulate: bool,
+    ) -> None:
+        """`pack` by way of an unrounded copy, to which the buffer's content and the residual are added."""
+        stage = self._stage_of(table)
+        # Nothing in a stage is a slot of the buffer, nor the other way round.
+        stage.host_plan.pack(tensors, stage, replace(entries, own=()), scale)
+        for index in entries.missing:
+            stage.views[index].fill_(-0.0)  # which changes nothing that it is added to
+        value, flat = stage.flat, table.flat
+        with table.gaps_kept(*() if residual is None else (residual,)):
+            if accumulate:
+                torch.add(flat, value, out=value)
+            if residual is None:
+                flat.copy_(value)
+            else:
+                flat.copy_(value.add_(residual))
+                torch.sub(value, flat, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+
+    def _stage_of(self, table: PointerTable) -> PointerTable:
+        """The layout over a buffer of its own in the compute type."""
+        if self._stage is None:
+            self._stage = PointerTable(
+                torch.zeros_like(table.flat, dtype=table.compute_dtype), table.slots, table.dtype
+            )
+        return self._stage
 
     def pack_matched(self, tensors: list[Tensor | None], table: PointerTable, scale: float) -> bool:
         """`pack` for the usual gradients, without checks beyond their dtype.

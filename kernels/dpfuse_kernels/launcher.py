@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,14 +18,13 @@ from dpfuse_kernels.pointer_table import PointerTable
 
 __all__ = ["Launcher", "dispatch", "jit"]
 
-# What the kernels take, and in which types, before their compile-time arguments.
+# What the kernels take, and in which types, before addresses of their own (i64) and their compile-time arguments.
 ARGUMENTS = {
     "flat_address": "i64",
     "address_ptr": "*i64",
     "chunk_ptr": "*i64",
     "scale_bits": "i64",
     "first_program": "i64",
-    "extra_address": "i64",
 }
 
 
@@ -32,13 +32,20 @@ ARGUMENTS = {
 def jit(kernel: Callable[..., None]) -> Any:
     """Compile `kernel` when it is first launched; until then its file needs no triton.
 
-    The kernel refers to `tl`, which its own module does not import: it is set there now. It takes integers as they
-    come: specialising on their values would compile once more for each new one.
+    The kernel refers to `tl`, which its own module does not import: it is set there now. So are the functions of its
+    module that it calls, which begin with an underscore. It takes integers as they come: specialising on their values
+    would compile once more for each new one.
     """
     import triton
     import triton.language as tl
 
-    kernel.__globals__["tl"] = tl
+    scope = kernel.__globals__
+    scope["tl"] = tl
+    for name in kernel.__code__.co_names:
+        # Kernels share code in functions that they call; those are compiled, or interpreted, as they are.
+        shared = getattr(scope.get(name), "fn", scope.get(name))
+        if isinstance(shared, FunctionType) and name.startswith("_"):
+            scope[name] = jit(shared)
     return triton.jit(kernel, do_not_specialize=[n for n, kind in kernel.__annotations__.items() if kind == "tl.int64"])
 
 
@@ -144,7 +151,7 @@ class Launcher:
         addresses: list[int],
         *,
         scale: float = 1.0,
-        extra: torch.Tensor | None = None,
+        extras: Sequence[torch.Tensor | None] = (),
         programs: range | None = None,
         **options: bool,
     ) -> None:
@@ -153,10 +160,11 @@ class Launcher:
         The first launch with these compile-time arguments goes through Triton's dispatcher, later ones past it.
 
         Args:
-            kernel: a kernel with the arguments of `_flatten_kernel`.
+            kernel: a kernel that takes ARGUMENTS, the addresses of `extras`, and compile-time arguments.
             addresses: one per slot, bytes; 0 means None.
             scale: the factor, in double precision.
-            extra: what the kernel reads or writes beside the buffer and the tensors; on their device.
+            extras: what the kernel reads or writes beside the buffer and the tensors, on their device, in the order of
+                its arguments; None becomes the address 0.
             options: further compile-time arguments, in the order of the kernel's.
 
         Raises:
@@ -174,7 +182,7 @@ class Launcher:
                 self._rows.data_ptr(),
                 double_bits(scale),
                 programs.start,
-                0 if extra is None else extra.data_ptr(),
+                *[0 if extra is None else extra.data_ptr() for extra in extras],
             )
             if not self._launch_bound(key, len(programs), arguments):
                 self._dispatch(key, len(programs), (arguments[0], copy, self._rows, *arguments[3:]))
@@ -208,7 +216,8 @@ class Launcher:
         }
         done = dispatch(kernel, self._device, programs, arguments, constants, self.shape.warps)
         if key not in self._bound:
-            self._bound[key] = bind(done, tuple(ARGUMENTS.values()), tuple(constants.values()))
+            types = tuple(ARGUMENTS.values()) + ("i64",) * (len(arguments) - len(ARGUMENTS))
+            self._bound[key] = bind(done, types, tuple(constants.values()))
 
 
 def interpreting(compiled: Any) -> bool:

@@ -23,7 +23,7 @@ def _multiply_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
     scale_bits: tl.int64,  # not used
     first_program: tl.int64,
-    extra_address: tl.int64,  # of the factor, float32, float64 where the tensors are
+    factor_address: tl.int64,  # float32, float64 where the tensors are
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -42,7 +42,7 @@ def _multiply_kernel(
     length = tl.load(row_ptr + 2).to(tl.int32)
     lane = tl.arange(0, CHUNK)
     PRODUCT: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
-    factor = tl.load(extra_address.to(tl.pointer_type(PRODUCT)))
+    factor = tl.load(factor_address.to(tl.pointer_type(PRODUCT)))
     if (address != 0) & (factor != 1.0):
         target = address + start * (TENSOR.primitive_bitwidth // 8)
         if (length % 8 == 0) & (target % 16 == 0):
@@ -84,7 +84,7 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
     factor = factor.to(torch.float64 if table.dtype == torch.float64 else torch.float32)
     for index in entries.irregular:
         addresses[index] = 0
-    table.launcher.launch(_multiply_kernel, addresses, extra=factor)
+    table.launcher.launch(_multiply_kernel, addresses, extras=(factor,))
     for tensor in entries.irregular.values():
         tensor.mul_(factor)
 

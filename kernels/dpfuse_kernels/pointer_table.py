@@ -100,16 +100,20 @@ class PointerTable:
         return table
 
     @contextmanager
-    def gaps_kept(self, *, zero: bool = False) -> Iterator[None]:
-        """Put back what lies between the slots after the buffer was written as a whole; `zero` makes it zeros first."""
+    def gaps_kept(self, *beside: Tensor, zero: bool = False) -> Iterator[None]:
+        """Put back what lies between the slots after the buffer was written as a whole; `zero` makes it zeros first.
+
+        The same of buffers `beside` it, which have its length.
+        """
         if self._gaps is None:
             yield
             return
-        kept = self.flat[self._gaps]
+        kept = [buffer[self._gaps] for buffer in (self.flat, *beside)]
         if zero:
             self.flat[self._gaps] = 0
         yield
-        self.flat[self._gaps] = kept
+        for buffer, values in zip((self.flat, *beside), kept, strict=True):
+            buffer[self._gaps] = values
 
     @property
     def compute_dtype(self) -> torch.dtype:

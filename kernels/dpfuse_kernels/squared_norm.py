@@ -27,7 +27,7 @@ def _squared_norm_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
     scale_bits: tl.int64,  # not used
     first_program: tl.int64,
-    extra_address: tl.int64,  # of the sums, [programs] float32, float64 where the tensors are
+    sums_address: tl.int64,  # [programs] float32, float64 where the tensors are
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -48,7 +48,7 @@ def _squared_norm_kernel(
     lane = tl.arange(0, CHUNK)
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
     # No atomic addition: each sum has a place of its own, so that the order of all additions is fixed.
-    sum_ptr = extra_address.to(tl.pointer_type(SUM)) + program
+    sum_ptr = sums_address.to(tl.pointer_type(SUM)) + program
     if address == 0:
         tl.store(sum_ptr, 0.0)
     else:
@@ -94,7 +94,7 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
         addresses[index] = copy.data_ptr()
     kind = torch.float64 if table.dtype == torch.float64 else torch.float32
     sums = torch.empty(table.launcher.programs, dtype=kind, device=table.flat.device)
-    table.launcher.launch(_squared_norm_kernel, addresses, extra=sums)
+    table.launcher.launch(_squared_norm_kernel, addresses, extras=(sums,))
     return sums.sum(dtype=torch.float64)
 
 

@@ -23,14 +23,17 @@ def _sum_parts_kernel(
     count: tl.int64,  # rows of parts
     numel: tl.int64,  # elements of a row, and of out
     first_program: tl.int64,
+    residual_address: tl.int64,  # [numel] float32, where RESIDUAL
     WIRE: tl.constexpr,
     SUM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Program p adds up one chunk: out[i] = (parts[0, i] + parts[1, i]) + parts[2, i] …, rounded once to WIRE.
 
     Example: parts [[1, 2], [256, 4], [1, 6]] in bfloat16 give [258, 12]. A sum that is rounded to bfloat16 after each
     addition gives [256, 12]: it has no 257.
+    RESIDUAL with parts [[256, 4], [3, 6]]: out is [260, 10], and residual [0.5, 0] becomes [-0.5, 0].
     """
     # Every address is computed in 64 bits: parts may hold more than 2**31 elements.
     start = (first_program + tl.program_id(0).to(tl.int64)) * CHUNK
@@ -39,8 +42,9 @@ def _sum_parts_kernel(
     stride = numel.to(tl.int64) * SIZE
     source = parts_address + start * SIZE
     target = out_address + start * SIZE
+    residual = residual_address + start * 4
     lane = tl.arange(0, CHUNK)
-    if (numel % 8 == 0) & (parts_address % 16 == 0) & (out_address % 16 == 0):
+    if (numel % 8 == 0) & (parts_address % 16 == 0) & (out_address % 16 == 0) & (residual_address % 16 == 0):
         # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
         whole = lane < tl.multiple_of(length, 8)
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
@@ -51,16 +55,27 @@ def _sum_parts_kernel(
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
             total += tl.load(source_ptr + lane, mask=whole).to(SUM)
         tl.store(tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane, total.to(WIRE), mask=whole)
+        if RESIDUAL:
+            _add_error(tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane, whole, total, WIRE)
     else:
         total = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
         for _ in range(1, count):
             source += stride
             total += tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
         tl.store(target.to(tl.pointer_type(WIRE)) + lane, total.to(WIRE), mask=lane < length)
+        if RESIDUAL:
+            _add_error(residual.to(tl.pointer_type(tl.float32)) + lane, lane < length, total, WIRE)
+
+
+def _add_error(residual_ptr: tl.tensor, mask: tl.tensor, total: tl.tensor, WIRE: tl.constexpr) -> None:
+    """Adds what rounding takes from `total`, where that is finite."""
+    error = total - total.to(WIRE).to(tl.float32)
+    error = tl.where(tl.abs(error) < float("inf"), error, 0.0)
+    tl.store(residual_ptr, tl.load(residual_ptr, mask=mask) + error, mask=mask)
 
 
 @torch.no_grad()
-def sum_parts(parts: Tensor, out: Tensor) -> None:
+def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     """Add up the rows of `parts` in their order, with one kernel launch on the current stream.
 
     Each element is added up in float32 (float64 for float64), first row first, and rounded once. So its bits depend
@@ -69,6 +84,8 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
     Args:
         parts: [rows, numel], contiguous, float32, float16, bfloat16 or float64; at least one row.
         out: [numel], contiguous, of the same dtype and device; shares no memory with `parts`.
+        residual: [numel] float32, contiguous, on that device, for error feedback by whoever rounds the sum: what
+            rounding takes, the sum minus what `out` then holds, is added to it where that is finite. Not for float64.
 
     Raises:
         ValueError: tensors of other shapes, dtypes or devices, or that are not contiguous; nothing is written.
@@ -81,27 +98,30 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
         >>> out
         tensor([258.,  12.], dtype=torch.bfloat16)
     """
-    _check(parts, out)
+    _check(parts, out, residual)
     if not out.numel():
         return
     shape = launch_shape(out.dtype, out.dtype, parts.nbytes)
     constants = {
         "WIRE": triton_dtype(out.dtype),
         "SUM": triton_dtype(_sum_dtype(out)),
+        "RESIDUAL": residual is not None,
         "CHUNK": shape.chunk,
     }
-    arguments = (parts.data_ptr(), out.data_ptr(), len(parts), out.numel(), 0)
+    kept = 0 if residual is None else residual.data_ptr()
+    arguments = (parts.data_ptr(), out.data_ptr(), len(parts), out.numel(), 0, kept)
     with current_device(out.device):
         dispatch(_sum_parts_kernel, out.device, -(-out.numel() // shape.chunk), arguments, constants, shape.warps)
 
 
 @torch.no_grad()
-def sum_parts_reference(parts: Tensor, out: Tensor) -> None:
+def sum_parts_reference(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     """Add up the rows with torch's own operations: the same bits as `sum_parts`, on any device; the CPU path.
 
     Args:
         parts: as for `sum_parts`.
         out: likewise.
+        residual: likewise.
 
     Raises:
         ValueError: as `sum_parts`.
@@ -113,20 +133,22 @@ def sum_parts_reference(parts: Tensor, out: Tensor) -> None:
         >>> out
         tensor([258.,  12.])
     """
-    _check(parts, out)
+    _check(parts, out, residual)
     total = out if out.dtype == _sum_dtype(out) else torch.empty_like(out, dtype=_sum_dtype(out))
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
     if total is not out:
         out.copy_(total)
+    if residual is not None:
+        residual.add_((total - out).nan_to_num_(0.0, 0.0, 0.0))
 
 
 def _sum_dtype(out: Tensor) -> torch.dtype:
     return torch.float64 if out.dtype == torch.float64 else torch.float32
 
 
-def _check(parts: Tensor, out: Tensor) -> None:
+def _check(parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
     if parts.dim() != 2 or not len(parts) or out.shape != parts.shape[1:]:
         raise ValueError(
             f"parts has shape {tuple(parts.shape)} and out {tuple(out.shape)}, expected [rows, numel] with at least "
@@ -141,4 +163,18 @@ def _check(parts: Tensor, out: Tensor) -> None:
         raise ValueError(
             f"parts has strides {parts.stride()} and out {out.stride()}, expected contiguous tensors: addresses are "
             "computed from the shape. Call .contiguous() on them."
+        )
+    if residual is None:
+        return
+    if out.dtype == torch.float64:
+        raise ValueError(
+            "residual was given for sums in torch.float64, expected float16, bfloat16 or float32: nothing is rounded. "
+            "Leave residual out."
+        )
+    fits = residual.shape == out.shape and residual.dtype == torch.float32 and residual.is_contiguous()
+    if not fits or residual.device != out.device:
+        raise ValueError(
+            f"residual is {residual.dtype} of shape {tuple(residual.shape)} on {residual.device}, expected contiguous "
+            f"torch.float32 of shape {tuple(out.shape)} on {out.device}. Make it with "
+            "torch.zeros_like(out, dtype=torch.float32)."
         )

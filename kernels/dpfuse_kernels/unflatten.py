@@ -23,7 +23,6 @@ def _unflatten_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
     scale_bits: tl.int64,
     first_program: tl.int64,
-    extra_address: tl.int64,  # not used
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,

@@ -173,7 +173,7 @@ def mixed(rank, size, views):
                 continue
             mean = torch.zeros_like(param) if other.grad is None else other.grad.to_dense() / size
             dist.all_reduce(mean)
-            if step in (2, 6):
+            if step in (2, 6) and not name.startswith("spare"):
                 assert not mean.isfinite().all()  # a complex number that is not finite may be so in several ways
                 assert not param.grad.to_dense().isfinite().all()
             else:
@@ -338,7 +338,7 @@ def test_check_finite_may_be_on_as_well(ranks):
 def test_the_loss_may_be_several_tensors(group):
     model = dpfuse.DataParallel(Net())
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
-    for outputs in ([model(), model()], (model(), torch.ones(2)), map(lambda _: model(), range(2))):
+    for outputs in ([model(), model()], (model(), torch.ones(2)), map(Net.forward, [model.module] * 2)):
         model.zero_grad()
         kind = type(outputs)
         scaled = scaler.scale(outputs)

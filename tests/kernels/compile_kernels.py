@@ -30,10 +30,18 @@ PAIRS = [
 MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
+FLATTENS = ("flatten count", "flatten factor residual", "flatten factor accumulate")
 MOVERS = ("flatten", "unflatten", "unflatten accumulate")
-KERNELS = (*MOVERS, "flatten count", "squared_norm", "multiply")
+KERNELS = (*MOVERS, *FLATTENS, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
+
+
+def fits(kernel: str, dtype: str, wire: str) -> bool:
+    """Is there such a kernel? What reads or writes tensors only knows no dtype of a buffer."""
+    if kernel.endswith("residual") and wire == "float64":
+        return False
+    return dtype == wire or kernel in (*MOVERS, *FLATTENS)
 
 
 def compile_one(
@@ -58,23 +66,23 @@ def compile_one(
         "COMPUTE": triton_dtype(table.compute_dtype),
         "SCALED": kernel.startswith(("flatten", "unflatten")),
     }
-    name, _, option = kernel.partition(" ")
-    if name == "flatten":
-        constants["COUNT"] = option == "count"
-    elif name == "unflatten":
-        constants["ACCUMULATE"] = option == "accumulate"
-    constants["CHUNK"] = chunk
-    function: Any = {
+    name, *given = kernel.split()
+    functions: dict[str, Any] = {
         "flatten": _flatten_kernel,
         "unflatten": _unflatten_kernel,
         "squared_norm": _squared_norm_kernel,
         "multiply": _multiply_kernel,
-    }[name]
+    }
+    kinds = functions[name].__annotations__
+    options = ("COUNT", "FACTOR", "RESIDUAL", "ACCUMULATE")
+    constants |= {option: option.lower() in given for option in options if option in kinds}
+    constants["CHUNK"] = chunk
+    own = {argument: "i64" for argument in kinds if argument.endswith("_address")}
     row = {"kernel": kernel, "dtype": dtype, "wire": wire}
-    return row | _compiled(function, ARGUMENTS, constants, architecture, chunk, warps)
+    return row | _compiled(functions[name], ARGUMENTS | own, constants, architecture, chunk, warps)
 
 
-def compile_sum(architecture: int | str, dtype: str) -> dict[str, object]:
+def compile_sum(architecture: int | str, dtype: str, *, residual: bool = False) -> dict[str, object]:
     import torch
     import triton.language as tl
 
@@ -82,10 +90,11 @@ def compile_sum(architecture: int | str, dtype: str) -> dict[str, object]:
     from dpfuse_kernels.sum_parts import _sum_parts_kernel
 
     usual = launch_shape(getattr(torch, dtype), getattr(torch, dtype), 25 << 20)
-    constants = {"WIRE": getattr(tl, dtype), "SUM": getattr(tl, SUM_TYPES[dtype]), "CHUNK": usual.chunk}
-    names = ("parts_address", "out_address", "count", "numel", "first_program")
+    types = {"WIRE": getattr(tl, dtype), "SUM": getattr(tl, SUM_TYPES[dtype])}
+    constants = {**types, "RESIDUAL": residual, "CHUNK": usual.chunk}
+    names = ("parts_address", "out_address", "count", "numel", "first_program", "residual_address")
     arguments = dict.fromkeys(names, "i64")
-    row = {"kernel": "sum_parts", "dtype": dtype, "wire": dtype}
+    row = {"kernel": "sum_parts residual" if residual else "sum_parts", "dtype": dtype, "wire": dtype}
     return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, usual.chunk, usual.warps)
 
 
@@ -161,11 +170,12 @@ def every_compilation() -> Iterator[dict[str, object]]:
     for architecture in (*NVIDIA, *AMD):
         for dtype, wire in PAIRS:
             for kernel in KERNELS:
-                # What reads or writes tensors only knows no dtype of a buffer.
-                if dtype == wire or kernel in (*MOVERS, "flatten count"):
+                if fits(kernel, dtype, wire):
                     yield compile_one(kernel, architecture, dtype, wire)
         for dtype in SUM_TYPES:
             yield compile_sum(architecture, dtype)
+            if dtype != "float64":
+                yield compile_sum(architecture, dtype, residual=True)
 
 
 def every_shape() -> Iterator[dict[str, object]]:

@@ -35,6 +35,7 @@ class Recorder:
             Recorder.fault(*arguments)
         grid, stream, function, metadata = arguments[:3], *arguments[3:6]
         told, enter, leave, *values = arguments[6:]
+        count = len(values) - self.signature.count("constexpr")
         for hook in (enter, leave):
             if hook is not None:
                 hook(told)
@@ -47,8 +48,8 @@ class Recorder:
                 "metadata": list(metadata),
                 "told": told is not None,
                 "hooks": [enter is not None, leave is not None],
-                "values": [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values[:6]],
-                "constants": [str(value) for value in values[6:]],
+                "values": [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values[:count]],
+                "constants": [str(value) for value in values[count:]],
                 "signature": self.signature,
             }
         )
@@ -109,6 +110,7 @@ def every_kernel() -> dict[str, Any]:
         unflatten(table, [tensor], scale=0.5)
         unflatten(table, [tensor], scale=0.5, accumulate=True)
         flatten([tensor], table, scale=0.5, counts=torch.zeros(1, dtype=torch.int32))
+        flatten([tensor], table, factor=torch.tensor(0.5), residual=torch.zeros(9000))
         squared_norm([tensor], table)
         multiply([tensor], table, torch.tensor(0.5))
     return seen(table)

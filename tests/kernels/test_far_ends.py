@@ -38,7 +38,8 @@ def test_the_last_programs_of_a_layout_beyond_31_bits() -> None:
     addresses = [0, tensor.data_ptr()]
     last = range(total - 2, total)
 
-    table.launcher.launch(_flatten_kernel, addresses, scale=1.0, programs=last, COUNT=False)
+    off = dict.fromkeys(("COUNT", "FACTOR", "RESIDUAL", "ACCUMULATE"), False)
+    table.launcher.launch(_flatten_kernel, addresses, extras=(None, None, None), programs=last, **off)
     assert torch.equal(flat[EARLIER:][tail], values)
     assert flat[:EARLIER].eq(0).all(), "an offset of 32 bits would have wrapped round to here"
 

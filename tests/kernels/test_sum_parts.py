@@ -86,6 +86,53 @@ def test_zeros_keep_their_sign_and_what_is_not_finite_stays_so(
         assert out[5] == tiny
 
 
+@both
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_rounding_takes_is_added_to_the_residual(
+    add_up: Callable[..., None], dtype: torch.dtype, shift: int
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    numel = 4096 + 8 + shift
+    parts = torch.randn(3, numel, generator=generator).to(dtype)
+    parts[0, :3] = torch.tensor([float("inf"), float("nan"), torch.finfo(dtype).max])
+    parts[1, 2] = torch.finfo(dtype).max
+    out = torch.empty(numel, dtype=dtype)
+    memory = torch.full((2 * GUARD + shift + numel,), POISON)
+    residual = memory[GUARD + shift : GUARD + shift + numel]
+    old = torch.randn(numel, generator=generator)
+    add_up(parts, out, residual.copy_(old))
+    assert not out[:3].isfinite().any()
+    wanted = old + (parts[0].float() + parts[1].float() + parts[2].float() - out.float()).nan_to_num(0, 0, 0)
+    assert same_bits(residual, wanted)
+    assert torch.equal(residual, old) == (dtype == torch.float32)
+    assert memory[: GUARD + shift].isnan().all()
+    assert memory[GUARD + shift + numel :].isnan().all()
+
+
+@both
+def test_example_of_the_residual(add_up: Callable[..., None]) -> None:
+    out, residual = torch.empty(2, dtype=torch.bfloat16), torch.tensor([0.5, 0.0])
+    add_up(torch.tensor([[256, 4], [3, 6]], dtype=torch.bfloat16), out, residual)
+    if add_up is sum_parts:  # Triton's interpreter cuts float32 to bfloat16; everything else rounds
+        assert (out.tolist(), residual.tolist()) == ([258, 10], [1.5, 0])
+    else:
+        assert (out.tolist(), residual.tolist()) == ([260, 10], [-0.5, 0])
+    assert "out is [260, 10], and residual [0.5, 0] becomes [-0.5, 0]" in (_sum_parts_kernel.__doc__ or "")
+
+
+@both
+def test_a_residual_that_does_not_fit_is_named(add_up: Callable[..., None]) -> None:
+    parts, out = torch.zeros(2, 3), torch.zeros(3)
+    for residual in (torch.zeros(4), torch.zeros(3).half(), torch.zeros(3, device="meta"), torch.zeros(6)[::2]):
+        with pytest.raises(
+            ValueError, match=r"residual is .* expected contiguous torch\.float32 of shape \(3,\) on cpu"
+        ):
+            add_up(parts, out, residual)
+    with pytest.raises(ValueError, match=r"residual was given for sums in torch\.float64.*Leave residual out"):
+        add_up(parts.double(), out.double(), torch.zeros(3))
+
+
 def test_the_order_of_the_rows_matters_here() -> None:
     """Or the tests above could not tell it from another one."""
     parts = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
@@ -148,8 +195,8 @@ def test_the_last_programs_of_parts_beyond_31_bits() -> None:
         _sum_parts_kernel,
         out.device,
         1,
-        (parts.data_ptr(), out.data_ptr(), 3, numel, last),
-        {**types, "CHUNK": chunk},
+        (parts.data_ptr(), out.data_ptr(), 3, numel, last, 0),
+        {**types, "RESIDUAL": False, "CHUNK": chunk},
         8,
     )
     rest = numel - last * chunk

@@ -1,0 +1,24 @@
+"""Contexts that cost next to nothing where there is nothing to do. Knows no bucket."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+__all__ = ["no_graph", "ranged"]
+
+_NOTHING = nullcontext()  # one for all: making a context costs more than entering it
+
+
+def ranged(name: str, label: str) -> AbstractContextManager[object]:
+    """A named range for the profiler, if one is running."""
+    if _profiler_enabled():
+        return torch.profiler.record_function(f"{name} ({label})")
+    return _NOTHING
+
+
+def no_graph() -> AbstractContextManager[object]:
+    """Gradients that carry a graph (create_graph=True) are packed by value."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

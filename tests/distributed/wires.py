@@ -1,0 +1,75 @@
+"""Gradients that are hard on a narrow wire, and how far from their mean it may end; for tests of several files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed.random_models import same_bits
+
+__all__ = ["UNIT", "Given", "alike_everywhere", "hard_gradients", "worst_share_of_bound"]
+
+# The largest relative error of rounding to nearest.
+UNIT = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float8_e4m3fn: 2.0**-4,
+    torch.float8_e5m2: 2.0**-3,
+}
+
+
+class Given(nn.Module):
+    """Parameters of these lengths, whose gradients are whatever `forward` is told, and one that is never used."""
+
+    def __init__(self, numels: list[int], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in numels)
+        self.other = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, gradients: list[Tensor | None]) -> Tensor:
+        used = [(w * g).sum() for w, g in zip(self.weights, gradients, strict=True) if g is not None]
+        return torch.stack(used).sum()
+
+
+def hard_gradients(size: int, numel: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """Names, and one float32 gradient per rank: random, cancelling, ladders of powers of two, constant."""
+    numbers = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    yield "random", numbers
+    yield "cancelling", [numbers[0] * (-1) ** rank + 1e-3 * numbers[rank] for rank in range(size)]
+    ladder = torch.arange(numel) % 16 - 8.0
+    yield "ladder", [torch.exp2(ladder.roll(3 * rank)) * numbers[rank].sign() for rank in range(size)]
+    yield "constant", [torch.full((numel,), 1.1 + rank) for rank in range(size)]
+
+
+def worst_share_of_bound(
+    got: Tensor, parts: list[Tensor], dtype: torch.dtype, reduce: str, floor: Tensor | float = 0.0
+) -> float:
+    """The largest error of `got`, the mean of `parts` over the wire, in terms of the error that the theory allows.
+
+    Args:
+        got: the mean that arrived.
+        parts: of each rank.
+        dtype: of the wire.
+        reduce: how it was added up.
+        floor: what may be wrong besides, where numbers are too small for the wire's relative precision.
+    """
+    size, u = len(parts), UNIT[dtype]
+    exact = torch.stack(parts).double() / size
+    mean, magnitude = exact.sum(0), exact.abs().sum(0)
+    bound = size * u * magnitude if reduce == "ring" else u * (magnitude + mean.abs())
+    # Products of two errors, the rounding of 1 / size, and numbers below the normal ones.
+    bound = bound * (1 + size * u) + 2.0**-23 * magnitude + floor
+    if dtype in (torch.float16, torch.bfloat16):
+        limits = torch.finfo(dtype)
+        bound += (size + 1) * limits.smallest_normal * limits.eps
+    return ((got.double() - mean).abs() / bound).max().item()
+
+
+def alike_everywhere(tensor: Tensor) -> bool:
+    """Whether all ranks have the same bits here."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor.contiguous())
+    return all(same_bits(row, tensor) for row in rows)
