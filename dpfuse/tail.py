@@ -125,7 +125,7 @@ class Tail:
 
     def write(self, packed: Tensor, source: Tensor) -> None:
         """Pack `source` by itself, as it is packed with gradients."""
-        packed.copy_(source.double().mul_(self.scale))  # it is its sign that counts
+        packed.copy_(source.double() * self.scale)  # it is its sign that counts
 
     def write_found(self, packed: Tensor, found: Tensor) -> None:
         """Write into what is packed, [numel], unscaled, what only the device knows: `found`, [], above zero or zero."""
