@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from dpfuse.errors import DPFuseError
 from dpfuse.loss_scale import LossScale
 from dpfuse.tracing import leave_untraced
-from dpfuse.wrapper import SyncedModule
+from dpfuse.wrapper import SyncedModule, loss_scale_of
 
 __all__ = ["GradScaler"]
 
@@ -82,7 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         if device is None:
             device = next(models[0].parameters()).device.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._scales = [scale for one in models if self._enabled and (scale := one.loss_scale) is not None]
+        self._scales = [scale for one in models if self._enabled and (scale := loss_scale_of(one)) is not None]
         self._window = object()  # another one after each update
 
     def scale(self, outputs: Any) -> Any:

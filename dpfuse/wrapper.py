@@ -34,7 +34,7 @@ from dpfuse.tracing import leave_untraced, set_tracer
 if TYPE_CHECKING:
     from dpfuse.tune import Tuning
 
-__all__ = ["SyncedModule"]
+__all__ = ["SyncedModule", "loss_scale_of"]
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 
@@ -263,14 +263,6 @@ class SyncedModule(nn.Module):
     def _gradients(self) -> Gradients:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """How the gradients stand to the scale of a `GradScaler`; None where the wrapper only passes calls through."""
-        if self._sync is None:
-            return None
-        self._sync.factors.attach(self._sync.reducer)
-        return self._sync.factors.loss_scale
-
     def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
@@ -328,3 +320,12 @@ class SyncedModule(nn.Module):
         return (
             f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
         )
+
+
+def loss_scale_of(model: SyncedModule) -> LossScale | None:
+    """How the gradients stand to the scale of a `GradScaler`; None where the wrapper only passes calls through."""
+    sync = model._sync
+    if sync is None:
+        return None
+    sync.factors.attach(sync.reducer)
+    return sync.factors.loss_scale

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
+from dpfuse.wrapper import loss_scale_of
 from tests.distributed.in_place import ALL, NONE, large_from
 from tests.distributed.test_check_finite import Net
 
@@ -93,7 +94,7 @@ def as_torchs(rank, size, face, large, options):
         expected = train(theirs, peer, rank, 60, planted=PLANTED, **options)
         scaler = dpfuse.GradScaler(model=ours, **OPTIONS)
         folded = []
-        scale = ours.loss_scale
+        scale = loss_scale_of(ours)
         scale.unscaled = lambda found, tell=scale.unscaled: (folded.append(float(found)), tell(found))
         assert train(ours, scaler, rank, 60, planted=PLANTED, **options) == expected
     skipped = [step for step, (skipped, _) in enumerate(expected) if skipped]
@@ -165,7 +166,7 @@ def mixed(rank, size, views):
         for model in (twin, ours):
             loss = model(rows_of(rank, step), spare).square().mean() * (math.inf if bad else 1.0)
             (loss if model is twin else scaler.scale(loss)).backward()
-        assert ours.loss_scale.found is not None
+        assert loss_scale_of(ours).found is not None
         for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
             if param.grad is None:
                 assert name.startswith("spare")
@@ -250,7 +251,7 @@ def beside(rank, size):
         generator.zero_grad()
         generator().backward()
         assert one_gradient(generator) == 1.0
-        assert generator.loss_scale.found is None or step
+        assert loss_scale_of(generator).found is None or step
         generator.zero_grad()
         scaler.scale(generator() + foreign.sum() * (rank + 1)).backward()
         scaler.unscale_(first)
@@ -327,7 +328,7 @@ def found_twice(rank, size):
         bad = rank == 1 and step == 2
         with pytest.warns(UserWarning, match="4 in 'third'") if bad else nullcontext():
             scaler.scale(model(third=math.inf if bad else 1.0)).backward()
-        assert model.loss_scale.found.item() == float(step == 2)
+        assert loss_scale_of(model).found.item() == float(step == 2)
         scaler.update(8.0)
 
 
