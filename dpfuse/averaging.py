@@ -12,7 +12,7 @@ __all__ = ["FP8", "WIRES", "Averaging", "averaging_for", "real_dtype"]
 SUPPORTED = ("float16", "bfloat16", "float32", "float64")
 REAL = {"complex64": "float32", "complex128": "float64"}  # complex numbers travel as pairs of these
 FP8 = ("float8_e4m3fn", "float8_e5m2")  # which travel with a scale for each block of elements
-WIRES = ("float16", "bfloat16", "float32")
+WIRES = ("float16", "bfloat16", "float32", *FP8)
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,13 @@ ALLOWED = {
     "bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing",
         "registered_memory", "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
-        "gradient_factors (types)", "bucket_state", "contexts",
+        "ranges", "gradient_factors (types)", "bucket_state",
     },
     "bucket_state": set(),
-    "contexts": {"torch"},
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
     "ownership": {"torch"},
     "device_guard": {"torch", "dpfuse_kernels"},
+    "ranges": {"torch"},
     "sparse_bucket": {"torch", "averaging", "bucket", "collective", "patience"},
     "in_place_bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "bucket", "collective", "tail", "ownership",
@@ -80,11 +80,12 @@ ALLOWED = {
     "comm_hook": {"torch", "comm_bucket"},
     "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook", "patience"},
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail", "patience"},
+    "quantized_bucket": {"torch", "dpfuse_kernels", "plan", "ordered_bucket"},
     "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
     "kinds": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",
         "in_place_bucket", "ordered_bucket", "early_unpack", "canary", "wire",
-        "error_feedback", "residual",
+        "error_feedback", "residual", "quantized_bucket",
     },
     "hooks": {"torch", "collective"},
     "verdict": {"canary"},
@@ -148,8 +149,8 @@ ALLOWED = {
     "paddle": {"torch", "numpy", "rich", "__init__", "public", "distributed", "launch", "paddle"},
     "integrations": {"torch", "public"},
     "tune": {
-        "torch", "numpy", "matplotlib", "param_spec", "plan", "agreement", "collective", "autograd (types)",
-        "grad_sync (types)", "timing (types)", "wrapper (types)", "public", "tune",
+        "torch", "numpy", "matplotlib", "averaging", "param_spec", "plan", "agreement", "collective",
+        "autograd (types)", "grad_sync (types)", "timing (types)", "wrapper (types)", "public", "tune",
     },
     # The command line: what a user could write, and the doors to it.
     "commands": {

@@ -13,8 +13,8 @@ from torch import Tensor
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
 from dpfuse.buckets.bucket_state import BucketState
-from dpfuse.buckets.contexts import no_graph, ranged
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.ranges import no_graph, ranged
 from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
@@ -122,8 +122,13 @@ class GradBucket:
                 counts = None
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
+                factor = None
+                if self.factors is not None:
+                    counts, factor = self.factors.begin(counts, len(table.slots)), self.factors.factor
                 if grads:
-                    self._pack(grads, table, counts)
+                    self._pack(grads, table, counts, factor)
+                    if self.factors is not None:
+                        self.factors.settle(counts, table, self.tail, grads[-1])
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
@@ -263,14 +268,14 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
-    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
-        residual = None if self.residual is None else self.residual.before_pack(table, self.missing)
-        scale, factor = self._averaging.pre_scale, None
-        if self.factors is not None:
-            counts, factor = self.factors.begin(counts, len(table.slots)), self.factors.factor
+    def _pack(
+        self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None, factor: Tensor | None
+    ) -> None:
+        residual = None
+        if self.residual is not None:
+            residual = self.residual.before_pack(table, table.flat.numel(), self.missing)
+        scale = self._averaging.pre_scale
         flatten(grads, table, scale=scale, counts=counts, factor=factor, residual=residual, matched=True)
-        if self.factors is not None:
-            self.factors.settle(counts, table, self.tail, grads[-1])
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
@@ -341,7 +346,7 @@ class GradBucket:
         # the buffers of the plan before.
         self._hooks = [param._post_accumulate_grad_hooks or () for param in self._fused_params]  # live dictionaries
         # Of the planned type, whatever became of the parameters: the peers keep to the plan.
-        dtype, wire = getattr(torch, real_dtype(self.plan.dtype)), getattr(torch, self._averaging.dtype)
+        dtype = getattr(torch, real_dtype(self.plan.dtype))
         places, numel = self._places()
         slots = [
             KernelSlot(name, place.offset, *(real_layout(shape, stride) if self._is_complex else (shape, stride)))
@@ -350,9 +355,12 @@ class GradBucket:
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = PointerTable(self._zeros(numel, wire), slots, dtype)
+        self._table = self._new_table(numel, slots, dtype)
         self._views = self._gradient_views(self._table)
         return self._table
+
+    def _new_table(self, numel: int, slots: Sequence[KernelSlot], dtype: torch.dtype) -> PointerTable:
+        return PointerTable(self._zeros(numel, getattr(torch, self._averaging.dtype)), slots, dtype)
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         device = torch.device(self.plan.device)

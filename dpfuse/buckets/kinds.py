@@ -8,19 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.averaging import averaging_for, real_dtype
+from dpfuse.averaging import FP8, Averaging, averaging_for, real_dtype
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.early_unpack import side_stream_on
 from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.buckets.ordered_bucket import OrderedBucket
+from dpfuse.buckets.quantized_bucket import QuantizedBucket
 from dpfuse.buckets.residual import Residual
 from dpfuse.buckets.sparse_bucket import SparseBucket
 from dpfuse.buckets.tail_bucket import TailBucket
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
 from dpfuse.error_feedback import ErrorFeedback
-from dpfuse.plan import BucketPlan
+from dpfuse.plan import Bucket, BucketPlan
 from dpfuse.tail import Tail
 from dpfuse.wire import UNCHANGED, Wire
 
@@ -57,13 +58,18 @@ def make_buckets(
     buckets: list[GradBucket] = []
     side = side_stream_on(group, torch.device(plan.buckets[0].device)) if canary is not None else None
     for order, bucket in enumerate(plan.buckets):
-        averaging = averaging_for(bucket.dtype, group.size(), scale, wire.dtype)
+        # Rows are not blocks: sparse gradients travel as they are where the others are quantized.
+        averaging = averaging_for(
+            bucket.dtype, group.size(), scale, None if bucket.sparse and wire.is_fp8 else wire.dtype
+        )
         in_order = deterministic or wire.adds_in_float32(averaging.dtype)
         tail = None
-        if canary is not None and order == len(plan.buckets) - 1:
+        if canary is not None and order == len(plan.buckets) - 1 and not wire.is_fp8:
             factor = 1.0 if bucket.sparse else averaging.pre_scale  # a sparse bucket's tail travels unscaled
             tail = Tail(group.rank(), group.size(), len(plan.specs), factor, canary)
         kind = SparseBucket if bucket.sparse else OrderedBucket if in_order else GradBucket
+        if averaging.dtype in FP8:
+            kind = QuantizedBucket
         if not views and not in_order and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
         ours = [params[index] for index in bucket.params]
@@ -85,7 +91,22 @@ def make_buckets(
             buckets[-1].residual = Residual(feedback, order, bucket, ours, names)
         if side is not None and kind in (GradBucket, InPlaceBucket):
             buckets[-1].unpack_early_on(side)
+    if canary is not None and wire.is_fp8:
+        buckets.append(_tail_alone(plan, group, canary))
     return buckets
+
+
+def _tail_alone(plan: BucketPlan, group: dist.ProcessGroup, canary: Canary) -> GradBucket:
+    """A bucket without gradients, for a tail that cannot travel with them: its signs and counts need their bits."""
+    return GradBucket(
+        Bucket((), 0, "float32", plan.buckets[0].device, (), 0, None),
+        (),
+        (),
+        group,
+        averaging=Averaging("float32", 1.0),
+        tail=Tail(group.rank(), group.size(), len(plan.specs), 1.0, canary),
+        label="tail",
+    )
 
 
 def make_hooked_buckets(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class _OrderedSum(dist.Work):
         parts: room for what the other ranks send, like `flat`.
         group: process group.
         stream: where to go on, on CUDA.
-        residual: of this rank's part, [part] float32: what rounding the sum takes is added to it.
+        add_up: called with the parts, [ranks, part], and where to put their sum, [part].
     """
 
     def __init__(
@@ -40,13 +42,13 @@ class _OrderedSum(dist.Work):
         parts: Tensor,
         group: dist.ProcessGroup,
         stream: torch.cuda.Stream | None,
-        residual: Tensor | None = None,
+        add_up: Callable[[Tensor, Tensor], None] = sum_parts,
     ) -> None:
         super().__init__()
         self._flat = flat
         self._parts = parts
         self._group = group
-        self._residual = residual
+        self._add_parts = add_up
         self._future: Future[Any] = Future()
         self._exchange = collective.start_all_to_all(parts, flat, group)
         self._gather: dist.Work | None = None
@@ -88,7 +90,7 @@ class _OrderedSum(dist.Work):
         size = self._group.size()
         # What this rank has sent was read: the sum is put where the gather leaves it.
         ours = self._flat.view(size, -1)[self._group.rank()]
-        sum_parts(self._parts.view(size, -1), ours, residual=self._residual)
+        self._add_parts(self._parts.view(size, -1), ours)
         return collective.start_all_gather_into(self._flat, ours, self._group)
 
 
@@ -111,10 +113,15 @@ class OrderedBucket(GradBucket):
         if self._parts is None:
             self._parts = torch.empty_like(flat)
             self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
-        residual = None
-        if self.residual is not None:
-            residual = self.residual.part(self._group.rank(), self._group.size())
-        return _OrderedSum(flat, self._parts, self._group, self._stream, residual)
+        return _OrderedSum(flat, self._parts, self._group, self._stream, self._adding())
+
+    def _adding(self) -> Callable[[Tensor, Tensor], None]:
+        residual = self._residual_part()
+        return sum_parts if residual is None else partial(sum_parts, residual=residual)
+
+    def _residual_part(self) -> Tensor | None:
+        """Where to add what rounding this rank's part of the sum takes."""
+        return None if self.residual is None else self.residual.part(self._group.rank(), self._group.size())
 
     def _places(self) -> tuple[list[Slot], int]:
         slots, numel = super()._places()

@@ -41,16 +41,17 @@ class Residual:
         self._views: list[Tensor] = []
         self._kept: dict[int, Tensor] = {}  # by registration index, until it is known whether it was sent in vain
 
-    def before_pack(self, table: PointerTable, missing: Collection[int]) -> Tensor:
+    def before_pack(self, table: PointerTable, numel: int, missing: Collection[int]) -> Tensor:
         """What to add to the gradients, [numel] float32, and where to leave what rounding takes from them.
 
         Args:
             table: of the gradients, and of a tail, if there is one: nothing is added to that.
+            numel: that the buffer has room for.
             missing: registration indices of the parameters without gradient, which send what is here.
         """
         self._feedback.begin(self._order)
         if self._flat is None:
-            self._flat = torch.zeros(table.flat.numel(), device=table.flat.device)
+            self._flat = torch.zeros(numel, device=table.flat.device)
             self._views = [
                 self._flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in table.slots[: len(self._names)]
             ]

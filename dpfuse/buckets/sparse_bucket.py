@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -106,7 +107,7 @@ class SparseBucket(GradBucket):
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on, for the gradient; a tail is never scaled here."""
-        self._averaging = averaging
+        self._averaging = replace(averaging, dtype=self._averaging.dtype)
 
     @property
     def _row_bytes(self) -> int:

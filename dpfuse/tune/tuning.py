@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dpfuse import agreement, collective
+from dpfuse.averaging import FP8
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import BucketPlan, size_in_bytes
 from dpfuse.tune.cost import CostTable
@@ -162,6 +163,11 @@ def autotune(
         raise DPFuseError(
             "autotune needs a model that averages gradients itself; this one only passes calls through, or has a "
             "communication hook. Call it on a wrapped model, after init_parallel_env()."
+        )
+    if sync.wire in FP8:
+        raise DPFuseError(
+            f"autotune was called on a model with wire_dtype=torch.{sync.wire}, expected one whose gradients are "
+            "all-reduced: that is what it measures. Choose the buffer sizes by hand, or with 16 bits."
         )
     if sync.recording:
         raise DPFuseError(

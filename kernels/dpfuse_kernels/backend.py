@@ -8,21 +8,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.dequantize import dequantize as dequantize_triton
+from dpfuse_kernels.dequantize import dequantize_reference
 from dpfuse_kernels.flatten import check_options, count_nonfinite, flatten_reference, product
 from dpfuse_kernels.flatten import flatten as flatten_triton
 from dpfuse_kernels.multiply import multiply as multiply_triton
 from dpfuse_kernels.multiply import multiply_reference
+from dpfuse_kernels.mx_table import MxTable
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.quantize import quantize as quantize_triton
+from dpfuse_kernels.quantize import quantize_reference
 from dpfuse_kernels.spoil import SpoilTable, spoil_reference
 from dpfuse_kernels.spoil import spoil as spoil_triton
 from dpfuse_kernels.squared_norm import squared_norm as squared_norm_triton
 from dpfuse_kernels.squared_norm import squared_norm_reference
 from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
 from dpfuse_kernels.sum_parts import sum_parts_reference
+from dpfuse_kernels.sum_quantized import sum_quantized as sum_quantized_triton
+from dpfuse_kernels.sum_quantized import sum_quantized_reference
 from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
 
-__all__ = ["flatten", "multiply", "spoil", "squared_norm", "sum_parts", "unflatten", "uses_triton"]
+__all__ = [
+    "dequantize",
+    "flatten",
+    "multiply",
+    "quantize",
+    "spoil",
+    "squared_norm",
+    "sum_parts",
+    "sum_quantized",
+    "unflatten",
+    "uses_triton",
+]
 
 VARIABLE = "DPFUSE_KERNELS"
 
@@ -117,6 +135,78 @@ def unflatten(
     plain = matched and scale == 1.0 and not accumulate and table.dtype == table.flat.dtype
     if not (plain and table.host_plan.unpack_matched(tensors, table)):  # type: ignore[arg-type]
         unflatten_reference(table, tensors, scale=scale, accumulate=accumulate)
+
+
+def quantize(
+    tensors: Sequence[Tensor | None],
+    table: MxTable,
+    *,
+    scale: float = 1.0,
+    factor: Tensor | None = None,
+    counts: Tensor | None = None,
+    residual: Tensor | None = None,
+    matched: bool = False,
+) -> None:
+    """Pack `tensors` into eight-bit blocks: scale, encode, count and keep the error in one pass.
+
+    Arguments, result and errors are those of `dpfuse_kernels.quantize.quantize`, and `matched` as for `flatten`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes, quantize
+        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
+        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
+        >>> quantize([torch.tensor([896.0, -0.5, 1.0])], table)
+        >>> flat[:4].tolist(), flat[512].item()  # 448, -0.25, 0.5 and 0; times 2 ** (128 - 127)
+        ([126, 168, 48, 0], 128)
+    """
+    if uses_triton(table):
+        quantize_triton(tensors, table, scale=scale, factor=factor, counts=counts, residual=residual)
+    else:
+        quantize_reference(
+            tensors, table, scale=scale, factor=factor, counts=counts, residual=residual, matched=matched
+        )
+
+
+def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False) -> None:
+    """Unpack eight-bit blocks into `tensors`: decode, scale and cast in one pass.
+
+    Arguments, result and errors are those of `dpfuse_kernels.dequantize.dequantize`, and `matched` as for `flatten`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import MxTable, Slot, dequantize, mx_bytes
+        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
+        >>> flat[:3], flat[512] = torch.tensor([126, 168, 48]), 128
+        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
+        >>> tensor = torch.empty(3)
+        >>> dequantize(table, [tensor], scale=0.5)
+        >>> tensor.tolist()
+        [448.0, -0.25, 0.5]
+    """
+    if uses_triton(table):
+        dequantize_triton(table, tensors, scale=scale)
+    else:
+        dequantize_reference(table, tensors, scale=scale, matched=matched)
+
+
+def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
+    """Decode the rows of `parts`, add them up in their order in float32, and encode the sum once.
+
+    Arguments, result and errors are those of `dpfuse_kernels.sum_quantized.sum_quantized`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import mx_bytes, mx_decode, mx_encode, sum_quantized
+        >>> parts = torch.zeros(2, mx_bytes(512), dtype=torch.uint8)
+        >>> for row, number in zip(parts, (1.0, 2.5)):
+        ...     _ = mx_encode(torch.full((512,), number), torch.float8_e4m3fn, row)
+        >>> out = torch.empty_like(parts[0])
+        >>> sum_quantized(parts, out, torch.float8_e4m3fn)
+        >>> mx_decode(out, torch.float8_e4m3fn)[:3]
+        tensor([3.5000, 3.5000, 3.5000])
+    """
+    (sum_quantized_triton if _choose(out.device) else sum_quantized_reference)(parts, out, format, residual)
 
 
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.entries import check_all, check_cheaply, diagnose
+from dpfuse_kernels.options import check_factor, check_residual
 from dpfuse_kernels.pointer_table import PointerTable
 
 if TYPE_CHECKING:
@@ -332,26 +333,7 @@ def all_finite(values: Tensor) -> bool:
 
 def check_options(table: PointerTable, factor: Tensor | None, residual: Tensor | None) -> None:
     """Raise ValueError for a factor or a residual that does not belong to this table."""
-    flat = table.flat
-    if factor is not None and (factor.dim() or factor.dtype != torch.float32 or factor.device != flat.device):
-        raise ValueError(
-            f"factor is {_described(factor)}, expected torch.float32 of shape () on {flat.device}: the kernel reads it "
-            f"there. Make it with torch.tensor(value, device='{flat.device}')."
-        )
-    if residual is None:
-        return
-    if flat.dtype == torch.float64:
-        raise ValueError(
-            "residual was given for a flat buffer of torch.float64, expected float16, bfloat16 or float32: what "
-            "rounding to float64 takes does not fit in a float32. Leave residual out."
-        )
-    fits = residual.shape == flat.shape and residual.dtype == torch.float32 and residual.is_contiguous()
-    if not fits or residual.device != flat.device:
-        raise ValueError(
-            f"residual is {_described(residual)}, expected contiguous torch.float32 of shape {tuple(flat.shape)} on "
-            f"{flat.device}. Make it with torch.zeros_like(flat, dtype=torch.float32)."
-        )
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+    if factor is not None:
+        check_factor(factor, table.flat.device)
+    if residual is not None:
+        check_residual(residual, table.flat.numel(), table.flat.device, of=table.flat.dtype)

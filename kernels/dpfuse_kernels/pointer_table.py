@@ -82,10 +82,25 @@ class PointerTable:
         self.flat = flat
         self.slots = tuple(slots)
         self.dtype = dtype
-        _check_layout(flat, self.slots, dtype)
+        self._check_layout()
         self.address = flat.data_ptr()
         self.triton: bool | None = None  # whether kernels run over it, once `backend` has chosen
         self.views: list[Tensor] = self.new_views()
+
+    def _check_layout(self) -> None:
+        flat = self.flat
+        for what, got in (("flat.dtype", flat.dtype), ("dtype", self.dtype)):
+            if got not in DTYPES:
+                raise ValueError(
+                    f"{what} is {got}, expected one of {', '.join(map(str, DTYPES))}. "
+                    "Leave tensors of other types out of fused buffers."
+                )
+        if flat.layout is not torch.strided or flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError(
+                f"flat has shape {tuple(flat.shape)} and layout {flat.layout}, expected a contiguous 1-D tensor. "
+                "Allocate it with torch.zeros(numel)."
+            )
+        check_slots(self.slots, flat.numel())
 
     def new_views(self) -> list[Tensor]:
         """Per slot, a new tensor over its part of `flat`."""
@@ -206,18 +221,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _check_layout(flat: Tensor, slots: tuple[Slot, ...], dtype: torch.dtype) -> None:
-    for what, got in (("flat.dtype", flat.dtype), ("dtype", dtype)):
-        if got not in DTYPES:
-            raise ValueError(
-                f"{what} is {got}, expected one of {', '.join(map(str, DTYPES))}. "
-                "Leave tensors of other types out of fused buffers."
-            )
-    if flat.layout is not torch.strided or flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(
-            f"flat has shape {tuple(flat.shape)} and layout {flat.layout}, expected a contiguous 1-D tensor. "
-            "Allocate it with torch.zeros(numel)."
-        )
+def check_slots(slots: Sequence[Slot], numel: int) -> None:
+    """Raise ValueError for a slot that is not dense, leaves a buffer of `numel` elements or overlaps another one."""
     end, previous = 0, ""
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if len(slot.stride) != len(slot.shape) or not is_dense(slot.shape, slot.stride):
@@ -225,10 +230,10 @@ def _check_layout(flat: Tensor, slots: tuple[Slot, ...], dtype: torch.dtype) -> 
                 f"Slot {slot.name!r} has strides {slot.stride} for shape {slot.shape}, expected a dense "
                 "permutation. Give the slot the strides of torch.empty_like(parameter)."
             )
-        if slot.offset < 0 or slot.offset + slot.numel > flat.numel():
+        if slot.offset < 0 or slot.offset + slot.numel > numel:
             raise ValueError(
                 f"Slot {slot.name!r} covers elements {slot.offset} to {slot.offset + slot.numel}, expected "
-                f"them inside the {flat.numel()} elements of flat. Allocate flat for the whole plan."
+                f"them inside the {numel} elements of flat. Allocate flat for the whole plan."
             )
         if slot.numel == 0:
             continue

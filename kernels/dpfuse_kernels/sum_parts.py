@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpfuse_kernels.launch_shape import launch_shape
 from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
+from dpfuse_kernels.options import check_residual
 from dpfuse_kernels.pointer_table import DTYPES
 
 if TYPE_CHECKING:
@@ -164,17 +165,5 @@ def _check(parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
             f"parts has strides {parts.stride()} and out {out.stride()}, expected contiguous tensors: addresses are "
             "computed from the shape. Call .contiguous() on them."
         )
-    if residual is None:
-        return
-    if out.dtype == torch.float64:
-        raise ValueError(
-            "residual was given for sums in torch.float64, expected float16, bfloat16 or float32: nothing is rounded. "
-            "Leave residual out."
-        )
-    fits = residual.shape == out.shape and residual.dtype == torch.float32 and residual.is_contiguous()
-    if not fits or residual.device != out.device:
-        raise ValueError(
-            f"residual is {residual.dtype} of shape {tuple(residual.shape)} on {residual.device}, expected contiguous "
-            f"torch.float32 of shape {tuple(out.shape)} on {out.device}. Make it with "
-            "torch.zeros_like(out, dtype=torch.float32)."
-        )
+    if residual is not None:
+        check_residual(residual, out.numel(), out.device, of=out.dtype)

@@ -17,7 +17,7 @@ from tests.distributed.wires import Given, alike_everywhere, hard_gradients
 
 FACES = (dpfuse.DataParallel, dpfuse.DistributedDataParallel)
 NUMELS = [700, 33, 260]
-WIRES = [torch.bfloat16, torch.float16]
+WIRES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def wrapped(net, face=dpfuse.DataParallel, wire=torch.bfloat16, megabytes=1500 / 2**20, **options):

@@ -13,12 +13,19 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
 from bench.network import Network, simulated_network
+from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.buckets.ordered_bucket import OrderedBucket
+from dpfuse.buckets.quantized_bucket import QuantizedBucket
 from tests.distributed.random_models import same_bits
-from tests.distributed.wires import Given, alike_everywhere, hard_gradients, worst_share_of_bound
+from tests.distributed.wires import Given, alike_everywhere, hard_gradients, sent, worst_share_of_bound
 
 FACES = (dpfuse.DataParallel, dpfuse.DistributedDataParallel)
+CASES = [
+    *((wire, reduce) for wire in (torch.bfloat16, torch.float16) for reduce in ("ring", "fp32")),
+    (torch.float8_e4m3fn, "fp32"),
+    (torch.float8_e5m2, None),
+]
 
 
 def ddp_options(face, megabytes):
@@ -42,23 +49,22 @@ def within_the_bounds(rank, size):
     names, parts = zip(*hard_gradients(size, 1500), strict=True)
     worst = {}
     for face in FACES:
-        for wire in (torch.bfloat16, torch.float16):
-            for reduce in ("ring", "fp32"):
-                options = {**ddp_options(face, 4096 / 2**20), "wire_dtype": wire, "wire_reduce": reduce}
-                means, buckets = means_of(parts, rank, face, **options)
-                assert len(buckets) > 2
-                assert all((type(bucket) is OrderedBucket) == (reduce == "fp32") for bucket in buckets)
-                for name, part, mean in zip(names, parts, means, strict=True):
-                    share = worst_share_of_bound(mean, part, wire, reduce)
-                    assert share <= 1, (name, wire, reduce, share)
-                    worst[reduce] = max(share, worst.get(reduce, 0))
-                    assert alike_everywhere(mean)
-                    if reduce == "fp32":
-                        narrow = [(values * (1 / size)).to(wire).float() for values in part]
-                        total = narrow[0]
-                        for values in narrow[1:]:
-                            total = total + values
-                        assert same_bits(mean, total.to(wire).float())
+        for wire, reduce in CASES:
+            options = {**ddp_options(face, 4096 / 2**20), "wire_dtype": wire, "wire_reduce": reduce}
+            means, buckets = means_of(parts, rank, face, **options)
+            assert len(buckets) > 2
+            kind = GradBucket if reduce == "ring" else QuantizedBucket if wire.itemsize == 1 else OrderedBucket
+            assert all(type(bucket) is kind for bucket in buckets if bucket.params)
+            for name, part, mean in zip(names, parts, means, strict=True):
+                share = worst_share_of_bound(mean, part, wire, reduce or "fp32")
+                assert share <= 1, (name, wire, reduce, share)
+                worst[wire, reduce] = max(share, worst.get((wire, reduce), 0))
+                assert alike_everywhere(mean)
+                if reduce != "ring":
+                    total = sent(part[0] * (1 / size), wire)
+                    for values in part[1:]:
+                        total = total + sent(values * (1 / size), wire)
+                    assert same_bits(mean, sent(total, wire)), (name, wire)
     assert min(worst.values()) > 0.3  # the bounds are not so wide that nothing could break them
 
 

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpfuse_kernels import mx_bytes, mx_decode, mx_encode
 from tests.distributed.random_models import same_bits
 
-__all__ = ["UNIT", "Given", "alike_everywhere", "hard_gradients", "worst_share_of_bound"]
+__all__ = ["UNIT", "Given", "alike_everywhere", "hard_gradients", "sent", "worst_share_of_bound"]
 
 # The largest relative error of rounding to nearest.
 UNIT = {
@@ -44,9 +45,7 @@ def hard_gradients(size: int, numel: int) -> Iterator[tuple[str, list[Tensor]]]:
     yield "constant", [torch.full((numel,), 1.1 + rank) for rank in range(size)]
 
 
-def worst_share_of_bound(
-    got: Tensor, parts: list[Tensor], dtype: torch.dtype, reduce: str, floor: Tensor | float = 0.0
-) -> float:
+def worst_share_of_bound(got: Tensor, parts: list[Tensor], dtype: torch.dtype, reduce: str) -> float:
     """The largest error of `got`, the mean of `parts` over the wire, in terms of the error that the theory allows.
 
     Args:
@@ -54,18 +53,36 @@ def worst_share_of_bound(
         parts: of each rank.
         dtype: of the wire.
         reduce: how it was added up.
-        floor: what may be wrong besides, where numbers are too small for the wire's relative precision.
     """
     size, u = len(parts), UNIT[dtype]
     exact = torch.stack(parts).double() / size
     mean, magnitude = exact.sum(0), exact.abs().sum(0)
     bound = size * u * magnitude if reduce == "ring" else u * (magnitude + mean.abs())
     # Products of two errors, the rounding of 1 / size, and numbers below the normal ones.
-    bound = bound * (1 + size * u) + 2.0**-23 * magnitude + floor
-    if dtype in (torch.float16, torch.bfloat16):
-        limits = torch.finfo(dtype)
-        bound += (size + 1) * limits.smallest_normal * limits.eps
+    bound = bound * (1 + size * u) + 2.0**-23 * magnitude
+    limits = torch.finfo(dtype)
+    least = limits.smallest_normal * limits.eps  # half of the distance of the smallest numbers, and as much to spare
+    if dtype.itemsize == 2:
+        bound += (size + 1) * least
+    else:
+        # Of a block, too small a number is wrong by what is the distance for the largest, over which the scale lies.
+        scales = _largest_of_block(magnitude) / (limits.max / 1.75) * 2
+        bound += (size + 1) * least * scales
     return ((got.double() - mean).abs() / bound).max().item()
+
+
+def _largest_of_block(magnitude: Tensor) -> Tensor:
+    blocks = torch.nn.functional.pad(magnitude, (0, -len(magnitude) % 32)).view(-1, 32)
+    return blocks.amax(1).repeat_interleave(32)[: len(magnitude)]
+
+
+def sent(values: Tensor, wire: torch.dtype) -> Tensor:
+    """One gradient in float32 as it comes out of a wire."""
+    if wire.itemsize > 1:
+        return values.to(wire).float()
+    padded = torch.nn.functional.pad(values, (0, -len(values) % 512))
+    packed = torch.empty(mx_bytes(len(padded)), dtype=torch.uint8)
+    return mx_decode(mx_encode(padded, wire, packed), wire)[: len(values)]
 
 
 def alike_everywhere(tensor: Tensor) -> bool:

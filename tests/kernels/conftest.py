@@ -20,7 +20,8 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launcher.jit.cache_clear()
     # Whoever imported Triton's own functions earlier, has them compiled, not interpreted.
     language = pytest.importorskip("triton.language")
-    monkeypatch.setattr(language, "sum", triton.jit(language.sum.fn))
+    for name in ("sum", "max"):
+        monkeypatch.setattr(language, name, triton.jit(getattr(language, name).fn))
     # Threads that wait for each other make small operations slow on a machine that runs other tests as well.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

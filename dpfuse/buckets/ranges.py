@@ -1,4 +1,4 @@
-"""Contexts that cost next to nothing where there is nothing to do. Knows no bucket."""
+"""Contexts around what a bucket does, which cost next to nothing where nothing is to be done. Imports no bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING = nullcontext()  # one for all: making a context costs more than enteri
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A named range for the profiler, if one is running."""
+    """A range of that name, if a profiler is running."""
     if _profiler_enabled():
         return torch.profiler.record_function(f"{name} ({label})")
     return _NOTHING

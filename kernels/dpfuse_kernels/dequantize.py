@@ -1,0 +1,132 @@
+"""Unpacks eight-bit blocks into tensors: decode, scale and cast in one pass. Knows no bucket and no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels.entries import check_all
+from dpfuse_kernels.mx import mx_decode
+from dpfuse_kernels.mx_block import _decode, _element_ptr, _scale_ptr
+from dpfuse_kernels.mx_table import MxTable
+from dpfuse_kernels.unflatten import unflatten_reference
+
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+
+__all__ = ["dequantize", "dequantize_reference"]
+
+
+def _dequantize_kernel(
+    flat_address: tl.int64,
+    address_ptr: tl.tensor,  # [slots] int64
+    chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in elements of flat
+    scale_bits: tl.int64,
+    first_program: tl.int64,
+    TENSOR: tl.constexpr,
+    WIRE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    E4M3: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program p decodes one chunk: whole blocks to `length` elements of tensor `tensor`, from `start` on.
+
+    Example: numel 3, E4M3, a slot at 32; bytes 32 to 34 of flat are 126, 168, 48, byte 513 is 128. With scale 0.5 the
+    tensor becomes [448, -0.25, 0.5].
+    """
+    # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
+    row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
+    address = tl.load(address_ptr + tl.load(row_ptr))
+    target = address + tl.load(row_ptr + 1) * (TENSOR.primitive_bitwidth // 8)
+    length = tl.load(row_ptr + 2).to(tl.int32)
+    block = tl.arange(0, CHUNK // 32)[:, None]
+    lane = block * 32 + tl.arange(0, 32)[None, :]
+    there = (tl.load(row_ptr + 3) >> 5) + block.to(tl.int64)
+    if address != 0:
+        element = tl.load(_element_ptr(flat_address, there), mask=block * 32 < length, other=0)
+        unit = tl.load(_scale_ptr(flat_address, there), mask=block * 32 < length, other=0)
+        value = _decode(element, unit, E4M3)
+        if SCALED:
+            # The factor arrives as the bits of a double.
+            value *= scale_bits.to(tl.float64, bitcast=True).to(tl.float32)
+        value = value.to(TENSOR)
+        if (length % 8 == 0) & (target % 16 == 0):
+            # A known alignment, and a mask that parts no eight elements: 128-bit stores.
+            target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
+            tl.store(target_ptr + lane, value, mask=lane < tl.multiple_of(length, 8))
+        else:
+            tl.store(target.to(tl.pointer_type(TENSOR)) + lane, value, mask=lane < length)
+
+
+@torch.no_grad()
+def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0) -> None:
+    """Unpack blocks of eight-bit floats to `tensors` with one kernel launch on the current stream.
+
+    Each tensor becomes the numbers of its slot times `scale`, computed in float32 and rounded once to `table.dtype`.
+
+    Args:
+        table: the layout.
+        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped. One
+            whose strides differ from the slot's goes through a dense copy. They must not share memory with each other.
+            The caller keeps them referenced until work that may reuse their memory is ordered behind this launch.
+        scale: the factor.
+
+    Raises:
+        ValueError: a wrong tensor, by slot name, with nothing written, as `unflatten` raises it.
+
+    Example:
+        >>> from dpfuse_kernels import MxTable, Slot, dequantize, mx_bytes
+        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
+        >>> flat[:3], flat[512] = torch.tensor([126, 168, 48]), 128
+        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
+        >>> tensor = torch.empty(3)
+        >>> dequantize(table, [tensor], scale=0.5)
+        >>> tensor.tolist()
+        [448.0, -0.25, 0.5]
+    """
+    tensors = list(tensors)
+    entries = check_all(tensors, table, written=True)
+    addresses = entries.addresses
+    dense = {index: table.slots[index].empty_like(tensor) for index, tensor in entries.irregular.items()}
+    for index, copy in dense.items():
+        addresses[index] = copy.data_ptr()
+    table.launcher.launch(_dequantize_kernel, addresses, scale=scale, E4M3=table.e4m3)
+    for index, copy in dense.items():
+        entries.irregular[index].copy_(copy)
+
+
+@torch.no_grad()
+def dequantize_reference(
+    table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False
+) -> None:
+    """Unpack with torch's own operations: the same result as `dequantize`, on any device; the CPU path.
+
+    Args:
+        table: the layout.
+        tensors: as for `dequantize`; any strides without overlap.
+        scale: the factor.
+        matched: True promises a list of tensors whose shapes and device are those of their slots.
+
+    Raises:
+        ValueError: a wrong tensor, by slot name.
+
+    Example:
+        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes
+        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
+        >>> flat[:3], flat[512] = torch.tensor([126, 168, 48]), 128
+        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
+        >>> tensor = torch.empty(3)
+        >>> dequantize_reference(table, [tensor], scale=0.5)
+        >>> tensor.tolist()
+        [448.0, -0.25, 0.5]
+    """
+    stage = table.stage
+    with stage.gaps_kept():
+        mx_decode(table.flat, table.format.dtype, stage.flat)
+    plain = matched and scale == 1.0 and stage.dtype == stage.flat.dtype
+    if not (plain and stage.host_plan.unpack_matched(tensors, stage)):  # type: ignore[arg-type]
+        unflatten_reference(stage, tensors, scale=scale)

@@ -1,0 +1,127 @@
+"""The static description of one buffer of eight-bit blocks: which tensor lies where. Knows no bucket and no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, mx_bytes, mx_format
+from dpfuse_kernels.pointer_table import PointerTable, Slot, check_slots
+
+__all__ = ["MxTable"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class MxTable(PointerTable):
+    """The places of all tensors in one buffer of bytes, for `quantize` and `dequantize`.
+
+    Bytes are no tensors: the table has no views, and no tensor can be its slot.
+
+    Args:
+        flat: [mx_bytes(elements)] uint8, contiguous, at a multiple of 16 bytes. The table keeps it alive and counts on
+            its address: never resize it.
+        slots: one per tensor, in the order in which `quantize` and `dequantize` get the tensors; offsets in elements,
+            each a multiple of 32, so that no two tensors share a scale.
+        dtype: of the tensors: float32, float16 or bfloat16.
+        format: of the elements: torch.float8_e4m3fn or torch.float8_e5m2.
+
+    Attributes:
+        elements: that the buffer has room for, a multiple of 512.
+
+    Raises:
+        ValueError: a slot leaves the buffer, overlaps another one, is not dense or starts inside a block; `flat` is not
+            of whole super-blocks; another dtype or format.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes
+        >>> slots = [Slot("a", 0, (40,), (1,)), Slot("b", 64, (2,), (1,))]
+        >>> flat = torch.zeros(mx_bytes(66), dtype=torch.uint8)
+        >>> MxTable(flat, slots, torch.float32, torch.float8_e4m3fn).elements
+        512
+    """
+
+    def __init__(self, flat: Tensor, slots: Sequence[Slot], dtype: torch.dtype, format: torch.dtype) -> None:
+        self.format = mx_format(format)
+        check_packed("flat", flat)
+        self.elements = flat.numel() // SUPER_BYTES * SUPER_BLOCK
+        super().__init__(flat, slots, dtype)
+
+    def _check_layout(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(
+                f"dtype is {self.dtype}, expected one of {', '.join(map(str, DTYPES))}. "
+                "Leave tensors of other types out of eight-bit buffers."
+            )
+        if self.flat.dim() != 1:
+            raise ValueError(
+                f"flat has shape {tuple(self.flat.shape)}, expected [bytes]. Pass one row of it, or flat.view(-1)."
+            )
+        check_slots(self.slots, self.elements)
+        for slot in self.slots:
+            if slot.offset % BLOCK:
+                raise ValueError(
+                    f"Slot {slot.name!r} starts at element {slot.offset}, expected a multiple of {BLOCK}: a block has "
+                    "one scale. Round offsets up."
+                )
+
+    def new_views(self) -> list[Tensor]:
+        """Per slot an empty tensor: there is no dtype whose tensors are blocks with a scale."""
+        return [self.flat[:0] for _ in self.slots]
+
+    def first(self, count: int) -> MxTable:
+        """A table of the first `count` slots alone, over the super-blocks that end with them."""
+        end = max((slot.offset + slot.numel for slot in self.slots[:count]), default=0)
+        return MxTable(self.flat[: mx_bytes(end)], self.slots[:count], self.dtype, self.format.dtype)
+
+    @property
+    def e4m3(self) -> bool:
+        """Which of the two formats, as the kernels want to know it."""
+        return self.format.dtype == torch.float8_e4m3fn
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type in which values are scaled, added up and rounded."""
+        return torch.float32
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """Where each slot's first element byte lies; 0 for an empty slot."""
+        starts = [slot.offset // SUPER_BLOCK * SUPER_BYTES + slot.offset % SUPER_BLOCK for slot in self.slots]
+        return [self.address + start if slot.numel else 0 for slot, start in zip(self.slots, starts, strict=True)]
+
+    @cached_property
+    def contiguous(self) -> bool:
+        """Are all slots in C order?"""
+        return all(torch.empty_strided(slot.shape, slot.stride, device="meta").is_contiguous() for slot in self.slots)
+
+    @contextmanager
+    def gaps_kept(self, *beside: Tensor, zero: bool = False) -> Iterator[None]:
+        """Put back the blocks that belong to no slot after the buffer was written as a whole, scales included."""
+        if self._gaps is None:
+            yield
+            return
+        kept = self.flat[self._gaps]
+        yield
+        self.flat[self._gaps] = kept
+
+    @cached_property
+    def _gaps(self) -> Tensor | None:
+        """Indices of the bytes of blocks that belong to no slot; None where there are none."""
+        free = torch.ones(self.elements // BLOCK, dtype=torch.bool, device="cpu")
+        for slot in self.slots:
+            free[slot.offset // BLOCK : -(-(slot.offset + slot.numel) // BLOCK)] = False
+        free = free.view(-1, SUPER_BLOCK // BLOCK)
+        gaps = torch.cat((free.repeat_interleave(BLOCK, 1), free), 1).view(-1).nonzero().view(-1)
+        return gaps.to(self.flat.device) if gaps.numel() else None
+
+    @cached_property
+    def stage(self) -> PointerTable:
+        """The same slots over float32 elements, by way of which torch's own operations go; zeros between them."""
+        flat = torch.zeros(self.elements, dtype=torch.float32, device=self.flat.device)
+        return PointerTable(flat, self.slots, self.dtype)

@@ -1,0 +1,206 @@
+"""Packs tensors into eight-bit blocks: scale, encode, count and keep the error in one pass. Knows no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpfuse_kernels.entries import check_all
+from dpfuse_kernels.flatten import _count, count_nonfinite, flatten_reference, product
+from dpfuse_kernels.mx import mx_decode, mx_encode
+from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
+from dpfuse_kernels.mx_table import MxTable
+from dpfuse_kernels.options import check_factor, check_residual
+
+if TYPE_CHECKING:
+    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+
+__all__ = ["quantize", "quantize_reference"]
+
+
+def _quantize_kernel(
+    flat_address: tl.int64,
+    address_ptr: tl.tensor,  # [slots] int64
+    chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in elements of flat
+    scale_bits: tl.int64,
+    first_program: tl.int64,
+    counts_address: tl.int64,  # [slots] int32, where COUNT
+    factor_address: tl.int64,  # [] float32, where FACTOR
+    residual_address: tl.int64,  # [elements of flat] float32, where RESIDUAL
+    TENSOR: tl.constexpr,
+    WIRE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    COUNT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    E4M3: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program p encodes one chunk, of whole blocks but for the tensor's last: `length` elements from `start` on.
+
+    Example: numel 3, E4M3, a slot at 32, tensor [896, -0.5, 1]: bytes 32 to 34 of flat are 126, 168, 48, the next 29
+    are zeros, byte 513 is 128; these are 448, -0.25 and 0.5 times 2 ** (128 - 127). RESIDUAL full of 30 with [896, 0,
+    0]: the bytes stand for 896, 30 and 30, and residual is [30, 0, 0].
+    """
+    # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
+    row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
+    tensor = tl.load(row_ptr)
+    address = tl.load(address_ptr + tensor)
+    source = address + tl.load(row_ptr + 1) * (TENSOR.primitive_bitwidth // 8)
+    length = tl.load(row_ptr + 2).to(tl.int32)
+    offset = tl.load(row_ptr + 3)
+    block = tl.arange(0, CHUNK // 32)[:, None]
+    lane = block * 32 + tl.arange(0, 32)[None, :]
+    mask = lane < length
+    readable = tl.where(address != 0, mask, False)
+    if (length % 8 == 0) & (source % 16 == 0):
+        # A known alignment, and a mask that parts no eight elements: 128-bit loads.
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
+        whole = tl.where(address != 0, lane < tl.multiple_of(length, 8), False)
+        value = tl.load(source_ptr + lane, mask=whole, other=0.0).to(tl.float32)
+    else:
+        value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=readable, other=0.0).to(tl.float32)
+    # The factor arrives as the bits of a double: both are multiplied there and rounded once.
+    scale = scale_bits.to(tl.float64, bitcast=True)
+    if FACTOR:
+        scale *= tl.load(factor_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    if SCALED or FACTOR:
+        # Where there is no element, zero times an infinite factor is not zero.
+        value = tl.where(readable, value * scale.to(tl.float32), 0.0)
+    residual = residual_address + offset * 4
+    residual_ptr = tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane
+    if RESIDUAL:
+        value += tl.load(residual_ptr, mask=mask, other=0.0)
+    element, unit = _encode(value, E4M3)
+    there = (offset >> 5) + block.to(tl.int64)
+    tl.store(_element_ptr(flat_address, there), element, mask=block * 32 < length)
+    tl.store(_scale_ptr(flat_address, there), unit, mask=block * 32 < length)
+    if RESIDUAL:
+        error = value - _decode(element, unit, E4M3)
+        tl.store(residual_ptr, tl.where(tl.abs(error) < float("inf"), error, 0.0), mask=mask)
+    if COUNT:
+        _count(value, mask, (counts_address + tensor * 4).to(tl.pointer_type(tl.int32)), tl.float32)
+
+
+@torch.no_grad()
+def quantize(
+    tensors: Sequence[Tensor | None],
+    table: MxTable,
+    *,
+    scale: float = 1.0,
+    factor: Tensor | None = None,
+    counts: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Pack `tensors` into blocks of eight-bit floats with one kernel launch on the current stream.
+
+    Each tensor times `scale`, in float32, is encoded block by block, as `mx_encode` says. Elements between a tensor's
+    end and that of its last block become zeros; blocks that belong to no slot are not touched.
+
+    Args:
+        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `table.flat`. None packs zeros,
+            whatever `scale` and `factor` are. One whose strides differ from the slot's goes through a dense copy. The
+            caller keeps all of them referenced until work that may reuse their memory is ordered behind this launch.
+        table: the layout.
+        scale: the factor.
+        factor: [] float32 on the device of `flat`, read there: tensors are multiplied by the product of `scale` and it,
+            which is computed in double precision.
+        counts: [slots] int32 on that device; each is increased by the number of NaN in its slot, as which infinities
+            are packed, too. None counts nothing.
+        residual: [table.elements] float32 on that device, at a multiple of 16 bytes, for error feedback: what encoding
+            took from earlier calls is added before this one encodes, and what it takes now is kept, 0 where that
+            is not finite. In short, v = x * scale * factor + residual; flat = encode(v); residual = v - decode(flat).
+
+    Raises:
+        ValueError: a wrong tensor, by slot name, with nothing written, as `flatten` raises it; a factor or a residual
+            of another shape, dtype, device or alignment.
+
+    Example:
+        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes, quantize
+        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
+        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
+        >>> quantize([torch.tensor([896.0, -0.5, 1.0])], table)
+        >>> flat[:4].tolist(), flat[512].item()  # 448, -0.25, 0.5 and 0; times 2 ** (128 - 127)
+        ([126, 168, 48, 0], 128)
+    """
+    tensors = list(tensors)
+    check_options(table, factor, residual)
+    entries = check_all(tensors, table)
+    addresses = entries.addresses
+    # Held until the launch; what is freed after it is reused behind it, on the same stream.
+    dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
+    for index, copy in dense.items():
+        addresses[index] = copy.data_ptr()
+    table.launcher.launch(
+        _quantize_kernel,
+        addresses,
+        scale=scale,
+        extras=(counts, factor, residual),
+        COUNT=counts is not None,
+        FACTOR=factor is not None,
+        RESIDUAL=residual is not None,
+        E4M3=table.e4m3,
+    )
+
+
+@torch.no_grad()
+def quantize_reference(
+    tensors: Sequence[Tensor | None],
+    table: MxTable,
+    *,
+    scale: float = 1.0,
+    factor: Tensor | None = None,
+    counts: Tensor | None = None,
+    residual: Tensor | None = None,
+    matched: bool = False,
+) -> None:
+    """Pack `tensors` with torch's own operations: the same bytes as `quantize`, on any device; the CPU path.
+
+    Args:
+        tensors: as for `quantize`; any strides.
+        table: the layout.
+        scale: the factor.
+        factor: as for `quantize`; read by the host.
+        counts: as for `quantize`.
+        residual: likewise.
+        matched: True promises a list of tensors whose shapes and device are those of their slots.
+
+    Raises:
+        ValueError: as `quantize`.
+
+    Example:
+        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes
+        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
+        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
+        >>> quantize_reference([torch.tensor([896.0, -0.5, 1.0])], table)
+        >>> flat[:4].tolist(), flat[512].item()
+        ([126, 168, 48, 0], 128)
+    """
+    check_options(table, factor, residual)
+    stage, flat = table.stage, table.flat
+    scale = product(scale, factor)
+    if not (matched and stage.host_plan.pack_matched(tensors, stage, scale)):  # type: ignore[arg-type]
+        flatten_reference(tensors, stage, scale=scale)
+    value = stage.flat
+    if residual is not None:
+        with stage.gaps_kept():
+            value.add_(residual)
+    with table.gaps_kept():
+        mx_encode(value, table.format.dtype, flat)
+    if counts is not None:
+        count_nonfinite(stage, counts)
+    if residual is not None:
+        with stage.gaps_kept(residual):
+            torch.sub(value, mx_decode(flat, table.format.dtype), out=residual).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def check_options(table: MxTable, factor: Tensor | None, residual: Tensor | None) -> None:
+    """Raise ValueError for a factor or a residual that does not belong to this table."""
+    if factor is not None:
+        check_factor(factor, table.flat.device)
+    if residual is not None:
+        check_residual(residual, table.elements, table.flat.device, of=table.flat.dtype)
