@@ -42,7 +42,8 @@ class Canary:
         self.elsewhere = False  # whether this rank only takes part for the sake of others
         self.uneven = False  # whether some rank may
         self.wrapper = wrapper
-        self.handling = 0  # in the backward that is running: 1 if the loss scale is undone
+        # In the backward that is running: 1 if the loss scale is undone, and 2 if gradients are weighed, 4 if sums are.
+        self.handling = 0
         self._counts_forwards = counts_forwards
         self._window = NEVER
         self._began = NEVER  # the window in which the forward that is running did, if it counts

@@ -82,7 +82,7 @@ class GradSync:
         self._watch = BackwardWatch()
         self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
-        self.factors = GradientFactors(canary, options.gradient_scale, group.size())
+        self.factors = GradientFactors(canary, options.gradient_scale, group.rank(), group.size())
         if options.check_finite != "off":
             self._finite = FiniteCheck(
                 raises=options.check_finite == "raise",

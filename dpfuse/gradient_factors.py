@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients
+from dpfuse.gradient_weight import GradientWeight
 from dpfuse.loss_scale import LossScale
+from dpfuse.phase import Phase
 from dpfuse_kernels import PointerTable
 
 if TYPE_CHECKING:
@@ -22,23 +25,28 @@ __all__ = ["GradientFactors"]
 class GradientFactors:
     """The factors of the backward that is running, for all buckets of one wrapped model.
 
-    While gradients are packed, they are divided by the loss scale and looked at. The tail, which is packed last, tells
-    the other ranks what was found.
+    While gradients are packed, they are divided by the loss scale and looked at, and multiplied with this rank's
+    weight. The tail, which is packed last, tells the other ranks what was found, and the weight.
 
     Args:
         canary: tells them what is done here, which must be the same everywhere.
         gradient_scale: factor on each rank's gradients; None is the mean.
-        world_size: number of ranks.
+        rank, world_size: of the group.
 
     Attributes:
         factor: what packing multiplies with besides, [] float32 on the device of the gradients; None is 1.
         loss_scale: of the model.
+        weight: of this rank.
     """
 
-    def __init__(self, canary: Canary, gradient_scale: float | None, world_size: int) -> None:
+    def __init__(self, canary: Canary, gradient_scale: float | None, rank: int, world_size: int) -> None:
         self.factor: Tensor | None = None
         self.loss_scale = LossScale()
+        self.weight = GradientWeight(rank, lambda: 0 if self._reducer is None else self._reducer.completed)
+        self._weighs = False  # whether this backward does
+        self._scale = 1.0  # what averaging multiplies with in this backward
         self._canary = canary
+        self._gradient_scale = gradient_scale
         # Is the sum over the ranks finite wherever all summands are? That of a mean is.
         self._bounded = gradient_scale is None or abs(gradient_scale) * world_size <= 1
         self._reducer: Reducer | None = None
@@ -62,16 +70,48 @@ class GradientFactors:
             return
         for bucket in reducer.buckets:
             bucket.factors = self
-        self._unscales = self._bounded and all(bucket.unscales for bucket in reducer.buckets)
+        # float16 would lose small gradients that carry no scale.
+        holds = (bucket.takes_factors and bucket.averaging.dtype != "float16" for bucket in reducer.buckets)
+        self._unscales = self._bounded and all(holds)
         self._slots = 1 + max(len(bucket.params) for bucket in reducer.buckets)
         self._device = torch.device(reducer.buckets[0].plan.device)
         self.loss_scale.ids = frozenset(id(param) for bucket in reducer.buckets for param in bucket.params)
+
+    def weigh(self, weight: Any, reduction: Any) -> None:
+        """Give this rank's gradients a weight in the next synchronised backward; arguments as for `GradientWeight.set`.
+
+        Raises:
+            TypeError, ValueError: as `GradientWeight.set`.
+            DPFuseError: a backward is running, or these gradients cannot be weighed.
+        """
+        assert self._reducer is not None
+        if self._reducer.phase not in (Phase.IDLE, Phase.ABANDONED):
+            raise DPFuseError(
+                f"set_gradient_weight() was called while a backward is {self._reducer.phase.name}, expected it before. "
+                "Call it once the batch of this rank is known."
+            )
+        if weight is not None:
+            self._refuse_weights()
+        self.weight.set(weight, reduction, self._device)
+
+    def _refuse_weights(self) -> None:
+        assert self._reducer is not None
+        if self._gradient_scale is not None:
+            raise DPFuseError(
+                f"gradients were given a weight with gradient_scale={self._gradient_scale}, expected one of the two: "
+                "weights make a mean. Leave gradient_scale out."
+            )
+        if not all(bucket.takes_factors for bucket in self._reducer.buckets):
+            raise DPFuseError(
+                "gradients were given a weight with a communication hook, expected one of the two: a hook averages as "
+                "it likes. Multiply the loss instead, and divide in the hook."
+            )
 
     def open(self, *, sync: bool, announced: bool) -> None:
         """A backward begins; arguments as for the reducer's `open`.
 
         Raises:
-            DPFuseError: as `LossScale.begins`.
+            DPFuseError: as `LossScale.begins`, or gradients with a weight cannot have one.
         """
         assert self._reducer is not None
         buckets = self._reducer.buckets
@@ -79,12 +119,17 @@ class GradientFactors:
         if not sync:
             return
         unscales = scale is not None and self._unscales
-        self.factor = None
+        self.factor = self.weight.factor
         if scale is not None and unscales:
             # In float64, as torch does: some compilers' division in float32 is off by a digit.
-            self.factor = scale.to(self._device, torch.float64, non_blocking=True).reciprocal().float()
+            inverse = scale.to(self._device, torch.float64, non_blocking=True).reciprocal().float()
+            self.factor = inverse if self.factor is None else self.factor * inverse
         self._counting = unscales or self.loss_scale.found is not None
-        self._canary.handling = int(unscales)
+        self._weighs = self.weight.value is not None
+        if self._weighs:
+            self._refuse_weights()  # a hook may have come since
+        self._scale = buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale
+        self._canary.handling = unscales + self._weighs * (2 if self.weight.reduction == "mean" else 4)
         if self._counting:
             self._begin_counts()
 
@@ -131,18 +176,30 @@ class GradientFactors:
             assert self._counts is not None
             assert self._found is not None
             tail.write_found(packed, self._found + self._counts.any())
+        if self._weighs:
+            assert self.weight.value is not None
+            tail.write_weight(packed, self.weight.value)
 
     def delivered(self) -> None:
-        """All gradients of a backward are averaged."""
+        """All gradients of a backward are averaged.
+
+        Raises:
+            DPFuseError: as `GradientWeight.hear`.
+        """
+        assert self._reducer is not None
+        weighs, self._weighs = self._weighs, False
         if self._counting:
             assert self._tail is not None
-            assert self._reducer is not None
             found = self._tail.found_somewhere()
             if self._reducer.guard is not None:  # which has spoilt them if the ranks do not agree
                 found = found | self._tail.alarm()
             self.loss_scale.unscaled(found.float())
-        self.factor, self._counting, self._tail = None, False, None
+        tail, self.factor, self._counting, self._tail = self._tail, None, False, None
         self._canary.handling = 0
+        if weighs:
+            assert tail is not None
+            Gradients(self._reducer.buckets, ()).multiply(self.weight.delivered(tail, self._scale))
+        self.weight.hear(wait=self._reducer.strict)
 
     def _begin_counts(self) -> None:
         if self._counts is None or self._counts.numel() < self._slots or self._found is None:

@@ -33,11 +33,12 @@ class Report(NamedTuple):
 
 ALL_WELL = Report((), ())
 WIDTH = len(Counts._fields)
+SHIFTS = (0, 8, 16, 24)  # where the digits of a weight lie in its bits
 
 
 class Tail:
     """Some elements per rank, what its canary counts, then one per parameter, above zero where used, and one that is
-    above zero where a rank has found values that are not finite.
+    above zero where a rank has found values that are not finite. Last are four more per rank, for its weight.
 
     The first of a rank that failed is below zero, and of one whose model is no longer that of the plan zero. The
     elements are scaled like gradients, and summed in the buffer's dtype, but each rank adds zeros to those of the
@@ -59,7 +60,8 @@ class Tail:
         self.world_size = world_size
         self.canary = canary
         self._found = WIDTH * world_size + param_count
-        self.numel = self._found + 1
+        self._weights = self._found + 1
+        self.numel = self._weights + len(SHIFTS) * world_size
         self.scale = scale
         self._one = 1.0 / scale
         self._counts: Counts | None = None  # in `_all_well`
@@ -136,6 +138,22 @@ class Tail:
         assert self._landed is not None
         return self._landed[self._found] != 0
 
+    def write_weight(self, packed: Tensor, weight: Tensor) -> None:
+        """Likewise the weight of this rank, [] float32: its bits as four numbers, which every dtype holds."""
+        bits = weight.view(torch.int32)
+        place = self._weights + len(SHIFTS) * self.rank
+        for shift in SHIFTS:
+            packed[place + shift // 8].copy_((bits >> shift) & 255)
+
+    def weights(self) -> Tensor:
+        """Those of all ranks, [ranks] float32 on the device, the same bits everywhere. Waits for nothing."""
+        assert self._landed is not None
+        digits = self._landed[self._weights :].view(self.world_size, len(SHIFTS)).to(torch.int32)
+        bits = digits[:, 0]
+        for place in range(1, len(SHIFTS)):
+            bits = bits | (digits[:, place] << SHIFTS[place])
+        return bits.view(torch.float32)
+
     def report(self, *, wait: bool, failed: bool = False) -> Report:
         """Which ranks failed, which have another model, and what they count if that differs.
 
@@ -190,7 +208,7 @@ class Tail:
         self._one = math.copysign(size, self._one)
         source = torch.full((self.numel,), self._one, dtype=dtype, device=device)
         source[: self._states].zero_()
-        source[self._found].zero_()
+        source[self._found :].zero_()
         return source
 
     def _write(self, source: Tensor, counts: Counts) -> None:

@@ -58,7 +58,9 @@ ALLOWED = {
     "loss_scale": {"torch", "grad_norm (types)"},
     "gradient_factors": {
         "torch", "dpfuse_kernels", "canary (types)", "grad_norm", "loss_scale", "reducer (types)", "tail (types)",
+        "gradient_weight", "phase",
     },
+    "gradient_weight": {"torch", "tail (types)", "verdict", "writing_streams"},
     "grad_scaler": {"torch", "loss_scale", "tracing", "wrapper"},
     "memory_order": {"torch"},
     "bucket": {
@@ -114,6 +116,7 @@ ALLOWED = {
     "wrapper": {
         "torch", "grad_sync", "model_agreement", "model_check", "agreement", "collective", "plan", "reducer", "timing",
         "tracing", "canary", "sync_options", "grad_norm", "loss_scale", "registered_memory", "tune (types)",
+        "gradient_weight",
         "error_feedback",
     },
     "data_parallel": {"torch", "wrapper", "sync_options", "collective", "state_dict", "tune"},

@@ -49,6 +49,8 @@ class GradBucket:
         label: text for profiler ranges.
     """
 
+    takes_factors = True  # whether others than those of the averaging may multiply it
+
     def __init__(
         self,
         bucket: Bucket,
@@ -254,9 +256,9 @@ class GradBucket:
             self.tail.scale = averaging.pre_scale
 
     @property
-    def unscales(self) -> bool:
-        """Whether gradients may be divided by a loss scale before they travel: float16 would lose small ones."""
-        return self._averaging.dtype != "float16"
+    def averaging(self) -> Averaging:
+        """The factors of the next launch, and the dtype that travels."""
+        return self._averaging
 
     @property
     def busy(self) -> bool:

@@ -75,6 +75,8 @@ class HookedBucket(GradBucket):
         views: whether `.grad` becomes a view of the buffer.
     """
 
+    takes_factors = False
+
     def __init__(
         self,
         bucket: Bucket,
@@ -118,11 +120,6 @@ class HookedBucket(GradBucket):
 
     def average_by(self, averaging: Averaging) -> None:
         """Nothing: it is the hook that divides."""
-
-    @property
-    def unscales(self) -> bool:
-        """No: a hook gets the gradients as they are."""
-        return False
 
     def _start(self, flat: Tensor) -> dist.Work:
         # An alias, so that a hook may resize it and the buffer keeps its length.

@@ -228,8 +228,11 @@ def misuses(rank, size):
 
 def test_misuse_is_told_on_every_rank(ranks):
     for one_rank, behind, unannounced in ranks(misuses):
-        assert "rank 1 averages its gradients as they are, rank 0 divides them by the scale of its loss" in one_rank
-        assert "or of none. No rank's gradients" in one_rank
+        assert (
+            "rank 1 averages its gradients as they are, rank 0 divides its gradients by the scale of its loss"
+            in one_rank
+        )
+        assert "takes a weight back. No rank's gradients" in one_rank
         assert "and unscale_() was called; expected one synchronised backward for each step" in behind
         assert "and it came by no output of the wrapped model; expected one" in unannounced
 

@@ -100,8 +100,11 @@ def test_the_flags_of_parameters_lie_behind_the_counts():
     assert tail.report(wait=True) == Report([], [0]), "nothing came from rank 0"
 
 
+WEIGHTS = [1 / 3, 16777215.0, -3.4e38]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_some_rank_has_found_is_told_beside_the_rest(dtype):
+def test_what_was_found_and_every_weight_are_told_beside_the_rest(dtype):
     every = [(1, 1, 1, 1)] * 3
     for finders in ([], [1], [0, 1, 2]):
         tails = summed(every, dtype, 1 / 3)
@@ -110,10 +113,12 @@ def test_what_some_rank_has_found_is_told_beside_the_rest(dtype):
             packed = torch.empty_like(total)
             tail.write(packed, tail.source(dtype, torch.device("cpu"), (), False))
             tail.write_found(packed, torch.tensor(float(rank in finders)))
+            tail.write_weight(packed, torch.tensor(WEIGHTS[rank]))
             total += packed
         for tail in tails:
             tail.landed(total)
             assert bool(tail.found_somewhere()) == bool(finders)
+            assert torch.equal(tail.weights(), torch.tensor(WEIGHTS))
             assert tail.report(wait=True) == ALL_WELL
             assert tail.used_somewhere([0, 1]) == {0, 1}
 
@@ -121,7 +126,7 @@ def test_what_some_rank_has_found_is_told_beside_the_rest(dtype):
 @pytest.mark.parametrize("wait", [True, False])
 def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, monkeypatch):
     tail = Tail(1, 3, 2, 0.5, Canary())
-    tail.landed(torch.tensor([-1.0] + [0.1] * 14))
+    tail.landed(torch.tensor([-1.0] + [0.1] * 26))
     assert not tail.deaf
     assert tail.report(wait=wait) == Report([0], [])
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
@@ -164,7 +169,7 @@ def test_what_a_captured_graph_packs_is_not_uploaded_and_not_kept(known, monkeyp
     with Operations() as done:
         eager = tail.source(torch.float32, cpu, (), False)
     assert not done.names & UPLOADS, "the host would wait whenever a count changes"
-    assert captured.tolist() == [*eager.tolist()[:8], 0, 2, 0, 0]
+    assert captured.tolist() == [*eager.tolist()[:8], 0, 2, 0, *[0] * 9]
     assert tail.source(torch.float32, cpu, [0, 2], False).equal(captured)
 
 
