@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from dpfuse import verdict
+from dpfuse.buckets.accumulating_bucket import AccumulatingBucket
 from dpfuse.countdown import ENDLESS, Countdown
+from dpfuse.errors import DPFuseError
+from dpfuse.phase import RESTING, Phase
 from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
-    from dpfuse.buckets.accumulating_bucket import AccumulatingBucket
     from dpfuse.buckets.bucket import GradBucket
     from dpfuse.canary import Canary
 
@@ -33,9 +35,9 @@ class LocalBackward:
         self._countdowns = countdowns
         self._canary = canary
         self._takers = {
-            countdown: cast("AccumulatingBucket", bucket)
+            countdown: bucket
             for bucket, countdown in zip(buckets, countdowns, strict=True)
-            if bucket.accumulates
+            if isinstance(bucket, AccumulatingBucket)
         }
 
     def pending(self) -> list[int]:
@@ -74,8 +76,17 @@ class LocalBackward:
         if lost := self._forget():
             warnings.warn(verdict.discarded(lost), stacklevel=2)
 
-    def begin_again(self) -> None:
-        """Throw away what the buckets have taken; if that is anything, the window begins again."""
+    def begin_again(self, phase: Phase) -> None:
+        """Throw away what the buckets have taken; if that is anything, the window begins again.
+
+        Raises:
+            DPFuseError: a backward is running, as `phase` tells.
+        """
+        if phase not in RESTING:
+            raise DPFuseError(
+                f"discard_accumulated() was called while a backward is {phase.name}, expected it between backwards. "
+                "Call it once backward() has ended."
+            )
         if self._forget():
             self._canary.backward_dies()
 

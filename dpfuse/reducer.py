@@ -11,7 +11,7 @@ from dpfuse.countdown import Countdown
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.whereabouts import Doing, Track
 from dpfuse.local_backward import LocalBackward
-from dpfuse.phase import Phase
+from dpfuse.phase import RECORDERS, RESTING, Phase
 from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Reducer"]
 
-
-RECORDERS = (Phase.RECORDING, Phase.CHANGED)
-RESTING = (Phase.IDLE, Phase.ABANDONED)
 BACKWARD, BETWEEN = Doing.BACKWARD, Doing.BETWEEN  # before Python 3.12 a member of an enum takes long to look up
 
 
@@ -54,6 +51,7 @@ class Reducer:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
+        self.opened: Callable[..., None] | None = None  # called with `sync` and `announced` when a backward begins
         self.guard: Callable[[Any], None] | None = None  # called with the tail's alarm after each delivery
         self.strict = False  # whether to wait for what the peers report, wherever that takes waiting
         self._names = names
@@ -170,6 +168,8 @@ class Reducer:
         # A backward through none of the watched outputs has no forward of its own.
         if sync is None or (not sync and not announced and self._outputs_watched):
             sync = self.require_sync
+        if self.opened is not None:
+            self.opened(sync=sync, announced=announced)
         if not sync:
             self._enter(Phase.LOCAL, self.local.pending())
         elif (self._outdated or not self.rebuilt) and self._tail.deaf:

@@ -21,9 +21,10 @@ from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.grad_sync import GradSync
+from dpfuse.gradient_weight import GradientWeight
+from dpfuse.loss_scale import LossScale
 from dpfuse.model_agreement import agree_on_model
 from dpfuse.model_check import check_module
-from dpfuse.phase import Phase
 from dpfuse.plan import MB, BucketPlan
 from dpfuse.reducer import Reducer
 from dpfuse.registered_memory import can_register
@@ -34,7 +35,7 @@ from dpfuse.tracing import leave_untraced, set_tracer
 if TYPE_CHECKING:
     from dpfuse.tune import Tuning
 
-__all__ = ["SyncedModule"]
+__all__ = ["SyncedModule", "loss_scale_of"]
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 
@@ -122,8 +123,7 @@ class SyncedModule(nn.Module):
                 `with model.no_sync(enabled=micro < last): …`.
 
         Example:
-            >>> import dpfuse, torch
-            >>> import torch.distributed as dist
+            >>> import dpfuse, torch, torch.distributed as dist
             >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
             >>> for micro in range(3):
@@ -154,37 +154,69 @@ class SyncedModule(nn.Module):
         else:
             self._sync.reducer.require_sync = bool(value)
 
-    def discard_accumulated(self) -> None:
-        """Throw away what `accumulate_in_buckets=True` has accumulated since the last synchronised backward.
+    def set_gradient_weight(self, weight: float | Tensor | None, reduction: str = "mean") -> None:
+        """Give this rank's gradients a weight in the next synchronised backward: ranks may have batches of other sizes.
 
-        `optimizer.zero_grad()` cannot see it, for it is not in `.grad`. The window begins again: what comes next is its
-        first batch. `zero_grad()` of this wrapper does the same. Without that option there is nothing to throw away.
+        What lands is then the sum over the ranks of weight times gradient, divided by the sum of the weights: with the
+        number of tokens as the weight, the gradient of the mean over all tokens of all ranks. The weights travel with
+        the gradients. To be called on every rank for each synchronised backward, any time before it begins; in a window
+        of `no_sync()` once, for the whole window. It holds until that backward has succeeded.
+
+        Args:
+            weight: 0 or more; 0 leaves this rank out. A tensor with one number, on the device of the gradients, is not
+                waited for. It is used as float32. None takes it back.
+            reduction: what the loss is of that which the weight counts: "mean", or "sum" for a loss that is added up,
+                whose gradient is a multiple of the weight already.
+
+        Raises:
+            TypeError, ValueError: an argument that is no such thing.
+            DPFuseError: a backward is running; there is a communication hook, or `gradient_scale` is set. And from
+                `backward()`, on all ranks: only some of them have called this, or all weights are 0.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> model.set_gradient_weight(3, reduction="sum")
+            >>> model(torch.ones(3, 4)).sum().backward()
+            >>> model.module.bias.grad
+            tensor([1., 1.])
+            >>> dist.destroy_process_group()
+        """
+        if self._sync is not None:
+            self._sync.factors.attach(self._sync.reducer)
+            self._sync.factors.weigh(weight, reduction)
+            return
+        GradientWeight(0, int).set(weight, reduction, torch.device("cpu"))
+        if reduction == "sum" and weight is not None:
+            raise DPFuseError(
+                'gradients were given a weight with reduction="sum" and there is no process group, so nobody divides; '
+                "expected one. Call dpfuse.init_parallel_env() before wrapping, or divide the loss."
+            )
+
+    def discard_accumulated(self) -> None:
+        """Throw away what `accumulate_in_buckets=True` has accumulated: the next batch begins a new window.
+
+        `optimizer.zero_grad()` cannot see it, for it is not in `.grad`; `zero_grad()` of this wrapper does the same.
 
         Raises:
             DPFuseError: a backward is running.
 
         Example:
-            >>> import dpfuse, torch
-            >>> import torch.distributed as dist
+            >>> import dpfuse, torch, torch.distributed as dist
             >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), accumulate_in_buckets=True)
             >>> with model.no_sync():
             ...     model(torch.full((3, 4), torch.nan)).sum().backward()
             >>> model.discard_accumulated()
             >>> model(torch.ones(3, 4)).sum().backward()
-            >>> model.weight.grad[0]
-            tensor([3., 3., 3., 3.])
+            >>> model.module.bias.grad
+            tensor([3., 3.])
             >>> dist.destroy_process_group()
         """
-        if self._sync is None:
-            return
-        reducer = self._sync.reducer
-        if reducer.phase not in (Phase.IDLE, Phase.ABANDONED):
-            raise DPFuseError(
-                f"rank {self._sync.group.rank()}: discard_accumulated() was called while a backward is "
-                f"{reducer.phase.name}, expected it between backwards. Call it once backward() has ended."
-            )
-        reducer.local.begin_again()
+        if self._sync is not None:
+            self._sync.reducer.local.begin_again(self._sync.reducer.phase)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
@@ -357,3 +389,12 @@ class SyncedModule(nn.Module):
         return (
             f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
         )
+
+
+def loss_scale_of(model: SyncedModule) -> LossScale | None:
+    """How the gradients stand to the scale of a `GradScaler`; None where the wrapper only passes calls through."""
+    sync = model._sync
+    if sync is None:
+        return None
+    sync.factors.attach(sync.reducer)
+    return sync.factors.loss_scale

@@ -30,11 +30,9 @@ class AccumulatingBucket(GradBucket):
     is in `.grad` then, and ends the window. Arguments are those of `GradBucket`.
     """
 
-    accumulates = True
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._held: set[int] = set()  # registration indices of the parameters of which something is in the buffer
+        self.held: set[int] = set()
         _refuse_steps()
 
     def accumulate(self, *, backward_ended: bool) -> None:
@@ -48,8 +46,8 @@ class AccumulatingBucket(GradBucket):
             ValueError: a gradient does not fit its parameter; the text names it.
         """
         table = self._table or self._allocate()
-        if not backward_ended and not self._only_ours():
-            return
+        if not backward_ended and sum(map(len, self._hooks)) != len(self._hooks):
+            return  # another hook, say of a second wrapper, still has to read what was accumulated
         grads = [param.grad for param in self._fused_params]
         if all(grad is None for grad in grads):
             return
@@ -59,8 +57,8 @@ class AccumulatingBucket(GradBucket):
         several_streams = self._precede()
         with ranged("dpfuse::accumulate", self._label), no_graph():
             packed = [*map(real_pairs, grads)] if self._is_complex else grads
-            self._pack([*packed, None] if self.tail is not None else packed, table, None)
-        self._held.update(i for i, grad in zip(self._fused.params, grads, strict=True) if grad is not None)
+            self._pack([*packed, None] if self.tail is not None else packed, table, None, None)
+        self.held.update(i for i, grad in zip(self._fused.params, grads, strict=True) if grad is not None)
         _filled.add(self)
         # What one stream alone has written and read may be used again behind that on the same stream.
         self._sources = [*grads] if several_streams else []
@@ -76,8 +74,8 @@ class AccumulatingBucket(GradBucket):
 
     def forget(self) -> int:
         """Let what is held count no more; returns of how many parameters that was."""
-        count = len(self._held)
-        self._held.clear()
+        count = len(self.held)
+        self.held.clear()
         _filled.discard(self)
         return count
 
@@ -87,13 +85,13 @@ class AccumulatingBucket(GradBucket):
         Raises:
             DPFuseError: a parameter has got another shape.
         """
-        if not self._held:
+        if not self.held:
             return
         assert self._table is not None
         self._move(BucketState.FREE, BucketState.FREE)
         dtype, device = getattr(torch, self.plan.dtype), self._table.flat.device
         grads: list[Tensor | None] = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) if index in self._held else None
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) if index in self.held else None
             for index, (shape, stride) in zip(self._fused.params, self._shapes, strict=True)
         ]
         with torch.no_grad():
@@ -119,20 +117,22 @@ class AccumulatingBucket(GradBucket):
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from now on, also for what was accumulated before."""
-        if averaging != self._averaging:
+        if averaging.pre_scale != self._averaging.pre_scale:
             self.hand_back()
         super().average_by(averaging)
 
     def holds_of(self, wanted: Collection[int]) -> str | None:
         """The name of a parameter of which something is held, among those with these ids; None if there is none."""
         for index, param, name in zip(self._fused.params, self._fused_params, self._names, strict=True):
-            if index in self._held and id(param) in wanted:
+            if index in self.held and id(param) in wanted:
                 return name
         return None
 
-    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
-        if not self._held:
-            super()._pack(grads, table, counts)
+    def _pack(
+        self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None, factor: Tensor | None
+    ) -> None:
+        if not self.held:
+            super()._pack(grads, table, counts, factor)
             return
         if capturing():
             raise DPFuseError(_captured(self._label))
@@ -143,10 +143,10 @@ class AccumulatingBucket(GradBucket):
                     "accumulated, kept from the step before; expected None or a tensor of its own. Leave .grad alone "
                     "until the synchronised backward, or assign a clone before the first backward inside no_sync()."
                 )
-        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, accumulate=True)
-
-    def _without_gradient(self, grads: list[Tensor | None]) -> list[int]:
-        return [index for index in super()._without_gradient(grads) if index not in self._held]
+        if factor is not None:  # which is for all that is averaged; the tail is still to be written
+            torch._foreach_mul_(table.views[: len(self._names)], factor)
+        scale = self._averaging.pre_scale
+        flatten(grads, table, scale=scale, counts=counts, factor=factor, accumulate=True)
 
 
 class AccumulatingOrderedBucket(AccumulatingBucket, OrderedBucket):

@@ -1,4 +1,4 @@
-"""Contexts around what a bucket does: ranges for the profiler, and no graph. Imports nothing of dpfuse."""
+"""Contexts around what a bucket does, which cost next to nothing where nothing is to be done. Imports no bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING = nullcontext()  # one for all: making a context costs more than enteri
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A range of that name; costs next to nothing while no profiler is running."""
+    """A range of that name, if a profiler is running."""
     if _profiler_enabled():
         return torch.profiler.record_function(f"{name} ({label})")
     return _NOTHING
