@@ -8,6 +8,7 @@ from dpfuse.ddp import DistributedDataParallel
 from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
+from dpfuse.grad_scaler import GradScaler
 from dpfuse.param_spec import ParamSpec
 from dpfuse.patch import patch
 from dpfuse.plan import Bucket, BucketPlan, plan_buckets
@@ -25,6 +26,7 @@ __all__ = [
     "DPFuseError",
     "DataParallel",
     "DistributedDataParallel",
+    "GradScaler",
     "ParallelEnv",
     "ParamSpec",
     "__version__",

@@ -20,10 +20,11 @@ class Counts(NamedTuple):
     backwards: int  # one more than were not synchronised
     forwards: int  # one more than no backward has reached
     wrapper: int  # one more than were made before this one for its group
+    handling: int  # one more than a number for what is done to gradients besides averaging them
 
 
 NEVER = 0  # the number of no window
-ELSEWHERE = Counts(TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
+ELSEWHERE = Counts(TOP, TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
 
 
 class Canary:
@@ -40,6 +41,8 @@ class Canary:
         self.elsewhere = False  # whether this rank only takes part for the sake of others
         self.uneven = False  # whether some rank may
         self.wrapper = wrapper
+        # In the backward that is running: 1 if the loss scale is undone, and 2 if gradients are weighed, 4 if sums are.
+        self.handling = 0
         self._counts_forwards = counts_forwards
         self._window = NEVER
         self.began = NEVER  # the window in which the forward that is running did, if it counts
@@ -104,7 +107,8 @@ class Canary:
         """What to tell the other ranks."""
         if self.elsewhere:
             return ELSEWHERE
-        return _told(self._backwards, self._forwards if self._counts_forwards else 0, self.wrapper)
+        forwards = self._forwards if self._counts_forwards else 0
+        return _told(self._backwards, forwards, self.wrapper, self.handling)
 
     def _discount(self, window: int) -> None:
         # A forward counts nowhere once the window is over in which it began: its outputs may have their backward later,

@@ -21,6 +21,7 @@ from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
+from dpfuse.gradient_factors import GradientFactors
 from dpfuse.liveness.whereabouts import Doing, Track, board_of
 from dpfuse.model_agreement import send_tensors
 from dpfuse.model_change import ModelChange
@@ -81,6 +82,7 @@ class GradSync:
         self._watch = BackwardWatch(canary.reached)
         self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
+        self.factors = GradientFactors(canary, options.gradient_scale, group.rank(), group.size())
         if options.check_finite != "off":
             self._finite = FiniteCheck(
                 raises=options.check_finite == "raise",
@@ -303,6 +305,7 @@ class GradSync:
         self.observe(self._times)
         self.reducer.guard = guard_of(self._params, self.group.size())
         self._hooks.replace(self._params, self._markers())
+        self.factors.equip(self.reducer)
 
     def _follow_module(self) -> None:
         """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""

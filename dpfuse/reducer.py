@@ -53,6 +53,7 @@ class Reducer:
         self.phase = Phase.IDLE
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
+        self.opened: Callable[..., None] | None = None  # called with `sync` and `announced` when a backward begins
         self.guard: Callable[[Any], None] | None = None  # called with the tail's alarm after each delivery
         self.strict = False  # whether to wait for what the peers report, wherever that takes waiting
         self._names = names
@@ -168,6 +169,8 @@ class Reducer:
         # A backward through none of the watched outputs has no forward of its own.
         if sync is None or (not sync and not announced and self._outputs_watched):
             sync = self.require_sync
+        if self.opened is not None:
+            self.opened(sync=sync, announced=announced)
         if not sync:
             self._enter(Phase.LOCAL, [ENDLESS] * len(self.buckets))
         elif (self._outdated or not self.rebuilt) and self._tail.deaf:

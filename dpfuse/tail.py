@@ -1,4 +1,4 @@
-"""What travels behind the last slot of the last bucket: how each rank is, and which parameters were used somewhere.
+"""What travels behind the last slot of the last bucket: how each rank is, which parameters were used, what was found.
 
 It is summed with the gradients, so it costs no collective of its own; it counts neither in a plan nor in its bytes.
 """
@@ -33,10 +33,12 @@ class Report(NamedTuple):
 
 ALL_WELL = Report((), ())
 WIDTH = len(Counts._fields)
+SHIFTS = (0, 8, 16, 24)  # where the digits of a weight lie in its bits
 
 
 class Tail:
-    """Three elements per rank, what its canary counts, then one per parameter, above zero where used.
+    """Some elements per rank, what its canary counts, then one per parameter, above zero where used, and one that is
+    above zero where a rank has found values that are not finite. Last are four more per rank, for its weight.
 
     The first of a rank that failed is below zero, and of one whose model is no longer that of the plan zero. The
     elements are scaled like gradients, and summed in the buffer's dtype, but each rank adds zeros to those of the
@@ -58,7 +60,9 @@ class Tail:
         self.world_size = world_size
         self.canary = canary
         self._states = WIDTH * world_size  # elements that tell how the ranks are
-        self.numel = self._states + param_count
+        self._found = self._states + param_count
+        self._weights = self._found + 1
+        self.numel = self._weights + len(SHIFTS) * world_size
         self.scale = scale
         self._one = 1.0 / scale
         self._counts: Counts | None = None  # in `_all_well`
@@ -123,8 +127,37 @@ class Tail:
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Those of `indices` that some rank used. Waits for the device."""
         assert self._landed is not None
-        flags = self._landed[self._states :].tolist()
+        flags = self._landed[self._states : self._found].tolist()
         return {index for index in indices if flags[index]}
+
+    def write(self, packed: Tensor, source: Tensor) -> None:
+        """Pack `source` by itself, as it is packed with gradients."""
+        packed.copy_(source.double() * self.scale)  # it is its sign that counts
+
+    def write_found(self, packed: Tensor, found: Tensor) -> None:
+        """Write into what is packed, [numel], unscaled, what only the device knows: `found`, [], above zero or zero."""
+        packed[self._found].copy_(found)
+
+    def found_somewhere(self) -> Tensor:
+        """Whether some rank has written a number above zero, as a bool, [], on the device. Waits for nothing."""
+        assert self._landed is not None
+        return self._landed[self._found] != 0
+
+    def write_weight(self, packed: Tensor, weight: Tensor) -> None:
+        """Likewise the weight of this rank, [] float32: its bits as four numbers, which every dtype holds."""
+        bits = weight.view(torch.int32)
+        place = self._weights + len(SHIFTS) * self.rank
+        for shift in SHIFTS:
+            packed[place + shift // 8].copy_((bits >> shift) & 255)
+
+    def weights(self) -> Tensor:
+        """Those of all ranks, [ranks] float32 on the device, the same bits everywhere. Waits for nothing."""
+        assert self._landed is not None
+        digits = self._landed[self._weights :].view(self.world_size, len(SHIFTS)).to(torch.int32)
+        bits = digits[:, 0]
+        for place in range(1, len(SHIFTS)):
+            bits = bits | (digits[:, place] << SHIFTS[place])
+        return bits.view(torch.float32)
 
     def report(self, *, wait: bool, failed: bool = False) -> Report:
         """Which ranks failed, which have another model, and what they count if that differs.
@@ -175,6 +208,7 @@ class Tail:
         self._one = math.copysign(size, self._one)
         source = torch.full((self.numel,), self._one, dtype=dtype, device=device)
         source[: self._states].zero_()
+        source[self._found :].zero_()
         return source
 
     def _write(self, source: Tensor, counts: Counts) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dpfuse.canary import ELSEWHERE, Counts
 from dpfuse.errors import DPFuseError
 
-__all__ = ["changed", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused"]
+__all__ = ["changed", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused", "weightless"]
 
 DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Counts`: what is so, and the remedy
     "wrapper": (
@@ -23,6 +23,11 @@ DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Cou
         lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",
         "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong under "
         "torch.no_grad() or in eval mode; where ranks may use different outputs, pass find_unused_parameters=True.",
+    ),
+    "handling": (
+        lambda number: _handling(number - 1),
+        "Pass the losses of all ranks through the dpfuse.GradScaler, or of none; call set_gradient_weight() on all "
+        "ranks, with one reduction, or on none. set_gradient_weight(None) takes a weight back.",
     ),
 }
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
@@ -76,6 +81,16 @@ def strayed(rank: int, counts: Sequence[Counts]) -> str:
     return f"{what}. {remedy} {CONSEQUENCE}"
 
 
+def weightless(rank: int, step: int, weights: Sequence[float]) -> str:
+    """What to say on every rank when the weights of all, by rank, gave no mean in backward `step`."""
+    given = ", ".join(f"{weight:g}" for weight in weights)
+    return (
+        f"rank {rank}: in synchronised backward {step} the ranks 0 to {len(weights) - 1} gave their gradients the "
+        f"weights {given}; expected finite ones, 0 or more, and one above 0. The gradients are NaN: zero them before "
+        "the next backward."
+    )
+
+
 def interrupted(ranks: Collection[int], size: int) -> str:
     """What to say on every rank when an exception ended the last backward on `ranks` only."""
     return (
@@ -121,6 +136,16 @@ def unsettled(rank: int) -> str:
         "before the capture, for the ranks agree on the buckets after that backward. Run at least three steps first, "
         "and keep gradients with zero_grad(set_to_none=False)."
     )
+
+
+def _handling(what: int) -> str:
+    """What `Canary.handling` means, in words."""
+    means = {
+        1: "divides its gradients by the scale of its loss",
+        2: "weighs its gradients",
+        4: "weighs gradients of sums",
+    }
+    return " and ".join(words for bit, words in means.items() if what & bit) or "averages its gradients as they are"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -21,6 +21,8 @@ from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.grad_sync import GradSync
+from dpfuse.gradient_weight import GradientWeight
+from dpfuse.loss_scale import LossScale
 from dpfuse.model_agreement import agree_on_model
 from dpfuse.model_check import check_module
 from dpfuse.plan import MB, BucketPlan
@@ -33,7 +35,7 @@ from dpfuse.tracing import leave_untraced, set_tracer
 if TYPE_CHECKING:
     from dpfuse.tune import Tuning
 
-__all__ = ["SyncedModule"]
+__all__ = ["SyncedModule", "loss_scale_of"]
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 
@@ -152,6 +154,47 @@ class SyncedModule(nn.Module):
             self._require_sync = bool(value)
         else:
             self._sync.reducer.require_sync = bool(value)
+
+    def set_gradient_weight(self, weight: float | Tensor | None, reduction: str = "mean") -> None:
+        """Give this rank's gradients a weight in the next synchronised backward: ranks may have batches of other sizes.
+
+        What lands is then the sum over the ranks of weight times gradient, divided by the sum of the weights: with the
+        number of tokens as the weight, the gradient of the mean over all tokens of all ranks. The weights travel with
+        the gradients. To be called on every rank for each synchronised backward, any time before it begins; in a window
+        of `no_sync()` once, for the whole window. It holds until that backward has succeeded.
+
+        Args:
+            weight: 0 or more; 0 leaves this rank out. A tensor with one number, on the device of the gradients, is not
+                waited for. It is used as float32. None takes it back.
+            reduction: what the loss is of that which the weight counts: "mean", or "sum" for a loss that is added up,
+                whose gradient is a multiple of the weight already.
+
+        Raises:
+            TypeError, ValueError: an argument that is no such thing.
+            DPFuseError: a backward is running; there is a communication hook, or `gradient_scale` is set. And from
+                `backward()`, on all ranks: only some of them have called this, or all weights are 0.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> model.set_gradient_weight(3, reduction="sum")
+            >>> model(torch.ones(3, 4)).sum().backward()
+            >>> model.module.bias.grad
+            tensor([1., 1.])
+            >>> dist.destroy_process_group()
+        """
+        if self._sync is not None:
+            self._sync.factors.attach(self._sync.reducer)
+            self._sync.factors.weigh(weight, reduction)
+            return
+        GradientWeight(0, int).set(weight, reduction, torch.device("cpu"))
+        if reduction == "sum" and weight is not None:
+            raise DPFuseError(
+                'gradients were given a weight with reduction="sum" and there is no process group, so nobody divides; '
+                "expected one. Call dpfuse.init_parallel_env() before wrapping, or divide the loss."
+            )
 
     def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
@@ -319,3 +362,12 @@ class SyncedModule(nn.Module):
         return (
             f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
         )
+
+
+def loss_scale_of(model: SyncedModule) -> LossScale | None:
+    """How the gradients stand to the scale of a `GradScaler`; None where the wrapper only passes calls through."""
+    sync = model._sync
+    if sync is None:
+        return None
+    sync.factors.attach(sync.reducer)
+    return sync.factors.loss_scale

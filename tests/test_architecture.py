@@ -55,12 +55,20 @@ ALLOWED = {
     "grad_norm": {
         "torch", "dpfuse_kernels", "phase", "bucket (types)", "reducer (types)", "signature (types)",
     },
+    "loss_scale": {"torch", "grad_norm (types)"},
+    "gradient_factors": {
+        "torch", "dpfuse_kernels", "canary (types)", "grad_norm", "loss_scale", "reducer (types)", "tail (types)",
+        "gradient_weight", "phase",
+    },
+    "gradient_weight": {"torch", "tail (types)", "verdict", "writing_streams"},
+    "grad_scaler": {"torch", "loss_scale", "tracing", "wrapper"},
     "memory_order": {"torch"},
     "bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing",
         "registered_memory", "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
-        "ranges",
+        "ranges", "gradient_factors (types)", "bucket_state",
     },
+    "bucket_state": set(),
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
     "ownership": {"torch"},
     "device_guard": {"torch", "dpfuse_kernels"},
@@ -102,12 +110,13 @@ ALLOWED = {
         "torch", "plan", "averaging", "bucket", "kinds", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
         "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm", "whereabouts",
-        "error_feedback",
+        "error_feedback", "gradient_factors",
     },
     "tracing": {"torch"},
     "wrapper": {
         "torch", "grad_sync", "model_agreement", "model_check", "agreement", "collective", "plan", "reducer", "timing",
-        "tracing", "canary", "sync_options", "grad_norm", "registered_memory", "tune (types)",
+        "tracing", "canary", "sync_options", "grad_norm", "loss_scale", "registered_memory", "tune (types)",
+        "gradient_weight",
         "error_feedback",
     },
     "data_parallel": {"torch", "wrapper", "sync_options", "collective", "state_dict", "tune"},
@@ -136,7 +145,7 @@ ALLOWED = {
     "patch": {"torch", "ddp"},
     "__init__": {
         "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
-        "checkpoint", "tune", "public",
+        "checkpoint", "tune", "public", "grad_scaler",
     },
     "distributed": {"torch", "distributed"},
     # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.

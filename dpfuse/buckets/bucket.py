@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from dpfuse import collective, registered_memory
 from dpfuse.averaging import Averaging, real_dtype
+from dpfuse.buckets.bucket_state import BucketState
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
-from dpfuse.buckets.ranges import ranged
+from dpfuse.buckets.ranges import no_graph, ranged
 from dpfuse.buckets.residual import Residual
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
@@ -28,18 +28,10 @@ from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
+if TYPE_CHECKING:
+    from dpfuse.gradient_factors import GradientFactors
+
 __all__ = ["BucketState", "GradBucket"]
-
-
-_NOTHING = nullcontext()  # one for all: making a context costs more than entering it
-
-
-class BucketState(Enum):
-    """Where a bucket is; every other move than the three down this list raises."""
-
-    FREE = auto()  # nobody waits for the buffer: launch() may fill it
-    FLIGHT = auto()  # packed; the all-reduce reads and writes the buffer until wait() returns
-    LANDED = auto()  # reduced; deliver() or discard() hands it back
 
 
 class GradBucket:
@@ -56,6 +48,8 @@ class GradBucket:
         tail: what travels behind the last slot, if anything.
         label: text for profiler ranges.
     """
+
+    takes_factors = True  # whether others than those of the averaging may multiply it
 
     def __init__(
         self,
@@ -87,6 +81,7 @@ class GradBucket:
         self.tail = tail
         self.times: BucketObserver | None = None
         self.finite: FiniteCounter | None = None  # of the values that are not, in what is packed
+        self.factors: GradientFactors | None = None  # what multiplies it besides the averaging
         self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
@@ -119,7 +114,7 @@ class GradBucket:
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
         self.missing = [] if complete else [i for i, g in zip(self._fused.params, grads, strict=True) if g is None]
-        with ranged("dpfuse::pack", self._label), _no_graph():
+        with ranged("dpfuse::pack", self._label), no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
@@ -129,8 +124,13 @@ class GradBucket:
                 counts = None
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
+                factor = None
+                if self.factors is not None:
+                    counts, factor = self.factors.begin(counts, len(table.slots)), self.factors.factor
                 if grads:
-                    self._pack(grads, table, counts)
+                    self._pack(grads, table, counts, factor)
+                    if self.factors is not None:
+                        self.factors.settle(counts, table, self.tail, grads[-1])
                 if self.finite is not None:
                     self._settle_counts(self.finite)
                 self.error = None
@@ -144,7 +144,7 @@ class GradBucket:
                 self.error = error
                 table.flat.zero_()
                 if self.tail is not None:
-                    self._write_tail(table, self.tail.source(table.dtype, table.flat.device, unused, True))
+                    self.tail.write(table.views[-1], self.tail.source(table.dtype, table.flat.device, unused, True))
         # On CUDA the pack may only just have started, and gradients may come from other streams than this one:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
@@ -205,7 +205,7 @@ class GradBucket:
                 targets.append(param.grad)
         if self.tail is not None:
             targets.append(None)
-        with _no_graph():
+        with no_graph():
             try:
                 self._unpack(targets)
             except (ValueError, RuntimeError):
@@ -256,6 +256,11 @@ class GradBucket:
             self.tail.scale = averaging.pre_scale
 
     @property
+    def averaging(self) -> Averaging:
+        """The factors of the next launch, and the dtype that travels."""
+        return self._averaging
+
+    @property
     def busy(self) -> bool:
         """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
         return self.state is not BucketState.FREE
@@ -265,11 +270,14 @@ class GradBucket:
         """Of the gradients that the last launch reduced where they lie, without a copy."""
         return 0
 
-    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
+    def _pack(
+        self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None, factor: Tensor | None
+    ) -> None:
         residual = None
         if self.residual is not None:
             residual = self.residual.before_pack(table, table.flat.numel(), self.missing)
-        flatten(grads, table, scale=self._averaging.pre_scale, counts=counts, residual=residual, matched=True)
+        scale = self._averaging.pre_scale
+        flatten(grads, table, scale=scale, counts=counts, factor=factor, residual=residual, matched=True)
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
@@ -301,11 +309,9 @@ class GradBucket:
         self.missing, self.error, self._handed_out = [], None, False
         table = self._allocate()  # not the one in use: what is accumulated may lie in it, in views
         if self.tail is not None:
-            self._write_tail(table, self.tail.source(table.dtype, table.flat.device, (), failed, changed=True))
+            source = self.tail.source(table.dtype, table.flat.device, (), failed, changed=True)
+            self.tail.write(table.views[-1], source)
         self._send(table.flat)
-
-    def _write_tail(self, table: PointerTable, source: Tensor) -> None:
-        table.views[-1].copy_(source.double().mul_(self._averaging.pre_scale))  # it is its sign that counts
 
     def _send(self, flat: Tensor) -> None:
         with ranged("dpfuse::all_reduce", self._label):
@@ -390,8 +396,3 @@ class GradBucket:
                 f"expected {expected.name}; this is a bug in dpfuse, please report it"
             )
         self.state = to
-
-
-def _no_graph() -> AbstractContextManager[object]:
-    """Gradients that carry a graph (create_graph=True) are packed by value."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -75,6 +75,8 @@ class HookedBucket(GradBucket):
         views: whether `.grad` becomes a view of the buffer.
     """
 
+    takes_factors = False
+
     def __init__(
         self,
         bucket: Bucket,

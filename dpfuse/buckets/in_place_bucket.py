@@ -90,6 +90,8 @@ class InPlaceBucket(GradBucket):
             with torch.no_grad():
                 for one in self._large:
                     one.take(empty=empty)
+                if self.factors is not None and not empty:
+                    self.factors.apply([one.flat for one in self._large if not one.missing])
         except (ValueError, TypeError, RuntimeError) as error:
             self._refused = error
         missing = [one.index for one in self._large if one.missing and not empty]

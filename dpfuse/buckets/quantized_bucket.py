@@ -32,12 +32,15 @@ class QuantizedBucket(OrderedBucket):
         """Nothing: bytes are no gradients."""
         return
 
-    def _pack(self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None) -> None:
+    def _pack(
+        self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None, factor: Tensor | None
+    ) -> None:
         assert isinstance(table, MxTable)
         residual = None
         if self.residual is not None:
             residual = self.residual.before_pack(table, table.elements, self.missing)
-        quantize(grads, table, scale=self._averaging.pre_scale, counts=counts, residual=residual, matched=True)
+        scale = self._averaging.pre_scale
+        quantize(grads, table, scale=scale, factor=factor, counts=counts, residual=residual, matched=True)
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None

@@ -1,4 +1,4 @@
-"""Named ranges around what a bucket does, for the profiler. Imports nothing of dpfuse."""
+"""Contexts around what a bucket does, which cost next to nothing where nothing is to be done. Imports no bucket."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-__all__ = ["ranged"]
+__all__ = ["no_graph", "ranged"]
 
 _NOTHING = nullcontext()  # one for all: making a context costs more than entering it
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A range of that name; costs next to nothing while no profiler is running."""
+    """A range of that name, if a profiler is running."""
     if _profiler_enabled():
         return torch.profiler.record_function(f"{name} ({label})")
     return _NOTHING
+
+
+def no_graph() -> AbstractContextManager[object]:
+    """Gradients that carry a graph (create_graph=True) are packed by value."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

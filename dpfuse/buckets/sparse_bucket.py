@@ -61,6 +61,8 @@ class SparseBucket(GradBucket):
                 header.append(self.tail.source(torch.float64, device, unused, failed, changed=empty))
             # Held until it was sent: whoever measures waits for the work elsewhere, and the work then lets go of it.
             self._header = torch.cat(header)
+            if self.factors is not None and self.tail is not None and not empty:
+                self.factors.tell(self.tail, self._header[2:])
         self._headers, self._work = collective.start_all_gather(self._header, self._group)
         if self.times is not None:
             self.times.sent([self._header], self._work, is_last=self.tail is not None)
@@ -142,7 +144,10 @@ class SparseBucket(GradBucket):
                 "torch.sparse_coo tensor of one sparse dimension, as an embedding gives. Convert it with .to_dense()."
             )
         count = len(indices)
-        values = (values.to(self._compute) * self._averaging.pre_scale).to(self._wire)
+        values = values.to(self._compute) * self._averaging.pre_scale
+        if self.factors is not None:
+            self.factors.apply([values])
+        values = values.to(self._wire)
         if self.finite is not None:
             self.finite.count(self._names[0], values)
         parts = [part.reshape(-1).view(torch.uint8) for part in (indices, values)]

@@ -146,3 +146,82 @@ def test_a_captured_step_clips(nccl):
         graph.replay()
     assert float(norm) > 1e-3
     assert float(model.grad_norm()) == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_the_scalers_steps_are_torchs_and_unscaling_waits_for_nothing(nccl, views):
+    ours, theirs = network(views), network(views)
+    scalers = [
+        dpfuse.GradScaler(model=ours, init_scale=2.0**10, growth_interval=3),
+        torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=3),
+    ]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in (ours, theirs)]
+    scales = []
+    for step in range(12):
+        x = torch.randn(8, 130, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        for model, scaler, optimizer in zip((ours, theirs), scalers, optimizers, strict=True):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).square().mean() * (math.inf if step in (4, 5, 8) else 1.0)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if step > 2 and model is ours else "default")
+            try:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        scales.append([scaler.get_scale() for scaler in scalers])
+        assert scales[-1][0] == scales[-1][1]
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert len({one for one, _ in scales}) > 2
+
+
+def test_unscaling_launches_no_kernel_over_the_gradients(nccl):
+    model = network(True)
+    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(8, 130, device="cuda")
+    for _ in range(5):
+        model.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.update(8.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        scaler.unscale_(optimizer)
+        torch.cuda.synchronize()
+    assert sum("kernel" in event.name.lower() or "Memcpy" in event.name for event in profile.events()) <= 4
+
+
+def test_a_captured_backward_unscales_by_the_scale_of_each_replay(nccl):
+    model = network(True)
+    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, factor = torch.randn(8, 130, device="cuda"), torch.ones((), device="cuda")
+
+    def step():
+        model.zero_grad(set_to_none=False)
+        scaler.scale(model(x).square().mean() * factor).backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(11):
+            step()
+            scaler.step(optimizer)
+            scaler.update(8.0)
+        expected = [param.grad.clone() for param in model.parameters()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for bad in (False, True, False):
+        factor.fill_(math.inf if bad else 1.0)
+        before = scaler.get_scale()
+        graph.replay()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == before * (0.5 if bad else 1.0)
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=1e-6, atol=0)

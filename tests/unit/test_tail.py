@@ -42,7 +42,7 @@ def summed(every, dtype, scale, **states):
 
 
 numbers = st.integers(1, TOP - 2)
-counts = st.tuples(numbers, numbers, numbers)
+counts = st.tuples(numbers, numbers, numbers, numbers)
 
 
 @settings(max_examples=300, deadline=None)
@@ -64,7 +64,7 @@ def test_all_ranks_read_what_each_has_counted(every, dtype, scale):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 12, 48, 1000, 60000])
 def test_neighbouring_counts_differ_in_sixteen_bits(dtype, size):
-    tails = [Tail(0, 1, 0, 1 / size, Told(Counts(number, 1, 1))) for number in range(1, TOP + 1)]
+    tails = [Tail(0, 1, 0, 1 / size, Told(Counts(number, 1, 1, 1))) for number in range(1, TOP + 1)]
     sources = torch.stack([tail.source(dtype, torch.device("cpu"), (), False)[0] for tail in tails])
     packed = (sources.float() * (1 / size)).to(dtype)
     assert packed.unique().numel() == TOP
@@ -73,7 +73,7 @@ def test_neighbouring_counts_differ_in_sixteen_bits(dtype, size):
 @pytest.mark.parametrize("scale", [1e-6, 1e6, -1e6, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_failures_and_changes_are_told_whatever_the_factor(dtype, scale):
-    every = [(1, 1, 1)] * 4
+    every = [(1, 1, 1, 1)] * 4
     for tail in summed(every, dtype, abs(scale), failed=[2], changed=[1, 2]):
         assert tail.report(wait=True) == Report([2], [1])
         assert tail.alarm()
@@ -84,7 +84,7 @@ def test_failures_and_changes_are_told_whatever_the_factor(dtype, scale):
 
 def test_a_factor_that_changes_after_planning_changes_no_count():
     # Inside join() gradients are divided by the number of ranks that still have inputs.
-    every = [(2, 1, 1), tuple(ELSEWHERE), (3, 1, 1)]
+    every = [(2, 1, 1, 1), tuple(ELSEWHERE), (3, 1, 1, 1)]
     tails = [Tail(rank, 3, 0, 1 / 3, Told(Counts(*one))) for rank, one in enumerate(every)]
     total = sum(tail.source(torch.float32, torch.device("cpu"), (), False) * (1 / 2) for tail in tails)
     for tail in tails:
@@ -100,10 +100,33 @@ def test_the_flags_of_parameters_lie_behind_the_counts():
     assert tail.report(wait=True) == Report([], [0]), "nothing came from rank 0"
 
 
+WEIGHTS = [1 / 3, 16777215.0, -3.4e38]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_was_found_and_every_weight_are_told_beside_the_rest(dtype):
+    every = [(1, 1, 1, 1)] * 3
+    for finders in ([], [1], [0, 1, 2]):
+        tails = summed(every, dtype, 1 / 3)
+        total = torch.zeros_like(tails[0]._landed)
+        for rank, tail in enumerate(tails):
+            packed = torch.empty_like(total)
+            tail.write(packed, tail.source(dtype, torch.device("cpu"), (), False))
+            tail.write_found(packed, torch.tensor(float(rank in finders)))
+            tail.write_weight(packed, torch.tensor(WEIGHTS[rank]))
+            total += packed
+        for tail in tails:
+            tail.landed(total)
+            assert bool(tail.found_somewhere()) == bool(finders)
+            assert torch.equal(tail.weights(), torch.tensor(WEIGHTS))
+            assert tail.report(wait=True) == ALL_WELL
+            assert tail.used_somewhere([0, 1]) == {0, 1}
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, monkeypatch):
     tail = Tail(1, 3, 2, 0.5, Canary())
-    tail.landed(torch.tensor([-1.0] + [0.1] * 10))
+    tail.landed(torch.tensor([-1.0] + [0.1] * 26))
     assert not tail.deaf
     assert tail.report(wait=wait) == Report([0], [])
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
@@ -131,12 +154,12 @@ UPLOADS = {"index_put_", "copy_", "_to_copy", "lift_fresh"}  # on a GPU they wou
 
 @pytest.mark.parametrize("known", [True, False])
 def test_what_a_captured_graph_packs_is_not_uploaded_and_not_kept(known, monkeypatch):
-    canary = Told(Counts(1, 2, 3))
+    canary = Told(Counts(1, 2, 3, 1))
     tail, cpu = Tail(0, 2, 3, 0.5, canary), torch.device("cpu")
     if known:
         tail.source(torch.float32, cpu, (), False)
     kept = None if tail._all_well is None else tail._all_well.clone()
-    canary.told = Counts(4, 5, 6)
+    canary.told = Counts(4, 5, 6, 2)
     with monkeypatch.context() as patch, Operations() as done:
         patch.setattr("torch.cuda.is_initialized", lambda: True)
         patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
@@ -146,20 +169,20 @@ def test_what_a_captured_graph_packs_is_not_uploaded_and_not_kept(known, monkeyp
     with Operations() as done:
         eager = tail.source(torch.float32, cpu, (), False)
     assert not done.names & UPLOADS, "the host would wait whenever a count changes"
-    assert captured.tolist() == [*eager.tolist()[:6], 0, 2, 0]
+    assert captured.tolist() == [*eager.tolist()[:8], 0, 2, 0, *[0] * 9]
     assert tail.source(torch.float32, cpu, [0, 2], False).equal(captured)
 
 
 def test_a_number_that_is_none_is_alarming():
-    (tail, _) = summed([(1, 1, 1)] * 2, torch.float32, 0.5)
+    (tail, _) = summed([(1, 1, 1, 1)] * 2, torch.float32, 0.5)
     assert not tail.alarm()
-    tail._landed[3] = math.nan
+    tail._landed[4] = math.nan
     assert tail.alarm()
 
 
 def test_counts_start_again_before_they_reach_the_top():
     canary = Canary(wrapper=TOP)
-    assert canary.counts == (1, 1, 3)
+    assert canary.counts == (1, 1, 3, 1)
     for number in range(2 * TOP):
         assert canary.counts.backwards == 1 + number % (TOP - 2) < TOP
         canary.backward_ends()
