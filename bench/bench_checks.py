@@ -7,7 +7,7 @@ happens once, when they are wrapped, and is none of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -52,9 +52,8 @@ class NoCanary(Canary):
     def forward_ends(self, **_: Any) -> None:
         """Nothing."""
 
-    def on_backward(self) -> Callable[[], None]:
-        """Nobody to tell."""
-        return self.forward_begins
+    def reached(self, window: int) -> None:
+        """Nothing."""
 
 
 class NoTail(Tail):
@@ -82,10 +81,6 @@ class NoTrack(Track):
 
     def tell(self, *_: Any) -> None:
         """Nothing."""
-
-    def each(self, buckets: Sequence[Any], completed: int) -> Iterator[Any]:
-        """They alone."""
-        return iter(buckets)
 
     def begin(self, completed: int) -> None:
         """Nothing."""

@@ -88,18 +88,22 @@ class BackwardWatch:
 
     A callback belongs to the innermost graph task at the time it is queued. Queued by a hook on an output
     it belongs to the outermost one, and a reentrant checkpoint inside ends without consequences.
+
+    Args:
+        reached: called with what was noted of a forward when a backward first comes by its outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reached: Callable[[int], None] = lambda _note: None) -> None:
+        self.reached = reached
         self.listener: BackwardListener | None = None
         self._task: weakref.ref[_Task] | None = None
 
-    def watch(self, outputs: Any, reached: Callable[[], None] | None = None) -> bool:
-        """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses); was there any?
+    def watch(self, outputs: Any, note: int = 0) -> bool:
+        """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses) of a forward; was there any?
 
-        `reached`, if any, is called once, when a backward comes by the first of them.
+        `note` is what `reached` is called with.
         """
-        announcer = _Announcer(self, reached)
+        announcer = _Announcer(self, note)
         if isinstance(outputs, Tensor):
             return announcer.watch(outputs)
         # Every tensor is watched, not only those up to the first.
@@ -141,11 +145,12 @@ class BackwardWatch:
 class _Announcer:
     """The hook on the outputs of one forward."""
 
-    __slots__ = ("_reached", "_watch")
+    __slots__ = ("_new", "_note", "_watch")
 
-    def __init__(self, watch: BackwardWatch, reached: Callable[[], None] | None) -> None:
+    def __init__(self, watch: BackwardWatch, note: int) -> None:
         self._watch = watch
-        self._reached = reached
+        self._note = note
+        self._new = True
 
     def watch(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:
@@ -156,9 +161,9 @@ class _Announcer:
         return True
 
     def __call__(self, _grad: Tensor) -> None:
-        if self._reached is not None:
-            self._reached()
-            self._reached = None
+        if self._new:
+            self._new = False
+            self._watch.reached(self._note)
         self._watch.begin(announced=True)
 
     leave_untraced(__call__, calls=True, reason=WHY_UNTRACED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class BufferSync:
         Args:
             again: modules may have come or gone, not only buffers.
         """
-        if again or any(self._empty) or not all(map(is_, chain(chain.from_iterable(self._places), END), self._held)):
+        if again or any(self._empty) or not all(map(is_, chain.from_iterable(self._places), self._held)):
             self._look()
             self._broadcasts = None
         return self._kinds
@@ -129,9 +129,10 @@ class BufferSync:
 
     def _look(self) -> None:
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
-        self._places = [table.values() for _, table in tables if table]  # each shows what is there when it is read
+        # Each shows what is there when it is read.
+        self._places: list[Iterable[object]] = [*(table.values() for _, table in tables if table), END]
         self._empty = [table for _, table in tables if not table]
-        self._held = [*chain.from_iterable(self._places), *END]
+        self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
         self._found = {name: buf for name, buf in named if buf is not None and name not in self._ignored}
         self._counted = tuple(buf for buf in self._found.values() if not buf.is_inference())  # whose writes count

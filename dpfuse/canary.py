@@ -6,8 +6,7 @@ Knows no tensor, no rank and no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["ELSEWHERE", "TOP", "Canary", "Counts"]
@@ -46,7 +45,7 @@ class Canary:
         self.handling = 0
         self._counts_forwards = counts_forwards
         self._window = NEVER
-        self._began = NEVER  # the window in which the forward that is running did, if it counts
+        self.began = NEVER  # the window in which the forward that is running did, if it counts
         self._watched = True  # whether the outputs of the last forward are
         self._of_outputs = True  # whether the backward that is running has come by any that is
         self.begin_window()
@@ -58,23 +57,24 @@ class Canary:
 
     def forward_begins(self, *, counts: bool) -> None:
         """One with gradients enabled, whether it succeeds or not; one in eval mode may be one rank's alone."""
-        self._began = self._window if counts else NEVER
+        self.began = self._window if counts else NEVER
         self._forwards += counts
 
     def forward_ends(self, *, watched: bool) -> None:
         """It succeeded; if its outputs cannot be watched, nobody will know of its backward."""
         self._watched = watched
         if not watched:
-            self._discount(self._began)
+            self._discount(self.began)
 
     def forget_forwards(self) -> None:
         """Whatever has got no backward yet is to get none, or one that does not count."""
         self._window += 1
         self._forwards = 0
 
-    def on_backward(self) -> Callable[[], None]:
-        """What to call, once, when a backward reaches the outputs of the forward that is running."""
-        return partial(self._reached, self._began)
+    def reached(self, window: int) -> None:
+        """A backward reaches outputs of a forward for the first time; `window` is what `began` was in that forward."""
+        self._of_outputs = True
+        self._discount(window)
 
     def backward_begins(self, *, announced: bool) -> None:
         """Announced by an output that is watched, or by none so far."""
@@ -108,14 +108,15 @@ class Canary:
         if self.elsewhere:
             return ELSEWHERE
         forwards = self._forwards if self._counts_forwards else 0
-        return Counts(*(1 + number % (TOP - 2) for number in (self._backwards, forwards, self.wrapper, self.handling)))
-
-    def _reached(self, window: int) -> None:
-        self._of_outputs = True
-        self._discount(window)
+        return _told(self._backwards, forwards, self.wrapper, self.handling)
 
     def _discount(self, window: int) -> None:
         # A forward counts nowhere once the window is over in which it began: its outputs may have their backward later,
         # and a training step may run whole backwards inside its forward.
         if window == self._window:
             self._forwards -= 1
+
+
+@lru_cache(maxsize=1024)  # nearly every backward tells the same
+def _told(*numbers: int) -> Counts:
+    return Counts(*(1 + number % (TOP - 2) for number in numbers))

@@ -46,12 +46,13 @@ class DataParallel(SyncedModule):
             forward with gradients enabled; otherwise they are sent at construction only.
         gradient_scale: factor on each rank's gradients before the sum; None is 1 / number of ranks, the
             mean; 1.0 gives the plain sum.
-        wire_dtype: the dtype in which gradients travel, torch.float16, torch.bfloat16 or torch.float32; None
-            is their own, which float64 always keeps. `.grad` keeps the parameter's dtype, and is private
-            where another one travels. Values are scaled in float32 and rounded once before the sum.
-        wire_reduce: how 16-bit numbers are added up. "ring" is an all-reduce, which rounds after each addition, and
-            None means it. "fp32" adds up in float32 in the order of the ranks, and rounds once: as many bytes, by
-            all-to-all and all-gather. Where float32 or float64 travels it changes nothing.
+        wire_dtype: the dtype in which gradients travel: torch.float16, torch.bfloat16, torch.float32, or, with a scale
+            for each block of 32, torch.float8_e4m3fn or torch.float8_e5m2; None is their own, which float64 always
+            keeps. `.grad` keeps the parameter's dtype, and is private where another one travels. Values are scaled in
+            float32 and rounded once before the sum.
+        wire_reduce: how narrow numbers are added up. "ring" is an all-reduce, which rounds after each addition. "fp32"
+            adds up in float32 in the order of the ranks, and rounds once: as many bytes, by all-to-all and all-gather;
+            where float32 or float64 travels, it is a ring all the same. None is "fp32" for float8, and "ring" else.
         error_feedback: True adds what rounding to `wire_dtype` takes from a gradient to the next one, so that over many
             steps nothing is lost. Costs 4 bytes per parameter; `model.error_feedback` is to be saved with a checkpoint.
         check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite

@@ -79,7 +79,7 @@ class GradSync:
         self._planned = _params_of(module, plan)
         self._use_params(self._planned)
         self._marks = [1] * len(self._params)  # how often each of them becomes ready in a backward
-        self._watch = BackwardWatch()
+        self._watch = BackwardWatch(canary.reached)
         self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
         self.factors = GradientFactors(canary, options.gradient_scale, group.rank(), group.size())
@@ -141,7 +141,7 @@ class GradSync:
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
         self.track.tell(Doing.LOSS, self.reducer.completed)
-        watched = self._watch.watch(outputs, self.canary.on_backward())
+        watched = self._watch.watch(outputs, self.canary.began)
         self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
 

@@ -38,6 +38,7 @@ def fused_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.fut
         >>> model(torch.full((3, 4), 0.1)).sum().backward()
         >>> model.module.weight.grad[0, 0].item()
         0.30078125
+        >>> del model  # before its group: its reducer holds the GIL while it waits for gloo's threads, which need it
         >>> dist.destroy_process_group()
     """
     return _mean(state, bucket, torch.bfloat16)

@@ -22,6 +22,8 @@ __all__ = ["Reducer"]
 
 
 RECORDERS = (Phase.RECORDING, Phase.CHANGED)
+RESTING = (Phase.IDLE, Phase.ABANDONED)
+BACKWARD, BETWEEN = Doing.BACKWARD, Doing.BETWEEN  # before Python 3.12 a member of an enum takes long to look up
 
 
 class Reducer:
@@ -131,10 +133,7 @@ class Reducer:
         self._canary.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
-        """Make the next backward synchronise although its forward ran inside `no_sync()`.
-
-        The name and the (unused) argument are those of the reducer of torch's DistributedDataParallel.
-        """
+        """Make the next backward synchronise, whatever `no_sync()` says; name and argument are those of torch's."""
         self.record_forward(True)
 
     def shadow_backward(self) -> None:
@@ -313,7 +312,7 @@ class Reducer:
         self._outdated, self.rebuilt, self._next = [], False, 0
 
     def _launch(self, order: int, *, complete: bool) -> None:
-        self.track.tell(Doing.BACKWARD, self.completed, order)
+        self.track.tell(BACKWARD, self.completed, order)
         bucket = self.buckets[order]
         self._countdowns[order].launched = True
         self._next = order + 1
@@ -326,7 +325,9 @@ class Reducer:
         """Wait for all buckets and hand the gradients over; returns whether the peers' report on them was read."""
         missing, error = self._missing, self._error
         held: list[GradBucket] = []
-        for bucket in self.track.each(self.buckets, self.completed):
+        for order, bucket in enumerate(self.buckets):
+            if len(self.buckets) > 1:  # else it is where it was when that one was sent
+                self.track.tell(BACKWARD, self.completed, order)
             bucket.wait()
             error = error or bucket.error  # a communication hook may fail as late as that
             here = error is not None or bool(self._late)
@@ -374,7 +375,7 @@ class Reducer:
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase
-        self.track.tell(Doing.BETWEEN if phase in (Phase.IDLE, Phase.ABANDONED) else Doing.BACKWARD, self.completed)
+        self.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
         for order, countdown in enumerate(self._countdowns):
             countdown.pending = pending[order] if pending else 0
 

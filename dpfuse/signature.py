@@ -1,4 +1,4 @@
-"""Is the module still the one that was agreed on? Cached places of its parameters, compared in C loops."""
+"""Is the module still the one that was agreed on? Copies of its tables of parameters, compared in C loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 __all__ = ["ModelSignature"]
 
 _requires_grad = attrgetter("requires_grad")
-END = (object(),)  # behind what is compared, so that lists of different lengths differ
+_address = Tensor.data_ptr
 
 
 class _Known(NamedTuple):
@@ -53,11 +53,10 @@ class ModelSignature:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
         return (
             not self._untold
-            and [*chain.from_iterable(self._child_places)] == self._children
-            and all(map(is_, chain(chain.from_iterable(self._places), END), self._held))
-            and not any(self._empty)
-            and list(map(Tensor.data_ptr, self._samples)) == self._addresses
-            and not any(map(_requires_grad, self._frozen))
+            and _same(self._tables, self._copies)
+            and (not self._delicate or all(map(is_, chain.from_iterable(self._delicate), self._held)))
+            and [*map(_address, self._samples)] == self._addresses
+            and not (self._frozen and any(map(_requires_grad, self._frozen)))
         )
 
     def change(self) -> str | None:
@@ -106,14 +105,14 @@ class ModelSignature:
         self._seen_names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         self._frozen = [known.param for known in self._seen.values() if not known.trainable]
         children = list(self._module.modules())
-        kept = [child._parameters for child in children]
-        below = [child._modules for child in children]
-        self._places = [table.values() for table in kept if table]  # each shows what is there whenever it is read
-        self._held = [*chain.from_iterable(self._places), *END]
-        self._child_places = [table.values() for table in below if table]
-        self._children = [*chain.from_iterable(self._child_places)]  # equal only where they are the same
-        tables: list[dict[str, Any]] = [*kept, *below]
-        self._empty = [table for table in tables if not table]
+        self._tables: list[dict[str, Any]] = [
+            table for child in children for table in (child._parameters, child._modules)
+        ]
+        self._copies = [dict(table) for table in self._tables]
+        # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
+        kept = [child._parameters.values() for child in children]
+        self._delicate = [values for values in kept if any(map(_is_delicate, values))]
+        self._held = [*chain.from_iterable(self._delicate)]
         # These change without a trace: a lazy parameter that gets its shape, a module that equals another.
         self._untold = any(map(is_lazy, self._module.parameters())) or any(
             type(child).__eq__ is not object.__eq__ for child in children
@@ -123,7 +122,24 @@ class ModelSignature:
             for child in children
         ]
         self._samples = [params[0] for params in owned if params]
-        self._addresses = list(map(Tensor.data_ptr, self._samples))
+        self._addresses = [*map(_address, self._samples)]
+
+
+def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
+    """Does each table hold the very objects of its copy? Delicate ones may be others that are equal.
+
+    Dictionaries compare values by identity first. Two tensors beside make as many answers as they have elements, which
+    are no truth value, and raise.
+    """
+    try:
+        return tables == copies
+    except Exception:
+        return False
+
+
+def _is_delicate(param: Tensor | None) -> bool:
+    """Whether another tensor may be equal to it: a single element makes one answer, a subclass any."""
+    return param is not None and (type(param) not in (nn.Parameter, Tensor) or param.numel() == 1)
 
 
 def _kind(known: _Known) -> str:

@@ -59,7 +59,8 @@ class Tail:
         self.rank = rank
         self.world_size = world_size
         self.canary = canary
-        self._found = WIDTH * world_size + param_count
+        self._states = WIDTH * world_size  # elements that tell how the ranks are
+        self._found = self._states + param_count
         self._weights = self._found + 1
         self.numel = self._weights + len(SHIFTS) * world_size
         self.scale = scale
@@ -67,6 +68,7 @@ class Tail:
         self._counts: Counts | None = None  # in `_all_well`
         self._all_well: Tensor | None = None
         self._landed: Tensor | None = None
+        self._landed_states: Tensor | None = None
         self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
         self._copy_one = 0.0  # what `_one` became there
         self._copied: torch.cuda.Event | None = None
@@ -89,6 +91,8 @@ class Tail:
             changed: whether its model is no longer that of the plan; a failure is told instead.
         """
         counts, known = self.canary.counts, self._all_well
+        if counts == self._counts and known is not None and not (unused or failed or changed):
+            return known  # as in nearly every backward
         # What a graph is captured with is written at its replays, not now: nothing of it may be kept.
         keeps = (known is not None and counts == self._counts) or not self.deaf
         if known is None:
@@ -96,7 +100,7 @@ class Tail:
         if counts != self._counts and keeps:
             self._all_well, self._counts = known, counts
             self._write(known, counts)
-        if keeps and not unused and not failed and not changed:
+        if keeps and not (unused or failed or changed):
             return known
         source = known.clone()
         if not keeps:
@@ -117,7 +121,8 @@ class Tail:
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed tail lies, [numel]; valid until the bucket is packed again."""
-        self._landed = view
+        if view is not self._landed:  # mostly it is that of the step before, and a slice costs a microsecond
+            self._landed, self._landed_states = view, view[: self._states]
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Those of `indices` that some rank used. Waits for the device."""
@@ -162,11 +167,11 @@ class Tail:
                 tail is copied without waiting, and the report of the step before is returned.
             failed: whether this rank has: all that is known of anybody while a CUDA graph is captured.
         """
-        assert self._landed is not None
+        states = self._landed_states
+        assert states is not None
         if self.world_size == 1 and not wait:
             return ALL_WELL  # nobody else could have anything to tell
-        states = self._landed[: self._states]
-        if self.deaf:
+        if capturing():
             return Report((self.rank,), ()) if failed else ALL_WELL
         if wait or not states.is_cuda:
             return self._read(states, self._one * self.scale)
@@ -187,19 +192,14 @@ class Tail:
 
         It is asked for where this rank itself has neither failed nor changed.
         """
-        assert self._landed is not None
-        rows = self._landed[: self._states].view(self.world_size, WIDTH)
+        assert self._landed_states is not None
+        rows = self._landed_states.view(self.world_size, WIDTH)
         if not self.canary.uneven:
             # Two small kernels: who tells something else than this rank is not well, or counts otherwise.
             return rows.ne(rows[self.rank]).any()
         elsewhere = rows[:, :1] > (TOP - 0.5) / TOP * self._one * self.scale
         low, high = rows.masked_fill(elsewhere, math.inf).amin(0), rows.masked_fill(elsewhere, -math.inf).amax(0)
         return (low < high).any() | (low[0] <= 0)
-
-    @property
-    def _states(self) -> int:
-        """Elements that tell how the ranks are."""
-        return WIDTH * self.world_size
 
     def _unwritten(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What a rank packs that is well, but for what it counts."""

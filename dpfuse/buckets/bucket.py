@@ -178,8 +178,8 @@ class GradBucket:
         self._move(BucketState.LANDED, BucketState.FREE)
         assert self._table is not None
         self._sources = []
-        if self.residual is not None:
-            self.residual.delivered(untouched)
+        if untouched and self.residual is not None:
+            self.residual.take_back(untouched)
         if self._keep_views:
             if not self._handed_out:
                 self._hand_out_views(untouched)

@@ -67,9 +67,8 @@ class Residual:
         """The part of a rank that adds up one, [numel / size]; None where nothing was packed yet."""
         return None if self._flat is None else self._flat.view(size, -1)[rank]
 
-    def delivered(self, untouched: Collection[int]) -> None:
-        """The bucket has arrived, but for these parameters: no rank had a gradient, so what was sent reached nobody."""
-        for place, index in enumerate(self._indices):
+    def take_back(self, untouched: Collection[int]) -> None:
+        """Of these parameters no rank had a gradient, so what was sent reached nobody."""
+        for index, view in zip(self._indices, self._views, strict=True):
             if index in untouched and index in self._kept:
-                self._views[place].copy_(self._kept[index])
-        self._kept = {}
+                view.copy_(self._kept[index])

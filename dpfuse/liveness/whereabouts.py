@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from math import inf
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 __all__ = ["Board", "Doing", "Track", "Verdict", "Wrapper", "board_of", "put_board"]
-
-Bucket = TypeVar("Bucket")
 
 
 class Doing(IntEnum):
@@ -81,12 +79,6 @@ class Track:
     def tell(self, doing: Doing, completed: int, bucket: int = -1) -> None:
         """This is done now, after so many synchronised backwards; on the hot path."""
         self._board.place = (self._wrapper, doing, completed, bucket)
-
-    def each(self, buckets: Sequence[Bucket], completed: int) -> Iterator[Bucket]:
-        """These buckets, telling of each that it is waited for."""
-        for order, bucket in enumerate(buckets):
-            self.tell(Doing.BACKWARD, completed, order)
-            yield bucket
 
     def begin(self, completed: int) -> None:
         """A forward begins, in the thread that trains."""

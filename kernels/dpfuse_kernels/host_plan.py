@@ -58,8 +58,10 @@ class HostPlan:
 
     def __init__(self, table: PointerTable) -> None:
         slots = table.slots
-        self._large = [i for i, slot in enumerate(slots) if slot.numel >= LARGE]
-        self._small = [i for i, slot in enumerate(slots) if 0 < slot.numel < LARGE]
+        # A small one alone, as behind large gradients, takes one call like them: copy and pass would be two.
+        least = LARGE if sum(0 < slot.numel < LARGE for slot in slots) > 1 else 1
+        self._large = [i for i, slot in enumerate(slots) if slot.numel >= least]
+        self._small = [i for i, slot in enumerate(slots) if 0 < slot.numel < least]
         self._views = table.new_views()
         self._rows = _rows(table, self._views)
         in_rows = {i for row in self._rows for i in range(row.first, row.stop)}

@@ -32,7 +32,7 @@ def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: to
         )
     if of == torch.uint8 and residual.data_ptr() % 16:
         raise ValueError(
-            f"residual lies at address {residual.data_ptr():#x}, expected a multiple of 16: kernels move 128 bits of it "
+            f"residual lies at address {residual.data_ptr():#x}, expected a multiple of 16: kernels move 128 bits "
             "at a time. Pass a whole tensor, or a slice that starts at a multiple of 4 elements of one."
         )
 

@@ -54,7 +54,8 @@ def every_kind(rank, size):
         local.append(dict(bare.named_parameters()))
     for wire in WIRES:
         for face in FACES:
-            for options in ({}, {"deterministic": True}, {"gradient_as_bucket_view": True}):
+            alone = {"comm_buffer_size" if face is dpfuse.DataParallel else "bucket_cap_mb": 0}
+            for options in (alone, {"deterministic": True}, {"gradient_as_bucket_view": True}):
                 model = face(copy.deepcopy(net), wire_dtype=wire, find_unused_parameters=True, **options)
                 for _ in range(2):
                     model.zero_grad()

@@ -48,23 +48,23 @@ def means_of(parts, rank, face=dpfuse.DataParallel, **options):
 def within_the_bounds(rank, size):
     names, parts = zip(*hard_gradients(size, 1500), strict=True)
     worst = {}
-    for face in FACES:
-        for wire, reduce in CASES:
-            options = {**ddp_options(face, 4096 / 2**20), "wire_dtype": wire, "wire_reduce": reduce}
-            means, buckets = means_of(parts, rank, face, **options)
-            assert len(buckets) > 2
-            kind = GradBucket if reduce == "ring" else QuantizedBucket if wire.itemsize == 1 else OrderedBucket
-            assert all(type(bucket) is kind for bucket in buckets if bucket.params)
-            for name, part, mean in zip(names, parts, means, strict=True):
-                share = worst_share_of_bound(mean, part, wire, reduce or "fp32")
-                assert share <= 1, (name, wire, reduce, share)
-                worst[wire, reduce] = max(share, worst.get((wire, reduce), 0))
-                assert alike_everywhere(mean)
-                if reduce != "ring":
-                    total = sent(part[0] * (1 / size), wire)
-                    for values in part[1:]:
-                        total = total + sent(values * (1 / size), wire)
-                    assert same_bits(mean, sent(total, wire)), (name, wire)
+    for order, (wire, reduce) in enumerate(CASES):
+        face = FACES[(order + size) % 2]  # each of them with each case, on some number of ranks
+        options = {**ddp_options(face, 4096 / 2**20), "wire_dtype": wire, "wire_reduce": reduce}
+        means, buckets = means_of(parts, rank, face, **options)
+        assert len(buckets) > 2
+        kind = GradBucket if reduce == "ring" else QuantizedBucket if wire.itemsize == 1 else OrderedBucket
+        assert all(type(bucket) is kind for bucket in buckets if bucket.params)
+        for name, part, mean in zip(names, parts, means, strict=True):
+            share = worst_share_of_bound(mean, part, wire, reduce or "fp32")
+            assert share <= 1, (name, wire, reduce, share)
+            worst[wire, reduce] = max(share, worst.get((wire, reduce), 0))
+            assert alike_everywhere(mean)
+            if reduce != "ring":
+                total = sent(part[0] * (1 / size), wire)
+                for values in part[1:]:
+                    total = total + sent(values * (1 / size), wire)
+                assert same_bits(mean, sent(total, wire)), (name, wire)
     assert min(worst.values()) > 0.3  # the bounds are not so wide that nothing could break them
 
 

@@ -18,7 +18,16 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LEAST = (2, 30)
 SECONDS = 60
-KINDS = ["views", "private", "torch's face", "in place", "deterministic", "bfloat16"]
+KINDS = [
+    "views",
+    "private",
+    "torch's face",
+    "in place",
+    "deterministic",
+    "bfloat16",
+    "bfloat16 in float32",
+    "eight bits",
+]
 
 
 @pytest.mark.timeout(SECONDS + 30)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import dpfuse
 from dpfuse.buckets import bucket, in_place_bucket
+from tests.distributed.wires import sent
 
 SIZE = 2
 STEPS = 4
@@ -24,7 +25,12 @@ WRAPS = {
     "in place": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, gradient_as_bucket_view=False),
     "deterministic": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, deterministic=True),
     "bfloat16": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.bfloat16),
+    "bfloat16 in float32": lambda module: dpfuse.DataParallel(
+        module, None, 0.05, 0.01, wire_dtype=torch.bfloat16, wire_reduce="fp32"
+    ),
+    "eight bits": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.float8_e4m3fn),
 }
+WIRES = {"bfloat16": torch.bfloat16, "bfloat16 in float32": torch.bfloat16, "eight bits": torch.float8_e4m3fn}
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -37,8 +43,8 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 def mean(both: list[Tensor], wire: torch.dtype) -> Tensor:
     """Each half rounded to what travels, their sum rounded again: two numbers have but one sum."""
-    first, second = ((gradient * 0.5).to(wire).float() for gradient in both)
-    return (first + second).to(wire).float()
+    first, second = (sent((gradient * 0.5).flatten().cpu(), wire) for gradient in both)
+    return sent(first + second, wire).view(both[0].shape).cuda()
 
 
 def check(kind: str, rank: int) -> None:
@@ -47,7 +53,7 @@ def check(kind: str, rank: int) -> None:
         nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 80), nn.Tanh(), nn.Linear(80, 7)).cuda()
     )
     bare = copy.deepcopy(model.module)
-    wire = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    wire = WIRES.get(kind, torch.float32)
     for step in range(STEPS):
         model.zero_grad()
         model(batch(rank, step)).square().sum().backward()

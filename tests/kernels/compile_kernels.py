@@ -1,7 +1,7 @@
 """Compiles all kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
 
 With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
-fills with NaN.
+fills with NaN, with `mx` those of eight-bit blocks.
 
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
@@ -34,13 +34,15 @@ FLATTENS = ("flatten count", "flatten factor residual", "flatten factor accumula
 MOVERS = ("flatten", "unflatten", "unflatten accumulate")
 KERNELS = (*MOVERS, *FLATTENS, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
+MX_KERNELS = ("quantize", "quantize count factor residual", "dequantize", "sum_quantized residual")
+MX_TYPES = [("float32", "e4m3"), ("bfloat16", "e5m2")]
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
 
 def fits(kernel: str, dtype: str, wire: str) -> bool:
-    """Is there such a kernel? What reads or writes tensors only knows no dtype of a buffer."""
-    if kernel.endswith("residual") and wire == "float64":
-        return False
+    """Is there such a kernel, and is it compiled here? What reads or writes tensors only knows no dtype of a buffer."""
+    if kernel.startswith("flatten factor"):
+        return (dtype, wire) in (*MEASURED_PAIRS, ("float16", "float16"))
     return dtype == wire or kernel in (*MOVERS, *FLATTENS)
 
 
@@ -108,6 +110,33 @@ def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
     return {"kernel": "spoil", "dtype": dtype} | _compiled(
         _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS
     )
+
+
+def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) -> dict[str, object]:
+    import torch
+    import triton.language as tl
+
+    from dpfuse_kernels.dequantize import _dequantize_kernel
+    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.launcher import ARGUMENTS
+    from dpfuse_kernels.quantize import _quantize_kernel
+    from dpfuse_kernels.sum_quantized import _sum_quantized_kernel
+
+    name, *given = kernel.split()
+    functions: dict[str, Any] = {
+        "quantize": _quantize_kernel,
+        "dequantize": _dequantize_kernel,
+        "sum_quantized": _sum_quantized_kernel,
+    }
+    kinds = functions[name].__annotations__
+    usual = launch_shape(getattr(torch, dtype), torch.uint8, 25 << 20)
+    types = {"TENSOR": getattr(tl, dtype), "WIRE": tl.uint8, "COMPUTE": tl.float32}
+    options = {"SCALED": True, "E4M3": format == "e4m3", "CHUNK": usual.chunk}
+    options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL")}
+    constants = {key: (types | options)[key] for key, kind in kinds.items() if kind == "tl.constexpr"}
+    arguments = {key: ARGUMENTS.get(key, "i64") for key in kinds if key not in constants and key != "return"}
+    row = {"kernel": kernel, "dtype": dtype, "format": format}
+    return row | _compiled(functions[name], arguments, constants, architecture, usual.chunk, usual.warps)
 
 
 def _compiled(
@@ -191,9 +220,16 @@ def every_spoil() -> Iterator[dict[str, object]]:
             yield compile_spoil(architecture, dtype)
 
 
+def every_mx() -> Iterator[dict[str, object]]:
+    for architecture in (*NVIDIA, *AMD):
+        for kernel in MX_KERNELS:
+            for dtype, format in MX_TYPES:
+                yield compile_mx(kernel, architecture, dtype, format)
+
+
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    which = {"shapes": every_shape, "spoil": every_spoil}
+    which = {"shapes": every_shape, "spoil": every_spoil, "mx": every_mx}
     for row in which[sys.argv[1]]() if sys.argv[1:] else every_compilation():
         print(json.dumps(row), flush=True)
 

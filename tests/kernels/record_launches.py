@@ -116,6 +116,21 @@ def every_kernel() -> dict[str, Any]:
     return seen(table)
 
 
+def eight_bits() -> dict[str, Any]:
+    """The kernels of eight-bit blocks, each twice."""
+    from dpfuse_kernels import MxTable, Slot, mx_bytes
+    from dpfuse_kernels.dequantize import dequantize
+    from dpfuse_kernels.quantize import quantize
+
+    flat = torch.zeros(mx_bytes(9000), dtype=torch.uint8)
+    table = MxTable(flat, [Slot("a", 0, (9000,), (1,))], torch.float32, torch.float8_e4m3fn)
+    tensor, residual = torch.ones(9000), torch.zeros(table.elements)
+    for _ in range(2):
+        quantize([tensor], table, scale=0.5, residual=residual)
+        dequantize(table, [tensor])
+    return seen(table)
+
+
 def moved_table() -> dict[str, Any]:
     """The chunk table lies off its alignment at the second launch, and where it was at the third."""
     from dpfuse_kernels.flatten import flatten
@@ -206,7 +221,7 @@ def unknown() -> dict[str, Any]:
     return seen(table)
 
 
-SCENARIOS = (both_ways, every_kernel, moved_table, listened, refused, broken, unknown)
+SCENARIOS = (both_ways, every_kernel, eight_bits, moved_table, listened, refused, broken, unknown)
 
 
 def main() -> None:

@@ -79,6 +79,14 @@ def test_each_compilation_is_bound_for_itself(recorded: dict[str, Any]) -> None:
     assert given == [plain, plain, [], [], counts, errors, [True], [True]]
 
 
+def test_kernels_of_eight_bit_blocks_are_bound_too(recorded: dict[str, Any]) -> None:
+    seen = recorded["eight_bits"]
+    assert (seen["launches"], seen["bound"]) == (4, 2)
+    first, second = halves([without(call, *TOLD) for call in seen["calls"]])
+    assert first == second
+    assert [call["kernel"] for call in first] == ["_quantize_kernel", "_dequantize_kernel"]
+
+
 def test_a_misaligned_pointer_goes_through_the_dispatcher(recorded: dict[str, Any]) -> None:
     seen = recorded["moved_table"]
     first, shifted, back = seen["calls"]

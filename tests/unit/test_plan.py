@@ -149,15 +149,18 @@ def test_rebuilding_in_reverse_registration_order_changes_nothing():
     assert rebuild_plan(plan, list(reversed(range(49)))).layout == plan.layout
 
 
-def test_a_hundred_thousand_parameters_plan_within_a_second():
-    specs = [ParamSpec(f"p{n}", (1000 + n % 7, 3), "float32") for n in range(100_000)]
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        plan = plan_buckets(specs)
-        seconds.append(time.perf_counter() - start)
-    assert len(plan.buckets) > 40
-    assert min(seconds) <= 1.0
+def test_the_time_of_planning_grows_with_the_number_of_parameters_not_its_square():
+    def seconds(count: int) -> float:
+        specs = [ParamSpec(f"p{n}", (1000 + n % 7, 3), "float32") for n in range(count)]
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            plan = plan_buckets(specs)
+            times.append(time.process_time() - start)
+        assert len(plan.buckets) >= count // 2500
+        return min(times)
+
+    assert seconds(100_000) <= 40 * seconds(10_000)  # ten times, or a hundred
 
 
 @pytest.mark.parametrize("name", ["comm_buffer_size", "last_comm_buffer_size"])

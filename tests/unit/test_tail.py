@@ -196,11 +196,11 @@ def test_counts_start_again_before_they_reach_the_top():
 def test_a_forward_that_was_forgotten_is_not_counted_down_by_its_backward():
     canary = Canary()
     canary.forward_begins(counts=True)
-    reached = canary.on_backward()
+    window = canary.began
     canary.forward_ends(watched=True)
     assert canary.counts.forwards == 2
     canary.forget_forwards()
-    reached()
+    canary.reached(window)
     assert canary.counts.forwards == 1
 
 
@@ -214,11 +214,11 @@ def test_only_a_backward_that_comes_by_no_output_stands_for_the_forwards():
         canary = Canary()
         for is_watched in (True, watched):
             canary.forward_begins(counts=True)
-            reached = canary.on_backward()
+            window = canary.began
             canary.forward_ends(watched=is_watched)
         canary.backward_begins(announced=announced)
         if reaches:
-            reached()
+            canary.reached(window)
         canary.gradients_accumulated()
         assert canary.counts.forwards == 1 + left
 
@@ -228,7 +228,7 @@ def test_a_forward_that_runs_a_whole_backward_counts_in_no_later_window(watched)
     canary = Canary()
     canary.forward_begins(counts=True)
     canary.begin_window()
-    reached = canary.on_backward()
+    window = canary.began
     canary.forward_ends(watched=watched)
-    reached()
+    canary.reached(window)
     assert canary.counts.forwards == 1
