@@ -31,15 +31,17 @@ SUITES = {
     "bucket_size": 300,
     "overlap": 240,
     "planner": 120,
+    "wire": 240,
 }
 GPU_SUITES = {
-    "step": 165,
+    "step": 150,
     "forward": 20,
     "health": 25,
     "flatten": 60,
     "kernels": 55,
     "bucket_size": 40,
-    "overlap": 85,
+    "overlap": 75,
+    "wire": 25,
 }
 LAST_WORDS = 10  # seconds that a suite has for its report once its time is over
 PASSED_ON = ("model", "comm_buffer_sizes", "last_comm_buffer_sizes")

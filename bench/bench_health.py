@@ -2,8 +2,8 @@
 
 A step packs fresh gradients, by which every `.grad` is a view of a buffer, as after a backward at one rank; the bare
 one does nothing else. torch's step goes on with `_amp_foreach_non_finite_check_and_unscale_`, which is
-`GradScaler.unscale_`, and `clip_grad_norm_(foreach=True)`. dpfuse's counts while it packs, and clips by the buffer. That of
-`dpfuse.GradScaler` counts for all buckets together and multiplies by a factor on the device besides, and unscales nothing.
+`GradScaler.unscale_`, and `clip_grad_norm_(foreach=True)`. dpfuse's counts while it packs, and clips by the buffer.
+That of `dpfuse.GradScaler` counts for all buckets together, and multiplies by a factor on the device as well.
 """
 
 from __future__ import annotations

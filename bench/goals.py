@@ -26,6 +26,8 @@ MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, beside o
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
 HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
 CUDA_HEALTH_GOAL = 0.4
+BYTES_GOALS = {"dpfuse bf16": 0.5, "dpfuse e4m3": 0.27, "dpfuse e5m2": 0.27}  # of those of float32 gradients
+ON_TOP = 1.001  # of bytes: the tail, and padding
 WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with its hook
 
 
@@ -288,6 +290,19 @@ def _planner(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
             yield Outcome("planner", case, what, entry.info["worst"], None)
 
 
+def _wire(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    for name, ours in contenders.items():
+        if not name.startswith("dpfuse"):
+            continue
+        for peer in ("DDP view", "DDP bf16 hook"):
+            value = ratio(ours.median, contenders[peer].median)
+            yield Outcome("wire", case, f"step, {name} / {peer}", value, None)
+        if "bytes" in ours.info:
+            goal = next((goal * ON_TOP for kind, goal in BYTES_GOALS.items() if name.startswith(kind)), None)
+            value = ratio(ours.info["bytes"], ours.info["gradient_bytes"])
+            yield Outcome("wire", case, f"bytes sent, {name} / gradients", value, goal)
+
+
 JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "flatten": _flatten,
     "bucket_size": _bucket_size,
@@ -298,4 +313,5 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "planner": _planner,
     "kernels": _kernels_suite,
     "overlap": _overlap,
+    "wire": _wire,
 }

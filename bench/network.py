@@ -22,6 +22,7 @@ __all__ = ["Cost", "Network", "simulated_network"]
 BACKEND = "simulated"
 CALIBRATION = 10_000_000  # cycles, some 5 ms
 WARM_UP = 20
+HALF = 0.5  # of what an all-reduce of as many bytes sends: it is an exchange of all parts, and their gathering
 
 Cost = Callable[[int], float]  # seconds for which so many bytes occupy the link
 
@@ -39,6 +40,9 @@ class Network(dist.ProcessGroup):
         cost: seconds by bytes; None: there is no link, and everything is done at once. It may be assigned at any
             time, for the collectives to come.
         device: `"cpu"` or `"cuda"`, where the tensors are.
+
+    Attributes:
+        sent: bytes so far, as all-reduces have them; an all-to-all or an all-gather into one tensor sends half as many.
 
     Raises:
         ValueError: from a collective, that `cost` gave a time that is none.
@@ -60,6 +64,7 @@ class Network(dist.ProcessGroup):
     def __init__(self, cost: Cost | None = None, device: str = "cpu") -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
         self.cost = cost
+        self.sent = 0.0
         self._device = torch.device(device)
         self._link: _Sleeper | _Spinner = _Spinner() if self._device.type == "cuda" else _Sleeper()
 
@@ -102,19 +107,20 @@ class Network(dist.ProcessGroup):
         self, output: Tensor, ours: Tensor, _output_sizes: list[int], _sizes: list[int], opts: Any
     ) -> dist.Work:
         """Send this tensor, and copy it to the output."""
-        return self._send([output.copy_(ours)])
+        return self._send([output.copy_(ours)], HALF)
 
     def _allgather_base(self, output: Tensor, ours: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
         """Send this tensor, and copy it to the output."""
-        return self._send([output.copy_(ours)])
+        return self._send([output.copy_(ours)], HALF)
 
     def barrier(self, opts: dist.BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Send nothing, which takes its time, too."""
         return self._send([torch.empty(0, device=self._device)])
 
-    def _send(self, tensors: Sequence[Tensor]) -> dist.Work:
+    def _send(self, tensors: Sequence[Tensor], part: float = 1) -> dist.Work:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        seconds = None if self.cost is None else self.cost(nbytes)
+        self.sent += part * nbytes
+        seconds = None if self.cost is None else self.cost(int(part * nbytes))
         if seconds is not None and not 0 <= seconds < inf:
             raise ValueError(f"cost must give finite seconds >= 0, got {seconds!r} for {nbytes} bytes")
         future = self._link.carry(list(tensors), seconds)

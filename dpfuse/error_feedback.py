@@ -56,7 +56,7 @@ class ErrorFeedback:
         """The residuals of this rank, by parameter, under a key of its own; to be asked for between steps.
 
         Returns:
-            `{"world_size": …, "rank<rank>": {name: tensor}}`, tensors float32 in the parameters' shapes.
+            `world_size`, and under `rank0`, on rank 0, tensors by parameter name, float32 in the parameters' shapes.
         """
         self._settle()
         values = {name: self._value(spec) for name, spec in self._specs.items()}

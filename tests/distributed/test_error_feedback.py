@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 import dpfuse
 from tests.distributed.random_models import same_bits
-from tests.distributed.wires import Given, alike_everywhere, hard_gradients
+from tests.distributed.wires import Given, alike_everywhere, hard_gradients, warnings_are_errors
 
 FACES = (dpfuse.DataParallel, dpfuse.DistributedDataParallel)
 NUMELS = [700, 33, 260]
@@ -172,8 +171,8 @@ def test_a_checkpoint_goes_on_bit_by_bit(ranks, tmp_path):
     ranks(saved_and_loaded, str(tmp_path))
 
 
+@warnings_are_errors()  # nothing is announced without a reason
 def what_goes_wrong(rank, size):
-    warnings.simplefilter("error")  # nothing is announced without a reason
     own = f"rank{rank}"
     # Values that are not finite reach all ranks, and leave no trace.
     for reduce in ("ring", "fp32"):
@@ -265,8 +264,8 @@ class Several(nn.Module):
         return total + (self.pair * self.pair.conj()).real.sum() * 1.1 + (self.strided * self.strided).sum() * 1.1
 
 
+@warnings_are_errors()  # nothing is announced without a reason
 def after_changes(rank, size):
-    warnings.simplefilter("error")
     own = f"rank{rank}"
     # Only dense gradients that travel narrowed have a residual.
     model = wrapped(Several())
@@ -303,6 +302,20 @@ def after_changes(rank, size):
     assert changed["weights.1"].any()
     assert torch.equal(changed["weights.2"], before["weights.2"])
     assert torch.equal(changed["weights.0"], after["weights.0"])
+    # A rank without input sends what it kept, and then has nothing more to send.
+    model = wrapped(Given(NUMELS), dpfuse.DistributedDataParallel)
+    arrived = torch.zeros(NUMELS[0], dtype=torch.float64)
+    true = torch.zeros_like(arrived)
+    for step in range(2 + 3 * rank):
+        everybody = [given(peer, step)[0] for peer in range(size) if step < 2 + 3 * peer]
+        true += torch.stack(everybody).double().sum(0) / size
+    with model.join():
+        for step in range(2 + 3 * rank):
+            model.zero_grad()
+            model(given(rank, step)).backward()
+            arrived += model.module.weights[0].grad.double()
+    kept = residuals(model, rank, "weights.0")
+    assert rank == 0 or (arrived + kept - true).abs().max() < 1e-5
     # Without the option there is nothing.
     assert dpfuse.DataParallel(nn.Linear(2, 2), wire_dtype=torch.bfloat16).error_feedback is None
     with pytest.raises(dpfuse.DPFuseError, match=r"option error_feedback = (True|False)"):

@@ -17,7 +17,7 @@ from dpfuse.buckets.ordered_bucket import OrderedBucket
 from dpfuse.buckets.quantized_bucket import QuantizedBucket
 from dpfuse.buckets.sparse_bucket import SparseBucket
 from tests.distributed.random_models import same_bits
-from tests.distributed.wires import Given, alike_everywhere, sent
+from tests.distributed.wires import Given, alike_everywhere, sent, warnings_are_errors
 
 FACES = (dpfuse.DataParallel, dpfuse.DistributedDataParallel)
 WIRES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -99,9 +99,9 @@ def test_every_kind_of_gradient_arrives(ranks, size):
     ranks(every_kind, size=size)
 
 
+@warnings_are_errors()  # nothing is announced without a reason
 def health(rank, size):
     """What a rank tells the others does not suffer."""
-    warnings.simplefilter("error")
     gradients = [torch.randn(700, generator=torch.Generator().manual_seed(rank)), torch.ones(40)]
 
     def wrapped(**options):

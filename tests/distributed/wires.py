@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from dpfuse_kernels import mx_bytes, mx_decode, mx_encode
 from tests.distributed.random_models import same_bits
 
-__all__ = ["UNIT", "Given", "alike_everywhere", "hard_gradients", "sent", "worst_share_of_bound"]
+__all__ = ["UNIT", "Given", "alike_everywhere", "hard_gradients", "sent", "warnings_are_errors", "worst_share_of_bound"]
 
 # The largest relative error of rounding to nearest.
 UNIT = {
@@ -90,3 +92,11 @@ def alike_everywhere(tensor: Tensor) -> bool:
     rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, tensor.contiguous())
     return all(same_bits(row, tensor) for row in rows)
+
+
+@contextmanager
+def warnings_are_errors() -> Iterator[None]:
+    """Until the end of a context, or of a function that it decorates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
