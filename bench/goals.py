@@ -236,6 +236,8 @@ def _health(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     goal = CUDA_HEALTH_GOAL if case.startswith("cuda") else HEALTH_GOALS.get(case)
     yield _extra(case, contenders, "dpfuse", "torch clip + unscale", goal)
     yield _extra(case, contenders, "dpfuse, below the limit", "torch clip + unscale", None)
+    if "dpfuse scaler" in contenders:
+        yield _extra(case, contenders, "dpfuse scaler", "torch clip + unscale", None)
 
 
 def _overlap(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:

@@ -132,10 +132,7 @@ class Reducer:
         self._canary.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
-        """Make the next backward synchronise although its forward ran inside `no_sync()`.
-
-        The name and the (unused) argument are those of the reducer of torch's DistributedDataParallel.
-        """
+        """Make the next backward synchronise, whatever `no_sync()` says; name and argument are those of torch's."""
         self.record_forward(True)
 
     def shadow_backward(self) -> None:

@@ -172,7 +172,8 @@ class HostPlan:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
             # A large one in place would be scaled again by `pack`, should anything below be refused.
-            if any(tensors[i].data_ptr() == views[i].data_ptr() for i in self._large):  # type: ignore[union-attr]
+            large = self._large
+            if large and any(tensors[i].data_ptr() == views[i].data_ptr() for i in large):  # type: ignore[union-attr]
                 return False
             for row in self._rows:
                 torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
