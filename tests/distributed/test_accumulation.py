@@ -96,12 +96,11 @@ def assert_equal(got, expected, **tolerance):
 
 
 def as_torch(rank, size, face, views, zeroed):
-    ours, theirs = wrap(face=face, gradient_as_bucket_view=views), TorchDDP(built(), gradient_as_bucket_view=views)
-    for model in (ours, theirs):
-        for param in model.module.sides[1].parameters():
-            param.requires_grad_(False)  # torch's class would search the graph for them
-    ours = wrap(ours.module, face=face, gradient_as_bucket_view=views)
-    theirs = TorchDDP(theirs.module, gradient_as_bucket_view=views)
+    nets = [built(), built()]
+    for net in nets:
+        net.sides[1].requires_grad_(False)  # torch's class would search the graph for it
+    ours = wrap(nets[0], face=face, gradient_as_bucket_view=views)
+    theirs = TorchDDP(nets[1], gradient_as_bucket_view=views)
     for step in range(4):
         for model in (ours, theirs):
             window(model, rank, step)
