@@ -82,6 +82,8 @@ class LocalBackward:
         Raises:
             DPFuseError: a backward is running, as `phase` tells.
         """
+        if not self._takers:
+            return
         if phase not in RESTING:
             raise DPFuseError(
                 f"discard_accumulated() was called while a backward is {phase.name}, expected it between backwards. "
@@ -96,5 +98,5 @@ class LocalBackward:
             bucket.hand_back()
 
     def _forget(self) -> int:
-        """How many parameters there were of which something was taken."""
+        """Let it count no more; returns of how many parameters something was there."""
         return sum(bucket.forget() for bucket in self._takers.values())
