@@ -3,6 +3,7 @@
 A step packs fresh gradients, by which every `.grad` is a view of a buffer, as after a backward at one rank; the bare
 one does nothing else. torch's step goes on with `_amp_foreach_non_finite_check_and_unscale_`, which is
 `GradScaler.unscale_`, and `clip_grad_norm_(foreach=True)`. dpfuse's counts while it packs, and clips by the buffer.
+That of `dpfuse.GradScaler` counts for all buckets together, and multiplies by a factor on the device as well.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from dpfuse.buckets.bucket import GradBucket
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse_kernels import PointerTable, flatten
 
-OURS, UNCLIPPED, PEER = "dpfuse", "dpfuse, below the limit", "torch clip + unscale"
-VARIANTS = (BARE, "bare again", OURS, UNCLIPPED, PEER)
+OURS, UNCLIPPED, SCALER, PEER = "dpfuse", "dpfuse, below the limit", "dpfuse scaler", "torch clip + unscale"
+VARIANTS = (BARE, "bare again", OURS, UNCLIPPED, SCALER, PEER)
 STEPS = 3  # until the buckets are those of the ready order
 
 
@@ -71,6 +72,8 @@ class _Health:
         self.limit = float(self.model.grad_norm()) * SCALE / 2
         self._found = torch.zeros(1, device=device)
         self._unit = torch.ones(1, device=device)
+        self._factor = torch.ones((), device=device)
+        self._counts = torch.zeros(max(len(part.names) for part in self.parts), dtype=torch.int32, device=device)
 
     def _part(self, order: int, bucket: GradBucket) -> _Part:
         packed = bucket.in_buffer
@@ -92,6 +95,14 @@ class _Health:
         self.told = self._check.text(self._step)
         return self.model.clip_grad_norm_(self.limit if limit is None else limit)
 
+    def scaler(self) -> Tensor:
+        self._counts.zero_()
+        for part in self.parts:
+            counts = self._counts[: len(part.names)]
+            flatten(part.gradients, part.table, scale=SCALE, counts=counts, factor=self._factor, matched=True)
+        self.found = self._counts.any()
+        return self.model.clip_grad_norm_(self.limit)
+
     def torchs(self) -> Tensor:
         self.pack()
         gradients = [param.grad for param in self.params]
@@ -102,21 +113,24 @@ class _Health:
     def prove(self) -> None:
         """Both ways give the same norm and gradients, and ours sees what is not finite."""
         results = []
-        for step in (self.torchs, self.ours):
+        for step in (self.torchs, self.ours, self.scaler):
             norm = step()
             results.append((float(norm), [param.grad.clone() for param in self.params if param.grad is not None]))
-        (their_norm, theirs), (our_norm, ours) = results
+        their_norm, theirs = results[0]
         # torch adds up millions of squares in float32, and is off by as much as that costs.
         close = 1e-6 if max(param.numel() for param in self.params) < 1 << 16 else 1e-3
-        assert math.isclose(their_norm, our_norm, rel_tol=close), "the norms differ"
-        for one, other in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(one, other, rtol=close, atol=0)
+        for our_norm, ours in results[1:]:
+            assert math.isclose(their_norm, our_norm, rel_tol=close), "the norms differ"
+            for one, other in zip(theirs, ours, strict=True):
+                torch.testing.assert_close(one, other, rtol=close, atol=0)
         whole = self.parts[0].gradients[0]
         broken = whole.clone()
         broken.view(-1)[-1] = math.nan
         told = []
         for gradient in (broken, whole, whole):
             self.parts[0].gradients[0] = gradient
+            self.scaler()
+            assert bool(self.found) == (gradient is broken), "the scaler did not see a NaN, or one too many"
             self.ours()
             told.append(self.told)
         assert sum(text is not None for text in told) == 1, "a NaN was not seen, or more than once"
@@ -143,6 +157,7 @@ def time_health(shapes: list[tuple[int, ...]], effort: Effort, device: str) -> d
             "bare again": health.pack,
             OURS: health.ours,
             UNCLIPPED: partial(health.ours, math.inf),
+            SCALER: health.scaler,
             PEER: health.torchs,
         }
         times = interleave(steps, clock, rounds=effort.rounds, seed=rebuild)

@@ -20,7 +20,7 @@ def test_every_contender_is_timed_and_judged():
     assert all(len(result["seconds"]) == 3 for result in results.values())
     assert results[OURS]["facts"]["bytes"] == 4 * (15 + 7 + 1200)
     entries = [Entry("health", "host 1000", name, 1.0, 0.0, 0.0, 3, dict(result)) for name, result in results.items()]
-    assert len(judge(entries)) == 2
+    assert len(judge(entries)) == 3
 
 
 def broken_norm(health, limit=None):

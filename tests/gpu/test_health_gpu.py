@@ -194,6 +194,33 @@ def test_unscaling_launches_no_kernel_over_the_gradients(nccl):
     assert sum("kernel" in event.name.lower() or "Memcpy" in event.name for event in profile.events()) <= 4
 
 
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_weight_is_a_factor_of_the_pack_and_nobody_waits_for_it(nccl, views, reduction):
+    model = network(views)
+    x = torch.randn(8, 130, device="cuda")
+    for step in range(6):
+        model.zero_grad()
+        twins = torch.autograd.grad(model.module(x).square().mean(), list(model.parameters()))
+        weight = torch.tensor(float(step + 1), device="cuda") if step % 2 else step + 1
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            model.set_gradient_weight(weight, reduction)
+            (model(x).square().mean() * (step + 1 if reduction == "sum" else 1)).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for param, twin in zip(model.parameters(), twins, strict=True):
+            torch.testing.assert_close(param.grad, twin, rtol=1e-5, atol=1e-7)
+    model.zero_grad()
+    model.set_gradient_weight(0)
+    model(x).square().mean().backward()
+    assert all(param.grad.isnan().all() for param in model.parameters())
+    model.zero_grad()
+    with pytest.raises(dpfuse.DPFuseError, match="in synchronised backward 7 the ranks 0 to 0 gave"):
+        model(x).square().mean().backward()
+
+
 def test_a_captured_backward_unscales_by_the_scale_of_each_replay(nccl):
     model = network(True)
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
