@@ -26,6 +26,8 @@ MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, beside o
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
 HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
 CUDA_HEALTH_GOAL = 0.4
+# Gradients and buffers of a window: the gradients of the largest bucket are there twice, so it depends on the model.
+PEAK_GOALS = {"pair float32": 0.65, "cuda float32": 0.6}
 BYTES_GOALS = {"dpfuse bf16": 0.5, "dpfuse e4m3": 0.27, "dpfuse e5m2": 0.27}  # of those of float32 gradients
 ON_TOP = 1.001  # of bytes: the tail, and padding
 WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with its hook
@@ -218,6 +220,18 @@ def _checks(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
         yield Outcome("checks", case, "CPU seconds of the checks in a step", extra, CHECKS_GOALS.get(case))
 
 
+def _accumulate(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    peers = [name for name in contenders if name.startswith("DDP")]
+    peer = "main_grad" if "16" in case else min(peers, key=lambda name: contenders[name].info["peak"])
+    for ours in ("dpfuse accumulating views", "dpfuse views", "dpfuse private"):
+        value = ratio(contenders[ours].info["peak"], contenders[peer].info["peak"])
+        goal = PEAK_GOALS.get(case) if "accumulating" in ours else None
+        yield Outcome("accumulate", case, f"peak bytes of gradients and buffers, {ours} / {peer}", value, goal)
+    peer = min([*peers, "main_grad"], key=lambda name: contenders[name].median)
+    value = ratio(contenders["dpfuse accumulating views"].median, contenders[peer].median)
+    yield Outcome("accumulate", case, f"window, dpfuse accumulating views / {peer}", value, None)
+
+
 def _health(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     goal = CUDA_HEALTH_GOAL if case.startswith("cuda") else HEALTH_GOALS.get(case)
     yield _extra(case, contenders, "dpfuse", "torch clip + unscale", goal)
@@ -309,6 +323,7 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "step": _step,
     "forward": _forward,
     "checks": _checks,
+    "accumulate": _accumulate,
     "health": _health,
     "planner": _planner,
     "kernels": _kernels_suite,

@@ -52,8 +52,8 @@ class Canary:
 
     def begin_window(self) -> None:
         """A synchronised backward is over, well or not."""
-        self._backwards = 0
-        self.forget_forwards()
+        self._window += 1
+        self._backwards = self._forwards = 0
 
     def forward_begins(self, *, counts: bool) -> None:
         """One with gradients enabled, whether it succeeds or not; one in eval mode may be one rank's alone."""
@@ -63,8 +63,8 @@ class Canary:
     def forward_ends(self, *, watched: bool) -> None:
         """It succeeded; if its outputs cannot be watched, nobody will know of its backward."""
         self._watched = watched
-        if not watched:
-            self._discount(self.began)
+        if not watched and self.began == self._window:
+            self._forwards -= 1
 
     def forget_forwards(self) -> None:
         """Whatever has got no backward yet is to get none, or one that does not count."""
@@ -74,7 +74,10 @@ class Canary:
     def reached(self, window: int) -> None:
         """A backward reaches outputs of a forward for the first time; `window` is what `began` was in that forward."""
         self._of_outputs = True
-        self._discount(window)
+        # A forward counts nowhere once the window is over in which it began: its outputs may have their backward later,
+        # and a training step may run whole backwards inside its forward.
+        if window == self._window:
+            self._forwards -= 1
 
     def backward_begins(self, *, announced: bool) -> None:
         """Announced by an output that is watched, or by none so far."""
@@ -109,12 +112,6 @@ class Canary:
             return ELSEWHERE
         forwards = self._forwards if self._counts_forwards else 0
         return _told(self._backwards, forwards, self.wrapper, self.handling)
-
-    def _discount(self, window: int) -> None:
-        # A forward counts nowhere once the window is over in which it began: its outputs may have their backward later,
-        # and a training step may run whole backwards inside its forward.
-        if window == self._window:
-            self._forwards -= 1
 
 
 @lru_cache(maxsize=1024)  # nearly every backward tells the same

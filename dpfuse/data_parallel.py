@@ -64,6 +64,10 @@ class DataParallel(SyncedModule):
         deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
             bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
             keep the order of registration. Costs time where all-to-all is slower than all-reduce.
+        accumulate_in_buckets: True adds gradients up in the communication buffers while backwards inside `no_sync()`
+            run, in float32 for 16-bit parameters too, and leaves None in `.grad` until the synchronised one: a window
+            of batches needs hardly any memory for gradients beside the buffers. `optimizer.zero_grad()` cannot see what
+            is there: `zero_grad()` or `discard_accumulated()` of the wrapper throws a window away.
         stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
             raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
@@ -104,6 +108,7 @@ class DataParallel(SyncedModule):
         check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        accumulate_in_buckets: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -126,6 +131,7 @@ class DataParallel(SyncedModule):
             deterministic=deterministic,
             wire_reduce=wire_reduce,
             error_feedback=error_feedback,
+            accumulate_in_buckets=accumulate_in_buckets,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

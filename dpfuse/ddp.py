@@ -74,6 +74,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
+        accumulate_in_buckets: as for `DataParallel`: gradients inside `no_sync()` are added up in the buckets.
         stall_timeout: as for `DataParallel`; no argument of torch's.
         wire_dtype: as for `DataParallel`: the dtype in which gradients travel. With `mixed_precision` it is that of
             `reduce_dtype`.
@@ -123,6 +124,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check_finite: Literal["off", "warn", "raise"] = "off",
         check: str = "deferred",
         deterministic: bool = False,
+        accumulate_in_buckets: bool = False,
         stall_timeout: float = 60.0,
         wire_dtype: torch.dtype | None = None,
         wire_reduce: Literal["ring", "fp32"] | None = None,
@@ -194,6 +196,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             check_finite=check_finite,
             checked=check,
             deterministic=deterministic,
+            accumulate_in_buckets=accumulate_in_buckets,
             stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes

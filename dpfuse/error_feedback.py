@@ -91,6 +91,7 @@ class ErrorFeedback:
 
     def plan(self, specs: Iterable[ResidualSpec]) -> None:
         """Keep the residuals of these parameters alone; those of others are lost, with a warning."""
+        self._settle()
         self._specs = {spec.name: spec for spec in specs}
         kept = {name: value for name, value in self._values.items() if self._fits(name, value)}
         gone, self._values = [name for name in self._values if name not in kept], kept

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfuse import agreement
 from dpfuse.averaging import averaging_for
+from dpfuse.buckets.accumulating_bucket import refuse_accumulated
 from dpfuse.buckets.kinds import make_buckets
 from dpfuse.collective import check_all_to_all, resolve_group
 from dpfuse.errors import DPFuseError
@@ -57,8 +58,8 @@ def fused_allreduce_gradients(
             sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
         ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
-            `deterministic` or `wire_reduce` needs what the back end lacks; raised on every rank, before anything is
-            changed.
+            `deterministic` or `wire_reduce` needs what the back end lacks, or gradients are where
+            `accumulate_in_buckets=True` has put them; raised on every rank, before anything is changed.
 
     Example:
         >>> import torch, dpfuse
@@ -132,6 +133,8 @@ def _gradients_of(
         raise TypeError(
             f"deterministic must be True or False, got {deterministic!r} of type {type(deterministic).__name__}"
         )
+    parameter_list = list(parameter_list)
+    refuse_accumulated(parameter_list, "fused_allreduce_gradients() was called")
     params: dict[int, Tensor] = {}
     specs: list[ParamSpec] = []
     for index, param in enumerate(parameter_list):

@@ -11,6 +11,7 @@ from torch import nn
 from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
 from dpfuse.averaging import averaging_for
+from dpfuse.buckets.accumulating_bucket import refuse_accumulated
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.kinds import make_buckets, make_hooked_buckets
 from dpfuse.buffer_sync import BufferSync
@@ -252,6 +253,7 @@ class GradSync:
 
     def gradients(self) -> Gradients:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        refuse_accumulated(self._params, f"rank {self.group.rank()}: the norm of the gradients was asked for")
         return self._reader.read(self.reducer, _names(self.plan), self._planned)
 
     def remove_hooks(self) -> None:
@@ -278,6 +280,7 @@ class GradSync:
                 registered=self._options.registered,
                 deterministic=self._options.deterministic,
                 feedback=self.error_feedback,
+                accumulates=self._options.accumulate_in_buckets,
             )
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
@@ -309,6 +312,7 @@ class GradSync:
 
     def _follow_module(self) -> None:
         """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
+        self.reducer.local.hand_back()  # buckets may be replaced
         if self.module_changed is not None:
             self.module_changed()
         text = self._signature.change()

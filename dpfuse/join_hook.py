@@ -175,6 +175,7 @@ class UnevenInputsHook(JoinHook):
 
     def _set_gradients_aside(self) -> None:
         params = [param for bucket in self._sync.reducer.buckets for param in bucket.params]
+        self._sync.reducer.local.hand_back()
         if not self._kept:
             # Copies, for a gradient may be a view of a buffer that is about to be used.
             with torch.no_grad():

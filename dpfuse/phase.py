@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["Phase"]
+__all__ = ["RECORDERS", "RESTING", "Phase"]
 
 
 class Phase(Enum):
@@ -16,3 +16,7 @@ class Phase(Enum):
     CHANGED = auto()  # like RECORDING, but first the buckets of the model before are sent, empty
     REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
     ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
+
+
+RECORDERS = (Phase.RECORDING, Phase.CHANGED)  # all is sent at their end
+RESTING = (Phase.IDLE, Phase.ABANDONED)  # no backward is running

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpfuse import verdict
-from dpfuse.countdown import ENDLESS, Countdown
+from dpfuse.countdown import Countdown
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.whereabouts import Doing, Track
-from dpfuse.phase import Phase
+from dpfuse.local_backward import LocalBackward
+from dpfuse.phase import RECORDERS, RESTING, Phase
 from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Reducer"]
 
-
-RECORDERS = (Phase.RECORDING, Phase.CHANGED)
-RESTING = (Phase.IDLE, Phase.ABANDONED)
 BACKWARD, BETWEEN = Doing.BACKWARD, Doing.BETWEEN  # before Python 3.12 a member of an enum takes long to look up
 
 
@@ -85,6 +83,7 @@ class Reducer:
         self.buckets = list(buckets)
         self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
         self._next = 0
+        self.local = LocalBackward(self.buckets, self._countdowns, self._canary)
 
     def follow(
         self, buckets: Sequence[GradBucket], names: Sequence[str], change: str, agree: Callable[[], None]
@@ -169,7 +168,7 @@ class Reducer:
         if self.opened is not None:
             self.opened(sync=sync, announced=announced)
         if not sync:
-            self._enter(Phase.LOCAL, [ENDLESS] * len(self.buckets))
+            self._enter(Phase.LOCAL, self.local.pending())
         elif (self._outdated or not self.rebuilt) and self._tail.deaf:
             raise DPFuseError(verdict.unsettled(self._tail.rank))
         elif self._outdated:
@@ -191,9 +190,10 @@ class Reducer:
             DPFuseError: this rank or another one failed; no rank's gradients may be used.
         """
         if self.phase is Phase.LOCAL:
-            if any(countdown.pending != ENDLESS for countdown in self._countdowns):
-                self._canary.backward_ends()
-            self._enter(Phase.IDLE)
+            try:
+                self.local.finish()
+            finally:
+                self._enter(Phase.IDLE)
             return
         if not self._any_mark() and not reached_leaves():
             self._enter(Phase.IDLE)
@@ -225,7 +225,7 @@ class Reducer:
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
         if self.phase is Phase.LOCAL:
-            self._canary.backward_dies()
+            self.local.die()
             self._enter(Phase.IDLE)
         else:
             self._enter(Phase.ABANDONED)
@@ -267,6 +267,8 @@ class Reducer:
         elif self.phase in RECORDERS:
             index = self._index_of(param)
             self._ready[index] = self._ready.pop(index, 0) + 1
+        elif self.phase is Phase.LOCAL:
+            self.local.ready(countdown)
         else:
             # No output of the wrapper announced this backward; this mark is its first.
             self._open_backward()
@@ -284,8 +286,7 @@ class Reducer:
 
     def _launch_rest(self) -> None:
         for order in range(self._next, len(self.buckets)):
-            complete = self.phase is Phase.REDUCING and self._countdowns[order].pending <= 0
-            self._launch(order, complete=complete)
+            self._launch(order, complete=self.phase is Phase.REDUCING and self._countdowns[order].pending <= 0)
 
     def _launch_empty(self, buckets: Sequence[GradBucket], *, failed: bool) -> None:
         for bucket in buckets[self._next :]:
@@ -369,9 +370,7 @@ class Reducer:
         return verdict.failed(rank, size, report.failed, error, late)
 
     def _any_mark(self) -> bool:
-        if self.phase in RECORDERS:
-            return bool(self._ready)
-        return any(countdown.pending != countdown.expected for countdown in self._countdowns)
+        return bool(self._ready) if self.phase in RECORDERS else any(c.pending != c.expected for c in self._countdowns)
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase

@@ -108,7 +108,8 @@ class ModelSignature:
         self._tables: list[dict[str, Any]] = [
             table for child in children for table in (child._parameters, child._modules)
         ]
-        self._copies = [dict(table) for table in self._tables]
+        nothing: dict[str, Any] = {}  # one for all that are empty: what is not touched stays out of the caches
+        self._copies = [dict(table) if table else nothing for table in self._tables]
         # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
         kept = [child._parameters.values() for child in children]
         self._delicate = [values for values in kept if any(map(_is_delicate, values))]

@@ -41,6 +41,7 @@ class SyncOptions:
     deterministic: bool = False
     wire_reduce: str | None = None
     error_feedback: bool = False
+    accumulate_in_buckets: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -55,6 +56,7 @@ class SyncOptions:
             "broadcast_buffers",
             "deterministic",
             "error_feedback",
+            "accumulate_in_buckets",
         ):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
@@ -93,6 +95,12 @@ class SyncOptions:
                 "is rounded away that could be sent later. Pass for example wire_dtype=torch.bfloat16, or leave "
                 "error_feedback out."
             )
+        if self.accumulate_in_buckets and self.wire.narrows:
+            raise ValueError(
+                "accumulate_in_buckets=True adds gradients up in the buffer that travels, in float32, but they are to "
+                f"travel in torch.{self.wire.dtype}; expected torch.float32 or None as wire_dtype (reduce_dtype of "
+                "mixed_precision). Leave out one of the two."
+            )
         if self.check_finite not in FINITE_CHECKS:
             raise ValueError(
                 f"check_finite must be one of {', '.join(map(repr, FINITE_CHECKS))}, got {self.check_finite!r}; "
@@ -102,13 +110,16 @@ class SyncOptions:
     @property
     def wire(self) -> Wire:
         """How gradients travel."""
-        return Wire.of(self.wire_dtype or self.reduce_dtype, self.wire_reduce)
+        dtype = self.wire_dtype or self.reduce_dtype or (torch.float32 if self.accumulate_in_buckets else None)
+        return Wire.of(dtype, self.wire_reduce)
 
     @property
     def of_communication(self) -> str | None:
         """An option that says how gradients are added up, if there is one: what a communication hook decides itself."""
         if self.deterministic:
             return "deterministic=True"
+        if self.accumulate_in_buckets:
+            return "accumulate_in_buckets=True"
         if self.error_feedback:
             return "error_feedback=True"
         if self.wire_reduce is not None:

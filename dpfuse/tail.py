@@ -67,6 +67,7 @@ class Tail:
         self._one = 1.0 / scale
         self._counts: Counts | None = None  # in `_all_well`
         self._all_well: Tensor | None = None
+        self._well: list[float] = []  # what told last that all is well
         self._landed: Tensor | None = None
         self._landed_states: Tensor | None = None
         self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
@@ -217,7 +218,10 @@ class Tail:
 
     def _read(self, states: Tensor, one: float) -> Report:
         values = states.tolist()
+        if values == self._well:
+            return ALL_WELL
         if values == values[:WIDTH] * self.world_size and values[0] > 0:
+            self._well = values
             return ALL_WELL
         failed = [rank for rank, value in enumerate(values[::WIDTH]) if value < 0]
         changed = [rank for rank, value in enumerate(values[::WIDTH]) if value == 0]

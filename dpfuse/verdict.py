@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dpfuse.canary import ELSEWHERE, Counts
 from dpfuse.errors import DPFuseError
 
-__all__ = ["changed", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused", "weightless"]
+__all__ = [
+    "changed", "discarded", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused",
+    "weightless",
+]  # fmt: skip
 
 DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Counts`: what is so, and the remedy
     "wrapper": (
@@ -118,6 +121,15 @@ def nonfinite(step: int, counts: Mapping[str, int]) -> str:
         f"in synchronised backward {step} this rank sent {sum(counts.values())} gradient values that are NaN or "
         f"infinite: {', '.join(parts)}{more}. Expected finite ones: look at the loss, the input and the learning rate "
         'there. A GradScaler skips such steps by itself: with one, pass check_finite="off"'
+    )
+
+
+def discarded(count: int) -> str:
+    """What to say where an exception ended a window in which `count` parameters had gradients in buckets."""
+    return (
+        f"an exception ended a backward inside no_sync(), and what was accumulated in the buckets before, "
+        f"for {count} parameter{'s' * (count != 1)}, was thrown away. Zero the gradients, and begin again with the "
+        "first batch since the last synchronised backward."
     )
 
 

@@ -123,8 +123,7 @@ class SyncedModule(nn.Module):
                 `with model.no_sync(enabled=micro < last): …`.
 
         Example:
-            >>> import dpfuse, torch
-            >>> import torch.distributed as dist
+            >>> import dpfuse, torch, torch.distributed as dist
             >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
             >>> for micro in range(3):
@@ -195,6 +194,34 @@ class SyncedModule(nn.Module):
                 'gradients were given a weight with reduction="sum" and there is no process group, so nobody divides; '
                 "expected one. Call dpfuse.init_parallel_env() before wrapping, or divide the loss."
             )
+
+    def discard_accumulated(self) -> None:
+        """Throw away what `accumulate_in_buckets=True` has accumulated: the next batch begins a new window.
+
+        `optimizer.zero_grad()` cannot see it, for it is not in `.grad`; `zero_grad()` of this wrapper does the same.
+
+        Raises:
+            DPFuseError: a backward is running.
+
+        Example:
+            >>> import dpfuse, torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), accumulate_in_buckets=True)
+            >>> with model.no_sync():
+            ...     model(torch.full((3, 4), torch.nan)).sum().backward()
+            >>> model.discard_accumulated()
+            >>> model(torch.ones(3, 4)).sum().backward()
+            >>> model.module.bias.grad
+            tensor([3., 3.])
+            >>> dist.destroy_process_group()
+        """
+        if self._sync is not None:
+            self._sync.reducer.local.begin_again(self._sync.reducer.phase)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
+        super().zero_grad(set_to_none)
+        self.discard_accumulated()
 
     def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.

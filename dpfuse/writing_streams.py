@@ -45,20 +45,21 @@ class WritingStreams:
 
         return mark_ready
 
-    def precede(self) -> None:
-        """Let the current stream wait for all of them, and forget them."""
+    def precede(self) -> bool:
+        """Let the current stream wait for all of them, and forget them; was there any other?"""
         if not self._streams:
-            return
+            return False
         others = dict(self._streams)
         self._streams.clear()
         others.pop(torch._C._cuda_getCurrentRawStream(self._device.index), None)
         if not others:
-            return
+            return False
         current, in_capture = torch.cuda.current_stream(self._device), capturing()
         for stream in others.values():
             # A captured stream cannot wait for one outside its graph, and need not: a capture begins when all is done.
             if not in_capture or _is_captured(stream):
                 current.wait_stream(stream)
+        return True
 
 
 def writers_on(device: torch.device) -> WritingStreams | None:

@@ -49,6 +49,7 @@ class GradBucket:
         label: text for profiler ranges.
     """
 
+    held: Collection[int] = ()  # registration indices of the parameters of which something is in the buffer already
     takes_factors = True  # whether others than those of the averaging may multiply it
 
     def __init__(
@@ -113,7 +114,8 @@ class GradBucket:
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self._fused_params]
-        self.missing = [] if complete else [i for i, g in zip(self._fused.params, grads, strict=True) if g is None]
+        found = zip(self._fused.params, grads, strict=True)
+        self.missing = [] if complete else [i for i, grad in found if grad is None and i not in self.held]
         with ranged("dpfuse::pack", self._label), no_graph():
             if self.tail is not None:
                 unused = [*unused, *self.missing]
@@ -284,10 +286,9 @@ class GradBucket:
         with ranged("dpfuse::unpack", self._label):
             unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
 
-    def _precede(self) -> None:
-        """Order what is read of gradients from here on behind all that wrote them."""
-        if self.writers is not None:
-            self.writers.precede()
+    def _precede(self) -> bool:
+        """Order what is read of gradients from here on behind all that wrote them; was any on another stream?"""
+        return self.writers is not None and self.writers.precede()
 
     def _target(self, place: int) -> Tensor:
         """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""

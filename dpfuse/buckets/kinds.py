@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.averaging import FP8, Averaging, averaging_for, real_dtype
+from dpfuse.buckets.accumulating_bucket import AccumulatingBucket, AccumulatingOrderedBucket
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.early_unpack import side_stream_on
 from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
@@ -40,6 +41,7 @@ def make_buckets(
     registered: bool = False,
     deterministic: bool = False,
     feedback: ErrorFeedback | None = None,
+    accumulates: bool = False,
 ) -> list[GradBucket]:
     """One bucket object per bucket of `plan`, in communication order.
 
@@ -54,6 +56,7 @@ def make_buckets(
         registered: whether buffers lie in memory that the group's back end has registered.
         deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
         feedback: where to keep what rounding takes from dense gradients that travel narrowed; None loses it.
+        accumulates: whether buckets take dense gradients in backwards that are not synchronised, too.
     """
     buckets: list[GradBucket] = []
     side = side_stream_on(group, torch.device(plan.buckets[0].device)) if canary is not None else None
@@ -70,7 +73,9 @@ def make_buckets(
         kind = SparseBucket if bucket.sparse else OrderedBucket if in_order else GradBucket
         if averaging.dtype in FP8:
             kind = QuantizedBucket
-        if not views and not in_order and InPlaceBucket.suits(bucket, averaging):
+        if accumulates and not bucket.sparse:
+            kind = AccumulatingOrderedBucket if deterministic else AccumulatingBucket
+        elif not views and not in_order and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
         ours = [params[index] for index in bucket.params]
         names = [plan.specs[index].name for index in bucket.params]

@@ -280,6 +280,8 @@ def flatten_reference(
     try:
         if residual is None and not accumulate:
             table.host_plan.pack(tensors, table, entries, scale)
+        elif residual is None and table.flat.dtype == table.compute_dtype:
+            table.host_plan.add(tensors, table, entries, scale)
         else:
             table.host_plan.pack_staged(tensors, table, entries, scale, residual, accumulate)
     except RuntimeError:

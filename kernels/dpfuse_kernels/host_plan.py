@@ -130,6 +130,21 @@ class HostPlan:
                 flat.copy_(value.add_(residual))
                 torch.sub(value, flat, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 
+    def add(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
+        """`pack_staged` into a buffer of the compute type, in which nothing has to be rounded later: needs no stage."""
+        missing = set(entries.missing)
+        present = [index for index in range(len(tensors)) if index not in missing]
+        views, values = _pick(self._views, present), _pick(tensors, present)
+        if not present:
+            return
+        if (
+            math.frexp(scale)[0] == 0.5
+        ):  # the product with a power of two is exact, so it does not matter how it is added
+            torch._foreach_add_(views, values, alpha=scale)
+        else:
+            products = torch._foreach_mul([value.to(table.compute_dtype) for value in values], scale)
+            torch._foreach_add_(views, products)
+
     def _stage_of(self, table: PointerTable) -> PointerTable:
         """The layout over a buffer of its own in the compute type."""
         if self._stage is None:
@@ -157,7 +172,8 @@ class HostPlan:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
             # A large one in place would be scaled again by `pack`, should anything below be refused.
-            if any(tensors[i].data_ptr() == views[i].data_ptr() for i in self._large):  # type: ignore[union-attr]
+            large = self._large
+            if large and any(tensors[i].data_ptr() == views[i].data_ptr() for i in large):  # type: ignore[union-attr]
                 return False
             for row in self._rows:
                 torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]

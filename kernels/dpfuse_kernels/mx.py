@@ -37,6 +37,7 @@ class MxFormat:
         exponent: of the largest number, which is 1.75 * 2 ** exponent.
         room: what may be added to the mantissa bits of a float32 before a number of that exponent overflows, once it
             is rounded to nearest even: 1.8125 still becomes 1.75 where the last bit of that is 0, 1.875 does not.
+        cap: the largest number, with any scale, that is also a float32.
     """
 
     dtype: torch.dtype
@@ -81,7 +82,7 @@ def mx_bytes(elements: int) -> int:
 
 @torch.no_grad()
 def mx_encode(values: Tensor, format: torch.dtype, out: Tensor) -> Tensor:
-    """Write `values` as bytes, by torch's own operations.
+    """Write `values` as bytes, by torch's own operations; on a GPU the host waits for some of them.
 
     Each element is divided by its block's scale and rounded to nearest even. The scale is the smallest power of two,
     from 2 ** -127 on, with which no finite element of the block overflows. What is not finite becomes NaN and has
@@ -124,7 +125,7 @@ def mx_encode(values: Tensor, format: torch.dtype, out: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Read bytes as float32, which holds every such number exactly, by torch's own operations.
+    """Read bytes as float32, which holds every such number exactly, by torch's own operations; the host waits for some.
 
     Args:
         packed: [bytes] uint8, contiguous: whole super-blocks.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import dpfuse
 from tests.distributed.random_models import same_bits
@@ -169,6 +170,26 @@ def saved_and_loaded(rank, size, folder):
 
 def test_a_checkpoint_goes_on_bit_by_bit(ranks, tmp_path):
     ranks(saved_and_loaded, str(tmp_path))
+
+
+def saved(rank, size, folder):
+    model = wrapped(Given(NUMELS))
+    model(given(rank, 0)).backward()
+    dcp.save({"error_feedback": model.error_feedback}, checkpoint_id=folder)
+
+
+def loaded_by_others(rank, size, folder):
+    model = wrapped(Given(NUMELS))
+    model(given(rank, 0)).backward()
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.warns(UserWarning, match=r"begins at zero: the state is that of 2 ranks .*, expected 3 ranks"):
+        dcp.load({"error_feedback": model.error_feedback}, checkpoint_id=folder, planner=planner)
+    assert not any(value.any() for value in model.error_feedback.state_dict()[f"rank{rank}"].values())
+
+
+def test_another_number_of_ranks_begins_at_zero(ranks, tmp_path):
+    ranks(saved, str(tmp_path), size=2)
+    ranks(loaded_by_others, str(tmp_path), size=3)
 
 
 @warnings_are_errors()  # nothing is announced without a reason

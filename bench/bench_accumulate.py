@@ -1,0 +1,243 @@
+"""Four micro-batches and one average: what gradients and buffers need at the most, and how long it takes.
+
+Beside torch's class, with gradients of its own and as views of its buckets, and, for 16-bit parameters, beside a flat
+float32 buffer to which a hook adds every gradient, as Megatron-LM has one, in plain torch. Bytes are what torch's own
+allocator holds more than before the module was wrapped, at the worst moment of a window in the steady state; the
+activations of the few rows are among them. Times are those of a whole window, on two gloo ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfuse
+from bench.interleave import cuda_clock, interleave, wall_clock
+from bench.models import Workload, layers
+from bench.playback import play_back, played_back, remembered
+from bench.rank_group import on_ranks
+from bench.step_time import Effort
+
+__all__ = ["CONTENDERS", "measure_windows"]
+
+MICRO_BATCHES = 4
+WEIGHINGS = 3
+STEADY = 3  # windows after which buckets are rebuilt and gradients are where they will be
+
+
+class MainGrad(nn.Module):
+    """A float32 buffer beside the parameters, to which a hook adds each gradient, and one all-reduce at the end."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.syncs = True
+        self._params = list(module.parameters())
+        self._flat = torch.zeros(sum(p.numel() for p in self._params), device=self._params[0].device)
+        pieces = self._flat.split([p.numel() for p in self._params])
+        for param, piece in zip(self._params, pieces, strict=True):
+            param.main_grad = piece.view_as(param)  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The module's."""
+        result: Tensor = self.module(*inputs)
+        return result
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing is averaged in here anyway."""
+        yield
+
+    def finish(self) -> None:
+        """Average."""
+        self._flat.mul_(1 / dist.get_world_size())
+        dist.all_reduce(self._flat)
+
+    def begin(self) -> None:
+        """Zero what the window before has left."""
+        self._flat.zero_()
+
+
+def _add_to_main_grad(param: Any) -> None:
+    param.main_grad.add_(param.grad)
+    param.grad = None
+
+
+def _accumulating(module: nn.Module, *, views: bool = True) -> nn.Module:
+    return dpfuse.DataParallel(module, accumulate_in_buckets=True, gradient_as_bucket_view=views)
+
+
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP default": DistributedDataParallel,
+    "DDP view": partial(DistributedDataParallel, gradient_as_bucket_view=True),
+    "main_grad": MainGrad,
+    "dpfuse views": dpfuse.DataParallel,
+    "dpfuse accumulating views": _accumulating,
+    "dpfuse private": partial(dpfuse.DataParallel, gradient_as_bucket_view=False),
+    "dpfuse accumulating private": partial(_accumulating, views=False),
+}
+
+
+class _Contender(NamedTuple):
+    module: nn.Module
+    window: Callable[[], None]  # leaves the means in `.grad`
+    drop: Callable[[], None]  # what comes before the next window
+
+
+def _contender(workload: Workload, wrap: Callable[[nn.Module], nn.Module]) -> _Contender:
+    module = copy.deepcopy(workload.module)
+    # Nobody writes weights here, so one set serves all.
+    for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
+        param.data = shared.data
+    wrapped: Any = wrap(module)
+    params, plain = list(module.parameters()), isinstance(wrapped, MainGrad)
+
+    def window() -> None:
+        if plain:
+            wrapped.begin()
+        for micro in range(MICRO_BATCHES):
+            with wrapped.no_sync() if micro < MICRO_BATCHES - 1 else nullcontext():
+                workload.loss(wrapped).backward()
+        if plain:
+            wrapped.finish()
+
+    def drop() -> None:
+        for param in params:
+            param.grad = None
+
+    return _Contender(module, window, drop)
+
+
+def _prove(name: str, contender: _Contender) -> None:
+    """What a window leaves is the mean over the ranks of the sum of what the engine computed, added up in float32."""
+    params = list(contender.module.parameters())
+    for _ in range(STEADY):
+        sums = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+        handles = [p.register_hook(partial(_add, total)) for p, total in zip(params, sums, strict=True)]
+        contender.window()
+        for handle in handles:
+            handle.remove()
+        expected = torch.cat([total.view(-1) for total in sums]) / dist.get_world_size()
+        dist.all_reduce(expected)
+        got = torch.cat([getattr(param, "main_grad", param.grad).reshape(-1).float() for param in params])
+        worst = float((got - expected).abs().max() / expected.abs().max())
+        # 16-bit sums have eight bits, and are rounded after each addition.
+        limit = 1e-6 if params[0].dtype == torch.float32 else 3e-2
+        assert worst <= limit, f"{name}: {worst} from the mean over the ranks"
+        contender.drop()
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    total += grad
+
+
+def _peak(build: Callable[[], _Contender], device: str) -> int:
+    """Bytes at the worst moment of a steady window that were not there before the module was wrapped."""
+    gc.collect()  # or cycles that hold another contender's memory would be freed meanwhile
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        contender = build()
+        _settle(contender)
+        torch.cuda.reset_peak_memory_stats()
+        contender.window()
+        return torch.cuda.max_memory_allocated() - before
+    # Only what is allocated while the profiler runs is known to it, so it runs from the beginning.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        contender = build()
+        _settle(contender)
+        with torch.profiler.record_function(_peak.__name__):
+            contender.window()
+    assert profile.profiler is not None
+    events = sorted(_nested(profile.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    begin = next(event.start_time_ns for event in events if event.name == _peak.__name__)
+    memory = [(e.start_time_ns, e.extra_fields) for e in events if e.name == "[memory]"]
+    before = memory[0][1].total_allocated - memory[0][1].alloc_size
+    return int(max(fields.total_allocated for start, fields in memory if start >= begin) - before)
+
+
+def _nested(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _nested(event.children)
+
+
+def _settle(contender: _Contender) -> None:
+    for _ in range(STEADY):
+        contender.window()
+        contender.drop()
+
+
+def measure_windows(build: Callable[[], Workload], effort: Effort, device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """Prove, weigh and time all contenders; to be called on every rank.
+
+    Returns:
+        By contender `seconds` per window, `wall`, `peak_bytes`, and `peak`, bytes per parameter element.
+    """
+    torch.manual_seed(dist.get_rank())
+    with torch.device(device):
+        workload = build()
+    numel = sum(param.numel() for param in workload.module.parameters())
+    results: dict[str, dict[str, Any]] = {}
+    steps = {}
+    for name, wrap in CONTENDERS.items():
+        # What a thread of the back end happens to free, the profiler does not see: that can only add to the peak.
+        nbytes = min(_peak(partial(_contender, workload, wrap), device) for _ in range(WEIGHINGS))
+        results[name] = {"seconds": [], "peak_bytes": nbytes, "peak": nbytes / numel, "elements": numel}
+    for name, wrap in CONTENDERS.items():
+        contender = _contender(workload, wrap)
+        _prove(name, contender)
+        steps[name] = partial(_window_and_drop, contender)
+    times = interleave(steps, cuda_clock if device == "cuda" else wall_clock, rounds=effort.rounds)
+    for name, pairs in times.items():
+        results[name]["seconds"] = [seconds for seconds, _ in pairs]
+        results[name]["wall"] = median(wall for _, wall in pairs)
+    return results
+
+
+def _window_and_drop(contender: _Contender) -> None:
+    contender.window()
+    contender.drop()
+
+
+def _linears(count: int, features: int, dtype: torch.dtype) -> Workload:
+    workload = layers(count, features, rows=8)
+    workload.module.to(dtype)
+    x = torch.randn(8, features).to(dtype)
+    return Workload(workload.module, lambda model: model(x).sum())
+
+
+MODELS = {"cpu": (25, 1024), "cuda": (48, 2048)}
+CASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EFFORT, QUICK = Effort(10, 1, 0), Effort(3, 1, 0)
+
+
+@remembered
+def _measured(dtype: str, device: str, quick: bool) -> Any:
+    build = partial(_linears, *MODELS[device], CASES[dtype])
+    return on_ranks(1 if device == "cuda" else 2, device, measure_windows, build, QUICK if quick else EFFORT, device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    device = "cuda" if metafunc.config.getoption("--gpu") else "cpu"
+    cases = [(device, dtype, variant) for dtype in CASES for variant in CONTENDERS]
+    metafunc.parametrize(("device", "dtype", "variant"), cases)
+
+
+@played_back
+def test_accumulate(benchmark: Any, request: pytest.FixtureRequest, device: str, dtype: str, variant: str) -> None:
+    result = dict(_measured(dtype, device, request.config.getoption("--quick"))[variant])
+    seconds, case = result.pop("seconds"), f"{'cuda' if device == 'cuda' else 'pair'} {dtype}"
+    play_back(benchmark, seconds, {"suite": "accumulate", "case": case, "variant": variant, **result})
