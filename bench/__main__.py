@@ -35,15 +35,15 @@ SUITES = {
     "wire": 240,
 }
 GPU_SUITES = {
-    "step": 150,
+    "step": 140,
     "forward": 20,
     "health": 25,
-    "accumulate": 45,
-    "flatten": 60,
-    "kernels": 55,
-    "bucket_size": 40,
-    "overlap": 75,
-    "wire": 25,
+    "accumulate": 30,
+    "flatten": 50,
+    "kernels": 50,
+    "bucket_size": 35,
+    "overlap": 65,
+    "wire": 30,
 }
 LAST_WORDS = 10  # seconds that a suite has for its report once its time is over
 PASSED_ON = ("model", "comm_buffer_sizes", "last_comm_buffer_sizes")

@@ -32,7 +32,6 @@ from bench.step_time import Effort
 __all__ = ["CONTENDERS", "measure_windows"]
 
 MICRO_BATCHES = 4
-WEIGHINGS = 3
 STEADY = 3  # windows after which buckets are rebuilt and gradients are where they will be
 
 
@@ -194,7 +193,7 @@ def measure_windows(build: Callable[[], Workload], effort: Effort, device: str =
     steps = {}
     for name, wrap in CONTENDERS.items():
         # What a thread of the back end happens to free, the profiler does not see: that can only add to the peak.
-        nbytes = min(_peak(partial(_contender, workload, wrap), device) for _ in range(WEIGHINGS))
+        nbytes = min(_peak(partial(_contender, workload, wrap), device) for _ in range(effort.rebuilds))
         results[name] = {"seconds": [], "peak_bytes": nbytes, "peak": nbytes / numel, "elements": numel}
     for name, wrap in CONTENDERS.items():
         contender = _contender(workload, wrap)
@@ -221,7 +220,7 @@ def _linears(count: int, features: int, dtype: torch.dtype) -> Workload:
 
 MODELS = {"cpu": (25, 1024), "cuda": (48, 2048)}
 CASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EFFORT, QUICK = Effort(10, 1, 0), Effort(3, 1, 0)
+EFFORT, QUICK = Effort(10, 3, 0), Effort(3, 1, 0)
 
 
 @remembered

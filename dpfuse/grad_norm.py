@@ -81,7 +81,7 @@ class Gradients:
         loose = self._loose
         for table, grads in self._packed:
             try:
-                multiply(grads, table, factor)
+                multiply(grads, table, factor.to(table.flat.device))
             except ValueError:
                 loose = [*loose, *_present(grads)]
         for group in _grouped(loose):

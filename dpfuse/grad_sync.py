@@ -385,7 +385,7 @@ class GradSync:
         if self._recorder is not None:
             markers = self._recorder.stamped(markers)
         for marker in markers:
-            marker.scales = self._options.gradient_scale is not None  # type: ignore[attr-defined]  # see _check_alone
+            marker.alone = self._options.wants_params_alone  # type: ignore[attr-defined]  # see _check_alone
         return markers
 
 

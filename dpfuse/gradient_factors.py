@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,9 +165,13 @@ class GradientFactors:
         """Multiply what is not packed, all of one dtype, and look at it."""
         if self._counting and tensors:
             assert self._found is not None
-            factor = torch.ones_like(self._found) if self.factor is None else self.factor
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._found, factor)
-        elif self.factor is not None and tensors:
+            if tensors[0].dtype in (torch.float32, torch.float64):
+                factor = torch.ones_like(self._found) if self.factor is None else self.factor
+                torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._found, factor)
+                return
+            # On CUDA that is not for every dtype.
+            self._found += torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().logical_not().any()
+        if self.factor is not None and tensors:
             torch._foreach_mul_(tensors, self.factor)
 
     def tell(self, tail: Tail, packed: Tensor) -> None:
@@ -204,7 +209,7 @@ class GradientFactors:
     def _begin_counts(self) -> None:
         if self._counts is None or self._counts.numel() < self._slots or self._found is None:
             self._counts = torch.zeros(self._slots, dtype=torch.int32, device=self._device)
-            self._found = torch.zeros((), device=self._device)
+            self._found = torch.zeros((), dtype=torch.float32, device=self._device)
         else:
             self._counts.zero_()
             self._found.zero_()

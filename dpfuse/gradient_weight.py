@@ -76,7 +76,8 @@ class GradientWeight:
         if not 0 <= float(weight) < math.inf:
             raise ValueError(f"weight must be finite, and 0 or more, got {weight}; 0 leaves this rank out")
         # Filled, not uploaded: for that the host would wait.
-        self.value, self.reduction = torch.full((), float(weight), device=device), reduction
+        self.value = torch.full((), float(weight), dtype=torch.float32, device=device)
+        self.reduction = reduction
 
     @property
     def factor(self) -> Tensor | None:
@@ -99,7 +100,7 @@ class GradientWeight:
             self._told.append(_Told(self._step(), weights, None))
         elif not capturing():
             copy = torch.empty(weights.shape, dtype=weights.dtype, pin_memory=True).copy_(weights, non_blocking=True)
-            self._told.append(_Told(self._step(), copy, torch.cuda.current_stream().record_event()))
+            self._told.append(_Told(self._step(), copy, torch.cuda.current_stream(weights.device).record_event()))
         total = weights.sum(dtype=torch.float64)
         # Not the sum alone: a weight below zero may hide in it.
         is_mean = (total > 0) & ((weights >= 0) & weights.isfinite()).all()

@@ -82,6 +82,8 @@ class LocalBackward:
         Raises:
             DPFuseError: a backward is running, as `phase` tells.
         """
+        if not self._takers:
+            return
         if phase not in RESTING:
             raise DPFuseError(
                 f"discard_accumulated() was called while a backward is {phase.name}, expected it between backwards. "

@@ -114,6 +114,11 @@ class SyncOptions:
         return Wire.of(dtype, self.wire_reduce)
 
     @property
+    def wants_params_alone(self) -> bool:
+        """Whether another wrapper of the same parameters would spoil what this one does."""
+        return self.gradient_scale is not None or self.accumulate_in_buckets
+
+    @property
     def of_communication(self) -> str | None:
         """An option that says how gradients are added up, if there is one: what a communication hook decides itself."""
         if self.deterministic:

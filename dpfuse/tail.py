@@ -175,14 +175,15 @@ class Tail:
         if capturing():
             return Report((self.rank,), ()) if failed else ALL_WELL
         if wait or not states.is_cuda:
-            return self._read(states, self._one * self.scale)
+            values = states.tolist()
+            return ALL_WELL if values == self._well else self._read(values, self._one * self.scale)
         before = ALL_WELL
         if self._copy is None or self._copied is None:
             self._copy = torch.zeros(self._states, dtype=states.dtype, pin_memory=True)
             self._copied = torch.cuda.Event()
         else:
             self._copied.synchronize()
-            before = self._read(self._copy, self._copy_one)
+            before = self._read(self._copy.tolist(), self._copy_one)
         self._copy.copy_(states, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(states.device))  # which need not be the current device
         self._copy_one = self._one * self.scale
@@ -216,10 +217,7 @@ class Tail:
         for place, count in enumerate(counts, WIDTH * self.rank):
             _put(source, place, count / TOP * self._one)
 
-    def _read(self, states: Tensor, one: float) -> Report:
-        values = states.tolist()
-        if values == self._well:
-            return ALL_WELL
+    def _read(self, values: list[float], one: float) -> Report:
         if values == values[:WIDTH] * self.world_size and values[0] > 0:
             self._well = values
             return ALL_WELL

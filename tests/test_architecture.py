@@ -85,7 +85,8 @@ ALLOWED = {
     "quantized_bucket": {"torch", "dpfuse_kernels", "plan", "ordered_bucket"},
     "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
     "accumulating_bucket": {
-        "memory_order", "torch", "dpfuse_kernels", "averaging", "bucket", "ordered_bucket", "ranges", "writing_streams",
+        "memory_order", "torch", "dpfuse_kernels", "averaging", "bucket", "ordered_bucket", "ranges", "tracing",
+        "writing_streams",
     },
     "kinds": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",

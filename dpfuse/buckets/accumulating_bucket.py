@@ -16,6 +16,7 @@ from dpfuse.buckets.ordered_bucket import OrderedBucket
 from dpfuse.buckets.ranges import no_graph, ranged
 from dpfuse.errors import DPFuseError
 from dpfuse.memory_order import real_pairs
+from dpfuse.tracing import leave_untraced
 from dpfuse.writing_streams import capturing
 from dpfuse_kernels import PointerTable, flatten, unflatten
 
@@ -46,8 +47,10 @@ class AccumulatingBucket(GradBucket):
             ValueError: a gradient does not fit its parameter; the text names it.
         """
         table = self._table or self._allocate()
-        if not backward_ended and sum(map(len, self._hooks)) != len(self._hooks):
-            return  # another hook, say of a second wrapper, still has to read what was accumulated
+        if backward_ended:
+            self._sources = []  # all streams are in order by now
+        elif sum(map(len, self._hooks)) != len(self._hooks):
+            return  # another hook still has to read what was accumulated
         grads = [param.grad for param in self._fused_params]
         if all(grad is None for grad in grads):
             return
@@ -60,8 +63,8 @@ class AccumulatingBucket(GradBucket):
             self._pack([*packed, None] if self.tail is not None else packed, table, None, None)
         self.held.update(i for i, grad in zip(self._fused.params, grads, strict=True) if grad is not None)
         _filled[self] = None
-        # What one stream alone has written and read may be used again behind that on the same stream.
-        self._sources = [*grads] if several_streams else []
+        if several_streams:  # else their memory is used again behind all that has read it
+            self._sources = [*self._sources, *grads]
         for param in self._fused_params:
             param.grad = None
 
@@ -187,6 +190,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if _filled:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_accumulated(params, f"{type(optimizer).__name__}.step() was called")
+
+
+leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that are not in .grad")
 
 
 def _same_memory(grad: Tensor, view: Tensor) -> bool:

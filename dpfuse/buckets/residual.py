@@ -58,9 +58,10 @@ class Residual:
             self._feedback.move(self._names, self._views)
         for tail in table.slots[len(self._names) :]:
             self._flat[tail.offset :].zero_()
-        self._kept = {
-            index: view.clone() for index, view in zip(self._indices, self._views, strict=True) if index in missing
-        }
+        self._kept = {}
+        if missing:
+            views = zip(self._indices, self._views, strict=True)
+            self._kept = {index: view.clone() for index, view in views if index in missing}
         return self._flat
 
     def part(self, rank: int, size: int) -> Tensor | None:

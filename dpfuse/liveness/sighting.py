@@ -12,7 +12,7 @@ from typing import NamedTuple
 __all__ = ["Sighting", "sight"]
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-OURS = __file__.rpartition("sighting.py")[0]
+OURS = __file__.rpartition("liveness")[0]
 COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.algorithms.join")
 LOGGER = "torch.distributed.c10d_logger"  # wraps each of their functions
 

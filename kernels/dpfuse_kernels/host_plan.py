@@ -137,9 +137,7 @@ class HostPlan:
         views, values = _pick(self._views, present), _pick(tensors, present)
         if not present:
             return
-        if (
-            math.frexp(scale)[0] == 0.5
-        ):  # the product with a power of two is exact, so it does not matter how it is added
+        if math.frexp(scale)[0] == 0.5:  # a power of two: the product is exact, so it does not matter how it is added
             torch._foreach_add_(views, values, alpha=scale)
         else:
             products = torch._foreach_mul([value.to(table.compute_dtype) for value in values], scale)

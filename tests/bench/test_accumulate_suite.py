@@ -14,7 +14,7 @@ from bench.step_time import Effort
 
 
 def few_windows(rank: int, size: int) -> dict[str, float]:
-    results = measure_windows(partial(_linears, 3, 64, torch.float32), Effort(2, 1, 0))
+    results = measure_windows(partial(_linears, 3, 64, torch.float32), Effort(2, 3, 0))
     assert list(results) == list(CONTENDERS)
     assert all(len(result["seconds"]) == 2 for result in results.values())
     return {name: result["peak"] for name, result in results.items()}

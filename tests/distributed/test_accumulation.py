@@ -96,12 +96,11 @@ def assert_equal(got, expected, **tolerance):
 
 
 def as_torch(rank, size, face, views, zeroed):
-    ours, theirs = wrap(face=face, gradient_as_bucket_view=views), TorchDDP(built(), gradient_as_bucket_view=views)
-    for model in (ours, theirs):
-        for param in model.module.sides[1].parameters():
-            param.requires_grad_(False)  # torch's class would search the graph for them
-    ours = wrap(ours.module, face=face, gradient_as_bucket_view=views)
-    theirs = TorchDDP(theirs.module, gradient_as_bucket_view=views)
+    nets = [built(), built()]
+    for net in nets:
+        net.sides[1].requires_grad_(False)  # torch's class would search the graph for it
+    ours = wrap(nets[0], face=face, gradient_as_bucket_view=views)
+    theirs = TorchDDP(nets[1], gradient_as_bucket_view=views)
     for step in range(4):
         for model in (ours, theirs):
             window(model, rank, step)
@@ -387,6 +386,33 @@ def nonfinite(rank, size):
 
 def test_values_that_are_not_finite_are_found_in_the_sum(ranks):
     ranks(nonfinite)
+
+
+def scaled_and_weighted(rank, size):
+    """A loss scale and the weights of the ranks multiply the whole window."""
+    results = []
+    for accumulates in (True, False):
+        model = dpfuse.DataParallel(built(), None, 2e-4, 1e-4, True, accumulate_in_buckets=accumulates)
+        scaler = dpfuse.GradScaler(init_scale=1024.0, model=model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            model.set_gradient_weight(3.0 + rank)
+            for micro in range(WINDOW):
+                with model.no_sync(enabled=micro < WINDOW - 1):
+                    value = loss(model, inputs(rank, step, micro))
+                    if step == 2 and micro == 0 and rank == 1:
+                        value = value * torch.inf
+                    scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0  # the third step was skipped, on both ranks
+        results.append([param.detach() for param in model.module.parameters()])
+    assert_equal(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_loss_scale_and_weights_are_those_of_the_whole_window(ranks):
+    ranks(scaled_and_weighted)
 
 
 def beside_other_hooks(rank, size):

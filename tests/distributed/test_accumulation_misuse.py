@@ -224,6 +224,7 @@ def wrapped_again(rank, size):
     model = wrap(net)
     with model.no_sync():
         loss(model, inputs(rank, 0, 0)).backward()
+    del model
     model = wrap(net)
     loss(bare, inputs(rank, 0, 0)).backward()
     got, expected = ([param.grad for param in each.parameters() if param.grad is not None] for each in (net, bare))
@@ -301,6 +302,9 @@ def test_options_that_exclude_each_other(group):
         DDP(built(), accumulate_in_buckets=True, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises(TypeError, match=r"accumulate_in_buckets must be True or False, got 1 of type int"):
         dpfuse.DataParallel(built(), accumulate_in_buckets=1)
+    first = dpfuse.DataParallel(built())
+    with pytest.raises(ValueError, match=r"another wrapper .* gradient_scale or accumulate_in_buckets set"):
+        dpfuse.DataParallel(first.module, accumulate_in_buckets=True)
     model = DDP(built(), accumulate_in_buckets=True)
     with pytest.raises(dpfuse.DPFuseError, match=r"hook was registered with accumulate_in_buckets=True, expected one"):
         model.register_comm_hook(None, allreduce_hook)
@@ -323,5 +327,7 @@ def test_without_the_option_there_is_nothing_to_throw_away(group):
     with model.no_sync():
         loss(model, inputs(0, 0, 0)).backward()
     before = [grad.clone() for grad in gradients(model) if grad is not None]
-    model.discard_accumulated()
+    value = loss(model.module, inputs(0, 0, 0))
+    value.register_hook(lambda grad: model.discard_accumulated())  # in a backward, too
+    torch.autograd.grad(value, model.module.first.weight)
     assert_equal([grad for grad in gradients(model) if grad is not None], before)

@@ -25,6 +25,7 @@ FACES = {
     "views": lambda net, **options: dpfuse.DataParallel(net, **options),
     "private": lambda net, **options: dpfuse.DataParallel(net, gradient_as_bucket_view=False, **options),
     "bucket each": lambda net, **options: dpfuse.DataParallel(net, None, 0, 0, **options),
+    "in buckets": lambda net, **options: dpfuse.DataParallel(net, accumulate_in_buckets=True, **options),
     "deterministic": lambda net, **options: dpfuse.DataParallel(net, deterministic=True, **options),
     "ddp": lambda net, **options: dpfuse.DistributedDataParallel(net, **options),
     "half wire": lambda net, **options: dpfuse.DataParallel(net, wire_dtype=torch.float16, **options),
@@ -117,21 +118,51 @@ def summed(_state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", [face for face in FACES if face != "in buckets"])
 def test_sixty_steps_are_those_of_torch(ranks, face):
     first, second = ranks(as_torchs, face, NONE, {"clip": 0.3} if face in ("views", "ddp") else {})
     assert first == second
 
 
 @pytest.mark.parametrize(
-    "options", [{"micros": 3}, {"micros": 3, "synced": (0, 1)}, {"half": True}, {"fused": True, "micros": 2}]
+    ("face", "options"),
+    [
+        ("views", {"micros": 3}),
+        ("in buckets", {"micros": 3}),
+        ("views", {"micros": 3, "synced": (0, 1)}),
+        ("in buckets", {"micros": 4, "synced": (1,)}),
+        ("views", {"half": True}),
+        ("views", {"fused": True, "micros": 2}),
+    ],
 )
-def test_sixty_steps_with_accumulation_autocast_and_a_fused_optimizer(ranks, options):
-    ranks(as_torchs, "views", NONE, options)
+def test_sixty_steps_with_accumulation_autocast_and_a_fused_optimizer(ranks, face, options):
+    ranks(as_torchs, face, NONE, options)
 
 
 def test_sixty_steps_with_gradients_that_are_reduced_in_place(ranks):
     ranks(as_torchs, "private", ALL, {"micros": 2, "synced": (0,)})
+
+
+def narrow_in_place(rank, size):
+    """bfloat16 gradients in place, and a default dtype that is none of the scaler's."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with large_from(ALL):
+            model = dpfuse.DataParallel(Net().bfloat16(), gradient_as_bucket_view=False)
+            scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
+            for step in range(4):
+                model.zero_grad()
+                model.set_gradient_weight(1)
+                scaler.scale(model(second=math.nan if (rank, step) == (1, 2) else 1.0)).backward()
+                assert one_gradient(model) == 1.0
+                assert loss_scale_of(model).found.item() == float(step == 2)
+                scaler.update(8.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_narrow_gradients_in_place_and_another_default_dtype(ranks):
+    ranks(narrow_in_place)
 
 
 class Mixed(Model):

@@ -103,12 +103,12 @@ def batch_of(rank, step):
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def trained_by_tokens(rank, size, reduction, micros):
+def trained_by_tokens(rank, size, reduction, micros, in_buckets):
     """Ranks with batches of other sizes train as one process with all of them."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
     alone = copy.deepcopy(net)
-    model = dpfuse.DataParallel(net)
+    model = dpfuse.DataParallel(net, accumulate_in_buckets=in_buckets)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, alone))
     for step in range(10):
         ours.zero_grad()
@@ -128,9 +128,9 @@ def trained_by_tokens(rank, size, reduction, micros):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("micros", [1, 3])
-def test_ranks_with_other_batch_sizes_train_as_one_process_with_all_of_them(ranks, reduction, micros):
-    ranks(trained_by_tokens, reduction, micros)
+@pytest.mark.parametrize(("micros", "in_buckets"), [(1, False), (3, False), (3, True)])
+def test_ranks_with_other_batch_sizes_train_as_one_process_with_all_of_them(ranks, reduction, micros, in_buckets):
+    ranks(trained_by_tokens, reduction, micros, in_buckets)
 
 
 def scaled_as_well(rank, size):

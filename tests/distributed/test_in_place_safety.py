@@ -108,7 +108,7 @@ KINDS = {
     "part of more": lambda rank: values(rank, 20).detach().as_strided((3, 4), (4, 1), 4).detach(),
 }
 IN_PLACE = {"plain", "part of more"}  # of the last one nobody has the rest
-REPLACED = {"expanded", "negative", "from inference"}  # they cannot be written
+REPLACED = {"expanded", "from inference"}  # they cannot be written
 
 
 def set_by_hand(rank, size, kind, here):

@@ -54,6 +54,20 @@ def test_the_unusual_is_left_to_the_careful_path_and_scaled_once(change):
     assert torch.equal(table.flat, expected.flat)
 
 
+@pytest.mark.parametrize("kind", ["plain", "kept", "missing"])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_a_small_one_alone_behind_large_ones(kind, wire):
+    large, small = torch.randn(40_000), torch.randn(6)
+    slots = [Slot("large", 0, (40_000,), (1,)), Slot("tail", 40_000, (6,), (1,))]
+    table = PointerTable(torch.full((40_008,), 9.0, dtype=wire), slots, torch.float32)
+    if kind == "kept" and wire == torch.float32:
+        table.views[1].copy_(small)
+    told = {"plain": small, "kept": table.views[1] if wire == torch.float32 else small, "missing": None}[kind]
+    flatten([large, told], table, scale=1 / 3, matched=True)
+    expected = torch.zeros(6) if kind == "missing" else small * (1 / 3)
+    assert torch.equal(table.flat, torch.cat([large * (1 / 3), expected, torch.full((2,), 9.0)]).to(wire))
+
+
 def test_everything_kept_is_scaled_in_place():
     table, tensors = make()
     flatten_reference(tensors, table)
