@@ -259,6 +259,7 @@ class GradSync:
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
+        self.reducer.local.hand_back()
 
     def _use_params(self, params: list[nn.Parameter]) -> None:
         self._params = params

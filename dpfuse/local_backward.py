@@ -73,7 +73,7 @@ class LocalBackward:
     def die(self) -> None:
         """An exception ended the backward: the window begins again, with a warning if buckets lose something by it."""
         self._canary.backward_dies()
-        if lost := self._forget():
+        if lost := self.forget():
             warnings.warn(verdict.discarded(lost), stacklevel=2)
 
     def begin_again(self, phase: Phase) -> None:
@@ -89,7 +89,7 @@ class LocalBackward:
                 f"discard_accumulated() was called while a backward is {phase.name}, expected it between backwards. "
                 "Call it once backward() has ended."
             )
-        if self._forget():
+        if self.forget():
             self._canary.backward_dies()
 
     def hand_back(self) -> None:
@@ -97,6 +97,6 @@ class LocalBackward:
         for bucket in self._takers.values():
             bucket.hand_back()
 
-    def _forget(self) -> int:
-        """Let it count no more; returns of how many parameters something was there."""
+    def forget(self) -> int:
+        """Let what the buckets have taken count no more; returns of how many parameters that was."""
         return sum(bucket.forget() for bucket in self._takers.values())

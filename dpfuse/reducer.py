@@ -225,8 +225,8 @@ class Reducer:
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
         if self.phase is Phase.LOCAL:
-            self.local.die()
             self._enter(Phase.IDLE)
+            self.local.die()  # last, for a warning may be an error
         else:
             self._enter(Phase.ABANDONED)
 
@@ -244,6 +244,7 @@ class Reducer:
             if bucket.busy:  # not delivered before something went wrong
                 bucket.discard()
         failed = _tail_of(buckets).report(wait=True).failed
+        self.local.forget()  # also of a changed model, whose buckets were not sent
         self._reset()
         world_size = self._tail.world_size
         if len(failed) < world_size:
@@ -308,6 +309,7 @@ class Reducer:
                 raise DPFuseError(self._verdict(report, error)) from error
             self._agree()
         except BaseException:
+            self.local.forget()
             self._reset()
             raise
         self._outdated, self.rebuilt, self._next = [], False, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class AccumulatingBucket(GradBucket):
             packed = [*map(real_pairs, grads)] if self._is_complex else grads
             self._pack([*packed, None] if self.tail is not None else packed, table, None, None)
         self.held.update(i for i, grad in zip(self._fused.params, grads, strict=True) if grad is not None)
-        _filled.add(self)
+        _filled[self] = None
         if several_streams:  # else their memory is used again behind all that has read it
             self._sources = [*self._sources, *grads]
         for param in self._fused_params:
@@ -79,7 +79,7 @@ class AccumulatingBucket(GradBucket):
         """Let what is held count no more; returns of how many parameters that was."""
         count = len(self.held)
         self.held.clear()
-        _filled.discard(self)
+        _filled.pop(self, None)
         return count
 
     def hand_back(self) -> None:
@@ -139,8 +139,8 @@ class AccumulatingBucket(GradBucket):
             return
         if capturing():
             raise DPFuseError(_captured(self._label))
-        for name, grad, view in zip(self._names, grads, self._views, strict=False):
-            if grad is not None and grad is view:
+        for name, grad, view in zip(self._names, grads, table.views, strict=False):
+            if grad is not None and _same_memory(grad, view):
                 raise DPFuseError(
                     f"the gradient of parameter {name!r} is a view of the buffer in which its gradients are being "
                     "accumulated, kept from the step before; expected None or a tensor of its own. Leave .grad alone "
@@ -156,7 +156,7 @@ class AccumulatingOrderedBucket(AccumulatingBucket, OrderedBucket):
     """The same, reduced in the order of the ranks."""
 
 
-_filled: WeakSet[AccumulatingBucket] = WeakSet()  # those that hold something
+_filled: WeakKeyDictionary[AccumulatingBucket, None] = WeakKeyDictionary()  # those that hold something
 
 
 def refuse_accumulated(params: Iterable[Tensor], what: str) -> None:
@@ -164,8 +164,9 @@ def refuse_accumulated(params: Iterable[Tensor], what: str) -> None:
     if not _filled:
         return
     wanted = set(map(id, params))
-    for bucket in _filled:
-        if (name := bucket.holds_of(wanted)) is not None:
+    for reference in _filled.keyrefs():  # at once: other threads may fill buckets meanwhile
+        bucket = reference()
+        if bucket is not None and (name := bucket.holds_of(wanted)) is not None:
             raise DPFuseError(
                 f"{what} while gradients of parameter {name!r} lie in its bucket, where backwards inside no_sync() "
                 "have accumulated them (accumulate_in_buckets=True), and not in .grad; expected a synchronised "
@@ -192,6 +193,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that are not in .grad")
+
+
+def _same_memory(grad: Tensor, view: Tensor) -> bool:
+    """Whether they begin at the same address; another tensor may be there, as by `detach()`."""
+    return grad.layout is torch.strided and grad.numel() > 0 and grad.data_ptr() == view.data_ptr()
 
 
 def _captured(label: str) -> str:

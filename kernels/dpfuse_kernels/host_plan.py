@@ -178,6 +178,7 @@ class HostPlan:
             if self._loose:
                 torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
             for index in self._large:
+                _check_shape(tensors[index], views[index])  # type: ignore[arg-type]
                 if scale == 1.0:  # older torch changes the bits of a NaN that it multiplies with 1
                     views[index].copy_(tensors[index])  # type: ignore[arg-type]
                 else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
+from dpfuse.buckets.accumulating_bucket import AccumulatingBucket
+from dpfuse.phase import Phase
 from tests.distributed.test_accumulation import (
     DDP,
     assert_equal,
@@ -90,16 +94,18 @@ def kept_view(rank, size):
         model.zero_grad()
         window(model, rank, step)
     kept = model.module.last.weight.grad
-    with model.no_sync():
-        loss(model, inputs(rank, 2, 0)).backward()
-    model.module.last.weight.grad = kept
     text = r"the gradient of parameter 'last\.weight' is a view of the buffer in which its gradients are being"
-    with (
-        pytest.raises(dpfuse.DPFuseError, match=text),
-        pytest.warns(UserWarning, match="was thrown away"),
-        model.no_sync(),
-    ):
-        loss(model, inputs(rank, 2, 1)).backward()
+    for same_memory in (kept, kept.detach()):
+        with model.no_sync():
+            loss(model, inputs(rank, 2, 0)).backward()
+        model.module.last.weight.grad = same_memory
+        with (
+            pytest.raises(dpfuse.DPFuseError, match=text),
+            pytest.warns(UserWarning, match="was thrown away"),
+            model.no_sync(),
+        ):
+            loss(model, inputs(rank, 2, 1)).backward()
+        model.zero_grad()
     right_window(model, rank)
     # In the synchronised backward it is an error on every rank.
     with model.no_sync():
@@ -177,6 +183,74 @@ def broken_end(rank, size):
         model.zero_grad()
 
 
+def broken_where_warnings_are_errors(rank, size):
+    """The backward that died is over all the same."""
+    model = dpfuse.DataParallel(Breaking(), None, 0, 0, accumulate_in_buckets=True)
+    with model.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError, match="planted"), model.no_sync():
+            model(torch.ones(2, 3), True).sum().backward()
+    assert model.reducer.phase is Phase.IDLE
+
+
+def broken_after_a_change(rank, size):
+    """What the buckets of a changed model hold is thrown away with the backward that failed, on one rank or on all."""
+    for changed in ((0, 1), (1,)):
+        torch.manual_seed(0)
+        model = dpfuse.DataParallel(Breaking(), None, 0, 0, accumulate_in_buckets=True)
+        model(torch.ones(2, 3)).sum().backward()
+        if rank in changed:
+            model.double()
+        dtype = next(model.parameters()).dtype
+        with model.no_sync():
+            model(torch.full((2, 3), 7.0, dtype=dtype)).sum().backward()
+        breaks = len(changed) == size
+        with pytest.raises(KeyError if breaks else dpfuse.DPFuseError):
+            model(torch.ones(2, 3, dtype=dtype), breaks).sum().backward()
+        if not breaks:
+            model.float()
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+        bare = copy.deepcopy(model.module)
+        for each in (model, bare):
+            each(torch.ones(2, 3, dtype=next(bare.parameters()).dtype)).sum().backward()
+        assert_equal(gradients(model), [param.grad for param in bare.parameters()], rtol=1e-6, atol=1e-6)
+
+
+def wrapped_again(rank, size):
+    """A wrapper that goes leaves gradients where they are without the option, and takes no part any more."""
+    net, bare = frozen_half(), frozen_half()
+    model = wrap(net)
+    with model.no_sync():
+        loss(model, inputs(rank, 0, 0)).backward()
+    del model
+    model = wrap(net)
+    loss(bare, inputs(rank, 0, 0)).backward()
+    got, expected = ([param.grad for param in each.parameters() if param.grad is not None] for each in (net, bare))
+    assert len(got) == 6
+    assert_equal(got, expected)
+    right_window(model, rank)
+    torch.optim.SGD(net.parameters(), lr=0.0).step()
+
+
+def filled_meanwhile(rank, size):
+    """Another thread may begin or end a window while an optimizer looks for gradients."""
+    models = [wrap(frozen_half()) for _ in range(3)]
+    for model in models:
+        with model.no_sync():
+            loss(model, inputs(rank, 0, 0)).backward()
+
+    def holds_of(self, wanted):
+        for model in models:
+            model.discard_accumulated()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AccumulatingBucket, "holds_of", holds_of)
+        torch.optim.SGD(models[0].parameters(), lr=0.0).step()
+    right_window(models[0], rank)
+
+
 def left_out_on_one_rank(rank, size):
     """The canary counts as ever: a rank that accumulated more often than the others is noticed."""
     model = wrap(frozen_half())
@@ -212,6 +286,7 @@ def options_that_differ(rank, size):
     "case",
     [
         looked_for_in_grad, by_hand_on_one_rank_only, kept_view, thrown_away_too_early, broken_window, broken_end,
+        broken_where_warnings_are_errors, broken_after_a_change, wrapped_again, filled_meanwhile,
         left_out_on_one_rank, wrong_gradient, options_that_differ,
     ],
 )  # fmt: skip

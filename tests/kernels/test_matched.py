@@ -86,3 +86,14 @@ def test_unpacking_gives_back_what_was_packed(missing):
     unflatten(table, targets, matched=True)
     for target, tensor in zip(targets, tensors, strict=True):
         assert target is None or torch.equal(target, tensor)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("shape", [(5, 3), (1,)])
+def test_a_large_one_or_one_alone_of_another_shape_is_refused(scale, shape):
+    """`out=` would resize the view, and with it the buffer."""
+    table = PointerTable(torch.zeros(4), [Slot("alone", 0, (3,), (1,))], torch.float32)
+    with pytest.raises(ValueError, match=r"Slot 'alone' got shape"):
+        flatten([torch.ones(shape)], table, scale=scale, matched=True)
+    assert table.views[0].shape == (3,)
+    assert not table.flat.any()
