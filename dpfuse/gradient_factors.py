@@ -116,7 +116,12 @@ class GradientFactors:
         """
         assert self._reducer is not None
         buckets = self._reducer.buckets
-        scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
+        try:
+            scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
+        except DPFuseError:
+            if sync:
+                self._reducer.abandon()  # peers that raise nothing wait, and hear of it from the next forward here
+            raise
         if not sync:
             return
         unscales = scale is not None and self._unscales

@@ -469,3 +469,25 @@ def checkpointed_and_wrapped_again(rank, size):
 
 def test_a_checkpoint_around_the_wrapper_and_one_scaler_for_two_wrappers(ranks):
     ranks(checkpointed_and_wrapped_again)
+
+
+def refused_on_one_rank(rank, size):
+    """What one rank alone cannot begin fails on all: its next backward is not taken for this one."""
+    model = dpfuse.DataParallel(Net())
+    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
+    scaler.scale(model()).backward()
+    scaler.scale(model()).backward()
+    loss = model.module() if rank else model()
+    with pytest.raises(dpfuse.DPFuseError, match="it came by no output" if rank else "the backward failed on rank 1"):
+        scaler.scale(loss).backward()
+    if rank:
+        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
+            model()
+    model.zero_grad()
+    scaler.update(8.0)
+    scaler.scale(model()).backward()
+    assert one_gradient(model) == 1.0
+
+
+def test_what_one_rank_cannot_begin_fails_on_all(ranks):
+    ranks(refused_on_one_rank)
