@@ -202,6 +202,7 @@ class GradSync:
 
     def shadow_backward(self) -> None:
         """As that of the reducer; a recorder hears of it."""
+        self.factors.attach(self.reducer)  # the others may give weights
         self.reducer.shadow_backward()
         if self._recorder is not None:
             self._recorder.shadowed()
@@ -260,6 +261,7 @@ class GradSync:
         """Leave the module as if it had never been wrapped."""
         self._hooks.remove()
         self.reducer.local.hand_back()
+        self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
 
     def _use_params(self, params: list[nn.Parameter]) -> None:
         self._params = params

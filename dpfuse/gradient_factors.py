@@ -76,6 +76,7 @@ class GradientFactors:
         self._unscales = self._bounded and all(holds)
         self._slots = 1 + max(len(bucket.params) for bucket in reducer.buckets)
         self._device = torch.device(reducer.buckets[0].plan.device)
+        self._counts = None  # the device may be another one
         self.loss_scale.ids = frozenset(id(param) for bucket in reducer.buckets for param in bucket.params)
 
     def weigh(self, weight: Any, reduction: Any) -> None:
@@ -116,7 +117,12 @@ class GradientFactors:
         """
         assert self._reducer is not None
         buckets = self._reducer.buckets
-        scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
+        try:
+            scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
+        except DPFuseError:
+            if sync:
+                self._reducer.abandon()  # peers that raise nothing wait, and hear of it from the next forward here
+            raise
         if not sync:
             return
         unscales = scale is not None and self._unscales
@@ -126,7 +132,7 @@ class GradientFactors:
             inverse = scale.to(self._device, torch.float64, non_blocking=True).reciprocal().float()
             self.factor = inverse if self.factor is None else self.factor * inverse
         self._counting = unscales or self.loss_scale.found is not None
-        self._weighs = self.weight.value is not None
+        self._weighs = self.weight.value is not None and not self._canary.elsewhere
         if self._weighs:
             self._refuse_weights()  # a hook may have come since
         self._scale = buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale
@@ -204,10 +210,14 @@ class GradientFactors:
         if weighs:
             assert tail is not None
             Gradients(self._reducer.buckets, ()).multiply(self.weight.delivered(tail, self._scale))
+        elif tail is not None and self._canary.elsewhere:  # the others may have given weights
+            total = tail.weights().sum(dtype=torch.float64)
+            mean = torch.where(total > 0, 1 / (total * self._scale), 1.0)
+            Gradients(self._reducer.buckets, ()).multiply(mean)
         self.weight.hear(wait=self._reducer.strict)
 
     def _begin_counts(self) -> None:
-        if self._counts is None or self._counts.numel() < self._slots or self._found is None:
+        if self._counts is None or self._found is None:
             self._counts = torch.zeros(self._slots, dtype=torch.int32, device=self._device)
             self._found = torch.zeros((), dtype=torch.float32, device=self._device)
         else:

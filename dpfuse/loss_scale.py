@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.errors import DPFuseError
+from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
     from dpfuse.grad_norm import Gradients
@@ -16,10 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["LossScale"]
 
 
+class _Running:
+    """The engine holds it as a callback while a backward lives, and calls it at its end, unless that is an error."""
+
+    ended = False
+
+    def __call__(self) -> None:
+        self.ended = True
+
+    leave_untraced(__call__, calls=True)
+
+
 class _Reached(NamedTuple):
     """A backward has begun at a scaled loss."""
 
-    task: int  # the engine's number of that backward
+    backward: weakref.ref[_Running]
     scale: Tensor
     window: object
 
@@ -46,7 +59,9 @@ class LossScale:
 
     def reached(self, scale: Tensor, window: object) -> None:
         """The backward that is running comes by a loss that was multiplied with `scale`, [] float32, in this window."""
-        self._reached = _Reached(torch._C._current_graph_task_id(), scale, window)
+        running = _Running()
+        torch.autograd.Variable._execution_engine.queue_callback(running)
+        self._reached = _Reached(weakref.ref(running), scale, window)
 
     def begins(self, gradients: Callable[[], Gradients], *, announced: bool) -> Tensor | None:
         """A backward reaches the model: the scale of its loss, or None if that has none.
@@ -58,9 +73,12 @@ class LossScale:
         Raises:
             DPFuseError: unscaled gradients are there, and it is too late to scale them again.
         """
-        reached, self._reached = self._reached, None
-        # By number: a loss that was not this model's may have been reached before, or torch.autograd.grad was called.
-        if reached is None or reached.task != torch._C._current_graph_task_id():
+        reached = self._reached
+        # A loss that was not this model's may have been reached before, or torch.autograd.grad was called. But a
+        # checkpoint around the model has it run in a backward of its own, and maybe several times.
+        running = None if reached is None else reached.backward()
+        if reached is None or running is None or running.ended:
+            self._reached = None
             return None
         if self.found is not None and reached.window is self._window:
             if self.holders or not announced:

@@ -55,7 +55,7 @@ ALLOWED = {
     "grad_norm": {
         "torch", "dpfuse_kernels", "phase", "bucket (types)", "reducer (types)", "signature (types)",
     },
-    "loss_scale": {"torch", "grad_norm (types)"},
+    "loss_scale": {"torch", "grad_norm (types)", "tracing"},
     "gradient_factors": {
         "torch", "dpfuse_kernels", "canary (types)", "grad_norm", "loss_scale", "reducer (types)", "tail (types)",
         "gradient_weight", "phase",

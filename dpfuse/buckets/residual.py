@@ -38,6 +38,7 @@ class Residual:
             for name, param in zip(names, params, strict=True)
         ]
         self._flat: Tensor | None = None
+        self._packed = False  # whether what is sent next was
         self._views: list[Tensor] = []
         self._kept: dict[int, Tensor] = {}  # by registration index, until it is known whether it was sent in vain
 
@@ -50,6 +51,7 @@ class Residual:
             missing: registration indices of the parameters without gradient, which send what is here.
         """
         self._feedback.begin(self._order)
+        self._packed = True
         if self._flat is None:
             self._flat = torch.zeros(numel, device=table.flat.device)
             self._views = [
@@ -65,8 +67,9 @@ class Residual:
         return self._flat
 
     def part(self, rank: int, size: int) -> Tensor | None:
-        """The part of a rank that adds up one, [numel / size]; None where nothing was packed yet."""
-        return None if self._flat is None else self._flat.view(size, -1)[rank]
+        """The part of a rank that adds up one, [numel / size]; None of a buffer that is sent empty."""
+        packed, self._packed = self._packed, False
+        return self._flat.view(size, -1)[rank] if packed and self._flat is not None else None
 
     def take_back(self, untouched: Collection[int]) -> None:
         """Of these parameters no rank had a gradient, so what was sent reached nobody."""

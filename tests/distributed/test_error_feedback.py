@@ -270,6 +270,30 @@ def test_nothing_stays_of_what_did_not_arrive(ranks):
     ranks(what_goes_wrong)
 
 
+def interrupted_before_packing(rank, size):
+    """Who has sent nothing keeps what was there, and nothing of a sum that nobody got."""
+    model = wrapped(Given(NUMELS), megabytes=1)
+    for step in range(2):
+        model.zero_grad()
+        model(given(rank, step)).backward()
+    before = model.error_feedback.state_dict()[f"rank{rank}"]
+    handle = model.module.weights[0].register_hook(planted) if rank == 1 else None
+    with pytest.raises((dpfuse.DPFuseError, KeyError)[rank == 1]):
+        model(given(rank, 2)).backward()
+    if rank != 1:
+        return
+    handle.remove()
+    with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
+        model(given(rank, 3))
+    after = model.error_feedback.state_dict()["rank1"]
+    assert any(value.any() for value in after.values())
+    assert all(map(same_bits, after.values(), before.values()))
+
+
+def test_an_interrupted_rank_adds_no_error_of_what_the_others_sent(ranks):
+    ranks(interrupted_before_packing, size=3)
+
+
 class Several(nn.Module):
     def __init__(self):
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse.wrapper import loss_scale_of
@@ -465,3 +467,58 @@ def interrupted(rank, size):
 
 def test_a_backward_that_was_interrupted(ranks):
     ranks(interrupted)
+
+
+def called(model, first):
+    return model(first=first)
+
+
+def checkpointed_and_wrapped_again(rank, size):
+    """A checkpoint around the wrapper, which is reached in backwards of its own; then another wrapper, one scaler."""
+    model = dpfuse.DataParallel(Net())
+    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    one = torch.ones((), requires_grad=True)
+    for step in range(6):
+        if step == 4:
+            net = model.module
+            del model
+            gc.collect()
+            model = dpfuse.DataParallel(net)
+        model.zero_grad()
+        if step % 2:
+            several = [checkpoint(called, model, one * (rank + 1), use_reentrant=True) for _ in range(3)]
+        else:
+            several = [model(first=one * (rank + 1.0))]
+        scaler.scale(sum(several)).backward()
+        assert (loss_scale_of(model).found is None) == (step >= 4), "the scaler does not know the second one"
+        scaler.unscale_(optimizer)
+        assert one_gradient(model) == len(several) * (size + 1) / 2
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_checkpoint_around_the_wrapper_and_one_scaler_for_two_wrappers(ranks):
+    ranks(checkpointed_and_wrapped_again)
+
+
+def refused_on_one_rank(rank, size):
+    """What one rank alone cannot begin fails on all: its next backward is not taken for this one."""
+    model = dpfuse.DataParallel(Net())
+    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
+    scaler.scale(model()).backward()
+    scaler.scale(model()).backward()
+    loss = model.module() if rank else model()
+    with pytest.raises(dpfuse.DPFuseError, match="it came by no output" if rank else "the backward failed on rank 1"):
+        scaler.scale(loss).backward()
+    if rank:
+        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
+            model()
+    model.zero_grad()
+    scaler.update(8.0)
+    scaler.scale(model()).backward()
+    assert one_gradient(model) == 1.0
+
+
+def test_what_one_rank_cannot_begin_fails_on_all(ranks):
+    ranks(refused_on_one_rank)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import dpfuse
 from dpfuse.wrapper import loss_scale_of
@@ -214,6 +216,29 @@ def joined(rank, size):
 
 def test_inside_join_ranks_without_inputs_do_not_count(ranks):
     ranks(joined)
+
+
+def joined_with_shards(rank, size, weighs):
+    """A rank without inputs has the weighted mean as well: an optimizer steps there for the others, on its shard."""
+    model = dpfuse.DistributedDataParallel(Net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    if not weighs and rank == 0:
+        model.set_gradient_weight(7.0)  # and never a backward
+    with Join([model, optimizer]):
+        for step in range(3 * rank):
+            model.zero_grad()
+            if weighs:
+                model.set_gradient_weight(5.0 + step)
+            model(first=2.0, second=2.0, third=2.0).backward()
+            optimizer.step()
+    # The mean over the ranks with inputs, where there are weights; else over all.
+    for param in model.parameters():
+        assert param.eq(1 - 0.5 * 3 * (2.0 if weighs else 2.0 * (size - 1) / size)).all()
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_inside_join_an_optimizer_with_shards_steps_everywhere(ranks, weighs):
+    ranks(joined_with_shards, weighs)
 
 
 def beside(rank, size):
