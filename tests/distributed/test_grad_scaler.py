@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -53,6 +52,10 @@ class Model(nn.Module):
 
 def rows_of(rank, step, micro=0):
     return torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+def one_gradient(model):
+    return model.module.first.grad.flatten()[0].item()
 
 
 def train(model, scaler, rank, steps, *, micros=1, half=False, clip=None, synced=(), planted=(), fused=False):
@@ -221,55 +224,6 @@ def test_every_kind_of_gradient_is_unscaled_and_looked_at(ranks, views):
     ranks(mixed, views)
 
 
-def one_gradient(model):
-    return model.module.first.grad.flatten()[0].item()
-
-
-def misuses(rank, size):
-    """Scaled on one rank only; a second backward behind unscale_(); a loss of the module itself."""
-    model = dpfuse.DataParallel(Net())
-    scaler = dpfuse.GradScaler(model=model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        scaler.scale(model()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad()
-    texts = []
-    with pytest.raises(dpfuse.DPFuseError) as error:
-        (model() if rank else scaler.scale(model())).backward()
-    texts.append(str(error.value))
-    model.zero_grad()
-    scaler.scale(model()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(dpfuse.DPFuseError) as error:
-        scaler.scale(model()).backward()
-    texts.append(str(error.value))
-    scaler.step(optimizer)
-    scaler.update()
-    model.zero_grad()
-    scaler.scale(model()).backward()
-    with pytest.raises(dpfuse.DPFuseError) as error:
-        scaler.scale(model.module()).backward()
-    texts.append(str(error.value))
-    model.zero_grad()
-    scaler.update(2.0)
-    scaler.scale(model()).backward()
-    assert one_gradient(model) == 1.0, "after errors all is as before"
-    return texts
-
-
-def test_misuse_is_told_on_every_rank(ranks):
-    for one_rank, behind, unannounced in ranks(misuses):
-        assert (
-            "rank 1 averages its gradients as they are, rank 0 divides its gradients by the scale of its loss"
-            in one_rank
-        )
-        assert "takes a weight back. No rank's gradients" in one_rank
-        assert "and unscale_() was called; expected one synchronised backward for each step" in behind
-        assert "and it came by no output of the wrapped model; expected one" in unannounced
-
-
 def beside(rank, size):
     """Backwards that are none of the scaler's, several models and optimizers, parameters that no model has."""
     generator, judge = (dpfuse.DataParallel(Net()) for _ in range(2))
@@ -371,104 +325,6 @@ def test_check_finite_may_be_on_as_well(ranks):
     ranks(found_twice)
 
 
-def test_the_loss_may_be_several_tensors(group):
-    model = dpfuse.DataParallel(Net())
-    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
-    for outputs in ([model(), model()], (model(), torch.ones(2)), map(Net.forward, [model.module] * 2)):
-        model.zero_grad()
-        kind = type(outputs)
-        scaled = scaler.scale(outputs)
-        assert type(scaled) is kind
-        losses = [loss for loss in scaled if loss.requires_grad]
-        sum(losses).backward()
-        assert one_gradient(model) == len(losses)
-        scaler.update(8.0)
-    with pytest.raises(ValueError, match="Tensor or an iterable of Tensors"):
-        scaler.scale(3.0)
-
-
-def test_it_is_torchs_where_nothing_is_wrapped_or_scaled(group):
-    model = dpfuse.DataParallel(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    off = dpfuse.GradScaler(model=model, enabled=False)
-    assert not off.is_enabled()
-    off.scale(model()).backward()
-    off.step(optimizer)
-    off.update()
-    assert off.state_dict() == {}
-    assert model.module.first.eq(0.5).all()
-    assert model.reducer.opened is None, "nothing is attached"
-    theirs = torch.amp.GradScaler("cpu", init_scale=4.0)
-    ours = dpfuse.GradScaler(model=model, growth_interval=1)
-    assert isinstance(ours, torch.amp.GradScaler)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.get_scale() == 4.0
-    theirs.load_state_dict(ours.state_dict())
-    for scaler in (theirs, ours, pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        model.zero_grad()
-        scaler.scale(model()).backward()
-        assert one_gradient(model) == (1.0 if scaler is ours else scaler.get_scale())
-        scaler.unscale_(optimizer)
-        assert one_gradient(model) == 1.0
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def test_without_a_process_group_it_works_like_torchs():
-    with pytest.warns(UserWarning, match="no process group"):
-        model = dpfuse.DataParallel(Net())
-    scaler = dpfuse.GradScaler("cpu", 4.0, model=model)
-    scaler.scale(model()).backward()
-    scaler.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    assert one_gradient(model) == 1.0
-
-
-@pytest.mark.parametrize("model", [nn.Linear(1, 1), None, "model", []])
-def test_a_model_that_is_not_wrapped_is_refused(model):
-    with pytest.raises(TypeError, match="model must be "):
-        dpfuse.GradScaler(model=model)
-
-
-class Asking(torch.optim.SGD):
-    """An optimizer that unscales by itself, after torch's older contract."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        return super().step(closure)
-
-
-def test_an_optimizer_that_unscales_by_itself_is_refused(group):
-    model = dpfuse.DataParallel(Net())
-    scaler = dpfuse.GradScaler(model=model)
-    scaler.scale(model()).backward()
-    with pytest.raises(dpfuse.DPFuseError, match=r"Asking\.step takes a grad_scaler"):
-        scaler.step(Asking(model.parameters(), lr=0.1))
-
-
-def interrupted(rank, size):
-    model = dpfuse.DataParallel(Net())
-    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
-    for step in range(4):
-        model.zero_grad()
-        loss = scaler.scale(model())
-        if step == 2:
-            handle = model.first.register_hook(lambda grad: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-            handle.remove()
-            model.zero_grad()
-            scaler.scale(model()).backward()
-        else:
-            loss.backward()
-        assert one_gradient(model) == 1.0
-        scaler.update(8.0)
-
-
-def test_a_backward_that_was_interrupted(ranks):
-    ranks(interrupted)
-
-
 def called(model, first):
     return model(first=first)
 
@@ -500,25 +356,3 @@ def checkpointed_and_wrapped_again(rank, size):
 
 def test_a_checkpoint_around_the_wrapper_and_one_scaler_for_two_wrappers(ranks):
     ranks(checkpointed_and_wrapped_again)
-
-
-def refused_on_one_rank(rank, size):
-    """What one rank alone cannot begin fails on all: its next backward is not taken for this one."""
-    model = dpfuse.DataParallel(Net())
-    scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
-    scaler.scale(model()).backward()
-    scaler.scale(model()).backward()
-    loss = model.module() if rank else model()
-    with pytest.raises(dpfuse.DPFuseError, match="it came by no output" if rank else "the backward failed on rank 1"):
-        scaler.scale(loss).backward()
-    if rank:
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
-            model()
-    model.zero_grad()
-    scaler.update(8.0)
-    scaler.scale(model()).backward()
-    assert one_gradient(model) == 1.0
-
-
-def test_what_one_rank_cannot_begin_fails_on_all(ranks):
-    ranks(refused_on_one_rank)
