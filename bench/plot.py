@@ -38,6 +38,24 @@ OVERLAP_COLOURS = {
     "DDP default": "tab:red",
     "DDP view + batched": "tab:blue",
 }
+WIRE_COLOURS = {
+    "DDP view": "tab:red",
+    "DDP bf16 hook": "tab:orange",
+    "DDP fp16 hook": "gold",
+    "DDP PowerSGD": "tab:brown",
+    "dpfuse float32": "tab:blue",
+    "dpfuse bf16": "tab:green",
+    "dpfuse bf16, fp32 sum": "yellowgreen",
+    "dpfuse bf16 + feedback": "tab:olive",
+    "dpfuse e4m3": "tab:purple",
+    "dpfuse e4m3 + feedback": "plum",
+}
+HEALTH_COLOURS = {
+    "dpfuse": "tab:green",
+    "dpfuse, below the limit": "yellowgreen",
+    "dpfuse scaler": "tab:blue",
+    "torch clip + unscale": "tab:red",
+}
 PACK_COLOURS = {
     "dpfuse": "tab:green",
     "_foreach_copy_ + mul_": "tab:blue",
@@ -118,6 +136,23 @@ def _draw_overlap(axis: Axes, cases: Cases) -> None:
     axis.set_title("Steps in simulated networks: start-up time, and time of all bytes")
 
 
+def _draw_wires(axis: Axes, cases: Cases) -> None:
+    def relative(rows: dict[str, Row], name: str) -> float:
+        return float(rows[name]["median"] / rows["DDP view"]["median"]) if name in rows else 0.0
+
+    _draw_bars(axis, cases, WIRE_COLOURS, relative)
+    axis.axhline(1, color="tab:red", linewidth=0.8)
+    axis.set_ylabel("step over that of DDP view\n(lower is better)")
+    axis.set_title("Steps by wire format")
+
+
+def _draw_health(axis: Axes, cases: Cases) -> None:
+    _draw_bars(axis, cases, HEALTH_COLOURS, lambda rows, name: float(rows[name]["info"]["extra"] * 1e6))
+    axis.set_yscale("log")
+    axis.set_ylabel("us of a step\n(lower is better)")
+    axis.set_title("Norm, clipping and the search for values that are not finite")
+
+
 def _draw_sizes(axis: Axes, cases: Cases) -> None:
     case, rows = next(iter(cases.items()))
     cells = {
@@ -145,6 +180,8 @@ PANELS: dict[str, Callable[[Axes, Cases], None]] = {
     "flatten": _draw_packs,
     "bucket_size": _draw_sizes,
     "overlap": _draw_overlap,
+    "wire": _draw_wires,
+    "health": _draw_health,
 }
 
 
