@@ -169,8 +169,16 @@ def _compiled(
         "architecture": architecture,
         "shape": [chunk, warps],
         "assembly": assembly,
+        "reductions": _reductions(compiled.asm["ttgir"]),
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
     }
+
+
+def _reductions(ttgir: str) -> list[str]:
+    """What is reduced over all threads, with its layout: that fixes the order of the additions."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<(.*?), (#\w+)>\) ->', ttgir, re.DOTALL)
+    return [f"{kind} in {layouts[name]}" for kind, name in reduced]
 
 
 def _nvidia_spills(cubin: bytes) -> int:
