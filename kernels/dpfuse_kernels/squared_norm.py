@@ -128,7 +128,9 @@ def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable
     return squares_of(tensors, table, check_cheaply(tensors, table))
 
 
-def squares_of(tensors: list[Tensor | None], table: PointerTable, entries: Entries, *, in_slots: bool = False) -> Tensor:
+def squares_of(
+    tensors: list[Tensor | None], table: PointerTable, entries: Entries, *, in_slots: bool = False
+) -> Tensor:
     """What `squared_norm_reference` returns for tensors that `check_cheaply` has found right.
 
     Args:

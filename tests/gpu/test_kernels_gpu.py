@@ -89,7 +89,10 @@ def test_unpacking_that_measures_writes_the_same_and_is_squared_norm(
 def test_a_captured_unpack_measures_anew_at_each_replay() -> None:
     values = randoms(torch.float32, (5000, 7))
     table = guarded(values, torch.float32, torch.float32).table
-    targets, squares = [torch.empty_like(value) for value in values], torch.zeros((), dtype=torch.float64, device="cuda")
+    targets, squares = (
+        [torch.empty_like(value) for value in values],
+        torch.zeros((), dtype=torch.float64, device="cuda"),
+    )
     unflatten(table, targets, scale=0.5, squares=squares)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -35,7 +35,13 @@ MOVERS = ("flatten", "unflatten", "unflatten accumulate")
 MEASURING = ("unflatten squares", "unflatten accumulate squares")
 KERNELS = (*MOVERS, *FLATTENS, *MEASURING, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
-MX_KERNELS = ("quantize", "quantize count factor residual", "dequantize", "dequantize squares", "sum_quantized residual")
+MX_KERNELS = (
+    "quantize",
+    "quantize count factor residual",
+    "dequantize",
+    "dequantize squares",
+    "sum_quantized residual",
+)
 MX_TYPES = [("float32", "e4m3"), ("bfloat16", "e5m2")]
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 

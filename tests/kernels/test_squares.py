@@ -153,9 +153,7 @@ def test_the_references_sum_is_that_of_the_slots_in_every_bit(
 
 
 @pytest.mark.parametrize("missing", [0, 1, 3])
-def test_slots_whose_last_ones_are_missing_are_read_in_one_call(
-    monkeypatch: pytest.MonkeyPatch, missing: int
-) -> None:
+def test_slots_whose_last_ones_are_missing_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
     module = sys.modules["dpfuse_kernels.squared_norm"]  # the package has a function of that name
     asked: list[list[int]] = []
     norms = module.row_norms
