@@ -63,10 +63,13 @@ ALLOWED = {
     "gradient_weight": {"torch", "tail (types)", "verdict", "writing_streams"},
     "grad_scaler": {"torch", "loss_scale", "tracing", "wrapper"},
     "memory_order": {"torch"},
+    "flat_buffer": {
+        "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "registered_memory", "tail", "writing_streams",
+    },
     "bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing",
-        "registered_memory", "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
-        "ranges", "gradient_factors (types)", "bucket_state",
+        "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
+        "ranges", "gradient_factors (types)", "bucket_state", "flat_buffer",
     },
     "ranges": {"torch"},
     "bucket_state": set(),
