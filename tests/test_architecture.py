@@ -13,7 +13,7 @@ import dpfuse
 
 ROOT = Path(__file__).parent.parent
 ANYWHERE = {"errors", "version"}  # of dpfuse, open to all of it
-FOLDERS = {"buckets", "liveness"}  # whose files have rules of their own
+FOLDERS = {"buckets", "ddp", "liveness"}  # whose files have rules of their own
 
 # What a file may import besides the standard library and ANYWHERE. A name with a dot is a package's; others are
 # files of dpfuse. Every file must match a rule, or the test fails.
@@ -141,8 +141,10 @@ ALLOWED = {
     "torch_names": {"torch", "wrapper", "grad_sync", "collective", "phase", "logging_data"},
     "logging_data": {"torch", "plan (types)", "torch_names (types)"},
     "placement": {"torch", "collective"},
-    "join_hook": {"torch", "collective", "patience", "whereabouts", "ddp (types)", "grad_sync (types)"},
-    "ddp": {
+    "join_hook": {
+        "torch", "collective", "patience", "whereabouts", "distributed_data_parallel (types)", "grad_sync (types)",
+    },
+    "distributed_data_parallel": {
         "torch", "wrapper", "agreement", "sync_options", "join_hook", "placement", "state_dict", "torch_hooks",
         "torch_buckets", "mixed_precision", "tracing",
     },
@@ -153,10 +155,10 @@ ALLOWED = {
         "torch", "agreement", "collective", "checkpoint_folder", "random_state", "training_state", "wrapper",
     },
     "launch": {"distributed"},
-    "patch": {"torch", "ddp"},
+    "patch": {"torch", "distributed_data_parallel"},
     "__init__": {
-        "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
-        "checkpoint", "tune", "public", "grad_scaler",
+        "data_parallel", "distributed_data_parallel", "fused_allreduce", "param_spec", "plan", "replicas", "timing",
+        "distributed", "checkpoint", "tune", "public", "grad_scaler",
     },
     "distributed": {"torch", "distributed"},
     # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.

@@ -15,20 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from dpfuse.agreement import report_failure
-from dpfuse.errors import DPFuseError
-from dpfuse.join_hook import UnevenInputs, UnevenInputsHook
-from dpfuse.mixed_precision import MixedPrecision
-from dpfuse.placement import (
+from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
+from dpfuse.ddp.mixed_precision import MixedPrecision
+from dpfuse.ddp.placement import (
     device_index,
     group_of,
     refuse_sync_batch_norm_on_cpu,
     shard_as_tensor_parallel,
     single_device,
 )
+from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
+from dpfuse.ddp.torch_hooks import TorchHooks
+from dpfuse.errors import DPFuseError
 from dpfuse.state_dict import accept_unprefixed
 from dpfuse.sync_options import SyncOptions
-from dpfuse.torch_buckets import BucketSizes, rule_of
-from dpfuse.torch_hooks import TorchHooks
 from dpfuse.tracing import leave_untraced
 from dpfuse.wrapper import SyncedModule
 
