@@ -70,7 +70,9 @@ ALLOWED = {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing",
         "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
         "ranges", "gradient_factors (types)", "bucket_state", "flat_buffer",
+        "square_sum",
     },
+    "square_sum": {"torch"},
     "ranges": {"torch"},
     "bucket_state": set(),
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
@@ -122,7 +124,7 @@ ALLOWED = {
         "torch", "plan", "averaging", "bucket", "kinds", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
         "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm", "whereabouts",
-        "error_feedback", "gradient_factors", "accumulating_bucket",
+        "error_feedback", "gradient_factors", "accumulating_bucket", "square_sum",
     },
     "tracing": {"torch"},
     "wrapper": {

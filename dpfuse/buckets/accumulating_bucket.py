@@ -47,6 +47,8 @@ class AccumulatingBucket(GradBucket):
             ValueError: a gradient does not fit its parameter; the text names it.
         """
         table = self._table or self._allocate()
+        if self.squares is not None:
+            self.squares.forget()
         if backward_ended:
             self._sources = []  # all streams are in order by now
         elif sum(map(len, self._hooks)) != len(self._hooks):

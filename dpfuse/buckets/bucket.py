@@ -17,6 +17,7 @@ from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.buckets.flat_buffer import FlatBuffer
 from dpfuse.buckets.ranges import no_graph, ranged
 from dpfuse.buckets.residual import Residual
+from dpfuse.buckets.square_sum import SquareSum
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
@@ -25,8 +26,8 @@ from dpfuse.memory_order import real_pairs
 from dpfuse.plan import MB, Bucket
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
-from dpfuse.writing_streams import writers_on
-from dpfuse_kernels import PointerTable, flatten, unflatten
+from dpfuse.writing_streams import capturing, writers_on
+from dpfuse_kernels import PointerTable, flatten, squared_norm, unflatten
 
 if TYPE_CHECKING:
     from dpfuse.gradient_factors import GradientFactors
@@ -77,11 +78,14 @@ class GradBucket(FlatBuffer):
         self.factors: GradientFactors | None = None  # what multiplies it besides the averaging
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
+        self.squares: SquareSum | None = None  # what the norm of the gradients is made of, if it is to be measured
         self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
         self._hooks: list[Collection[object]] = []  # the post-accumulate hooks of each parameter, ours among them
         self._sources: list[Tensor | None] = []
         self._work: dist.Work | None = None
+        self._side: SideStream | None = None
+        self._measured = False  # whether the sum of the squares of the views that were handed out is on its way
 
     def launch(
         self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
@@ -98,6 +102,9 @@ class GradBucket(FlatBuffer):
         if empty:
             self._launch_empty(failed)
             return
+        if self.squares is not None:
+            self.squares.forget()
+            self._measured = False
         self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
@@ -139,9 +146,8 @@ class GradBucket(FlatBuffer):
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
         self._send(table.flat)
-        if self.early is not None and complete and not failed and self.error is None:
-            assert self._work is not None
-            self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
+        if self._side is not None and complete and not failed and self.error is None:
+            self._overlap(grads, self._side, table)
 
     def wait(self) -> None:
         """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
@@ -152,8 +158,8 @@ class GradBucket(FlatBuffer):
             self.times.wait_begins(self._table.flat)
         with ranged("dpfuse::wait", self._label):
             finish(self._work, self._board, self._device_type, last=self.tail is not None)
-            if self.early is not None:
-                self.early.join()
+            if self._side is not None:
+                self._side.join()
         if self.times is not None:
             self.times.wait_ends()
         self._work = None
@@ -175,16 +181,21 @@ class GradBucket(FlatBuffer):
                 self._hand_out_views(untouched)
             elif self.missing:
                 self._hand_out_views(set(self._fused.params).difference(self.missing).union(untouched))
+            if self.squares is not None and not any(index in untouched for index in self._fused.params):
+                if not self._measured:
+                    self._measure()
+                self.squares.settle(self._views[: len(self.fused_params)], views=True)
             return
         if not self.fused_params:
             return  # only the tail was in it
         skipped = (
             {place for place, index in enumerate(self._fused.params) if index in untouched} if untouched else set()
         )
-        if self.early is not None:
-            skipped |= self.early.delivered()
-            if len(skipped) == len(self.fused_params):
-                return
+        early = set() if self.early is None else self.early.delivered()
+        if len(early) == len(self.fused_params):
+            self._settle_squares()
+            return
+        skipped |= early
         targets: list[Tensor | None] = []
         for place, param in enumerate(self.fused_params):
             if place in skipped:
@@ -205,6 +216,8 @@ class GradBucket(FlatBuffer):
                         param.grad = None
                         targets[place] = self._target(place)
                 self._unpack(targets, matched=False)
+        if not skipped:
+            self._settle_squares()
 
     def discard(self) -> None:
         """Wait if need be, and give the buffer back without touching any gradient but those that are written already.
@@ -223,8 +236,9 @@ class GradBucket(FlatBuffer):
                 for view in self._views[: len(self.fused_params)]:  # the tail, behind them, is still to be read
                     view.zero_()
 
-    def unpack_early_on(self, side: SideStream) -> None:
-        """Unpack private gradients while backward goes on, where they are long enough for that to pay."""
+    def overlap_on(self, side: SideStream) -> None:
+        """Go on there when the sum has landed, while backward does: unpack private gradients, if that pays."""
+        self._side = side
         nbytes = sum(slot.numel for slot in self._fused.slots) * getattr(torch, self.plan.dtype).itemsize
         is_usual = self.tail is None and not self._keep_views and not self._is_complex
         if is_usual and self.fused_params and nbytes >= LEAST * len(self.fused_params):
@@ -262,8 +276,32 @@ class GradBucket(FlatBuffer):
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
+        squares = None if self.squares is None else self.squares.value
         with ranged("dpfuse::unpack", self._label):
-            unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
+            unflatten(self._table, targets, scale=self._averaging.post_scale, squares=squares, matched=matched)
+
+    def _overlap(self, grads: list[Tensor | None], side: SideStream, table: PointerTable) -> None:
+        """Have done on the side, behind the all-reduce, what else would be done when backward has ended."""
+        assert self._work is not None
+        if self.early is not None:
+            self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
+        elif self.squares is not None and self._handed_out and not capturing():
+            self._measured = side.queue(self._work, self._measure, [table])
+
+    def _measure(self) -> None:
+        """Read the buffer, in which all gradients lie, for the sum of their squares."""
+        assert self._table is not None
+        assert self.squares is not None
+        views: list[Tensor | None] = [*self._table.views]
+        if self.tail is not None:
+            views[-1] = None
+        self.squares.value.copy_(squared_norm(views, self._table))
+
+    def _settle_squares(self) -> None:
+        """All gradients were unpacked."""
+        if self.squares is not None:
+            grads = [param.grad for param in self.fused_params if param.grad is not None]
+            self.squares.settle(grads, views=False)
 
     def _precede(self) -> bool:
         """Order what is read of gradients from here on behind all that wrote them; was any on another stream?"""

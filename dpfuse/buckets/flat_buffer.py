@@ -59,13 +59,13 @@ class FlatBuffer:
         self._views: list[Tensor] = []  # what gradients become: the table's views, as complex numbers where they are
 
     @property
-    def in_buffer(self) -> tuple[PointerTable, Sequence[Tensor]] | None:
-        """Where gradients lie in the buffer, without the tail, and whose; None before the first launch."""
+    def untailed(self) -> PointerTable | None:
+        """Where the gradients of `fused_params` lie, without the tail; None before the first launch."""
         if self._table is None or not self.fused_params:
             return None
         if self._untailed is None or self._untailed.address != self._table.address:
             self._untailed = self._table.first(len(self.fused_params))
-        return self._untailed, self.fused_params
+        return self._untailed
 
     def _hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""

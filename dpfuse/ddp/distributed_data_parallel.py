@@ -75,6 +75,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
         accumulate_in_buckets: as for `DataParallel`: gradients inside `no_sync()` are added up in the buckets.
+        grad_norm_in_backward: as for `DataParallel`: backward measures what `clip_grad_norm_` needs.
         stall_timeout: as for `DataParallel`; no argument of torch's.
         wire_dtype: as for `DataParallel`: the dtype in which gradients travel. With `mixed_precision` it is that of
             `reduce_dtype`.
@@ -125,6 +126,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check: str = "deferred",
         deterministic: bool = False,
         accumulate_in_buckets: bool = False,
+        grad_norm_in_backward: bool = False,
         stall_timeout: float = 60.0,
         wire_dtype: torch.dtype | None = None,
         wire_reduce: Literal["ring", "fp32"] | None = None,
@@ -197,6 +199,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             checked=check,
             deterministic=deterministic,
             accumulate_in_buckets=accumulate_in_buckets,
+            grad_norm_in_backward=grad_norm_in_backward,
             stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes
