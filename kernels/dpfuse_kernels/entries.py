@@ -194,6 +194,7 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
         address = tensor.data_ptr()
         addresses.append(address)
         if slot.numel == 0:
+            own.append(index)  # there is nothing elsewhere
             continue
         if address == 0:
             raise ValueError(

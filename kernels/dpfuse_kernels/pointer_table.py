@@ -170,6 +170,11 @@ class PointerTable:
         return all(view.is_contiguous() for view in self.new_views())
 
     @cached_property
+    def ascending(self) -> bool:
+        """Does each slot lie behind the one before it?"""
+        return all(a.offset + a.numel <= b.offset for a, b in zip(self.slots, self.slots[1:], strict=False))
+
+    @cached_property
     def storage_range(self) -> tuple[int, int]:
         """First address of the memory that `flat` is part of, and the first address behind it."""
         storage = self.flat.untyped_storage()

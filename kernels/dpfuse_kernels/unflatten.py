@@ -1,4 +1,4 @@
-"""Unpacks a flat buffer into tensors: copy or add, scale and cast in one pass. Knows no bucket, no collective."""
+"""Unpacks a flat buffer into tensors: copy or add, scale, cast and measure in one pass. Knows no bucket, no collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.entries import check_all, check_cheaply, diagnose
+from dpfuse_kernels.options import check_squares
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.squared_norm import chunk_sums, squared_norm, squares_of
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
@@ -23,20 +25,24 @@ def _unflatten_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
     scale_bits: tl.int64,
     first_program: tl.int64,
+    sums_address: tl.int64,  # [programs] float32, float64 where the tensors are; where SQUARES
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    SQUARES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Program p copies one chunk: flat[offset:] to `length` elements of tensor `tensor`, from `start` on.
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     flat [1, 2, 3, 9, 4, 5], scale 0.5, ACCUMULATE into tensors full of 10: [10.5, 11, 11.5] and [12, 12.5].
+    SQUARES of what the tensors now hold, per program: [231.25, 132.25, 300.25].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
-    row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
+    program = first_program + tl.program_id(0).to(tl.int64)
+    row_ptr = chunk_ptr + program * 4
     address = tl.load(address_ptr + tl.load(row_ptr))
     start = tl.load(row_ptr + 1)
     length = tl.load(row_ptr + 2).to(tl.int32)
@@ -44,6 +50,9 @@ def _unflatten_kernel(
     lane = tl.arange(0, CHUNK)
     # 16-bit numbers are added in float32 and rounded, as torch's add_ does.
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
+    if SQUARES:
+        # Each sum has a place of its own, and is that of `_squared_norm_kernel`: none depends on who is first.
+        sum_ptr = sums_address.to(tl.pointer_type(SUM)) + program
     if address != 0:
         target = address + start * (TENSOR.primitive_bitwidth // 8)
         # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
@@ -63,6 +72,9 @@ def _unflatten_kernel(
             if ACCUMULATE:
                 value = (tl.load(target_ptr + lane, mask=whole).to(SUM) + value.to(SUM)).to(TENSOR)
             tl.store(target_ptr + lane, value, mask=whole)
+            if SQUARES:
+                written = tl.where(whole, value.to(SUM), 0.0)
+                tl.store(sum_ptr, tl.sum(written * written))
         else:
             target_ptr = target.to(tl.pointer_type(TENSOR))
             value = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length)
@@ -75,11 +87,21 @@ def _unflatten_kernel(
                 before = tl.load(target_ptr + lane, mask=lane < length)
                 value = (before.to(SUM) + value.to(SUM)).to(TENSOR)
             tl.store(target_ptr + lane, value, mask=lane < length)
+            if SQUARES:
+                written = tl.where(lane < length, value.to(SUM), 0.0)
+                tl.store(sum_ptr, tl.sum(written * written))
+    elif SQUARES:
+        tl.store(sum_ptr, 0.0)
 
 
 @torch.no_grad()
 def unflatten(
-    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
+    table: PointerTable,
+    tensors: Sequence[Tensor | None],
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    squares: Tensor | None = None,
 ) -> None:
     """Copy the slots of `table.flat` to `tensors` with one kernel launch on the current stream.
 
@@ -94,23 +116,30 @@ def unflatten(
             referenced until work that may reuse their memory is ordered behind this launch.
         scale: the factor.
         accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
+        squares: [] float64 on the device of `flat`: becomes the sum of the squares of what the tensors now hold, in the
+            same launch, without reading them again. It is the sum of `squared_norm`, which says how it is added up.
 
     Raises:
         ValueError: a wrong tensor, by slot name, with nothing written: count, shape, dtype, device, sparse,
-            expanded, memory that overlaps `flat` without being its slot; or a tensor moved while a CUDA graph
-            is captured.
+            expanded, memory that overlaps `flat` without being its slot; a wrong `squares`; or a tensor moved while a
+            CUDA graph is captured.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, unflatten
         >>> table = PointerTable(torch.tensor([1.0, 2.0, 3.0]), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> gradient = torch.full((3,), 10.0)
-        >>> unflatten(table, [gradient], scale=0.5, accumulate=True)
-        >>> gradient
-        tensor([10.5000, 11.0000, 11.5000])
+        >>> squares = torch.zeros((), dtype=torch.float64)
+        >>> unflatten(table, [gradient], scale=0.5, accumulate=True, squares=squares)
+        >>> gradient, squares
+        (tensor([10.5000, 11.0000, 11.5000]), tensor(363.5000, dtype=torch.float64))
     """
+    if squares is not None:
+        check_squares(squares, table.flat.device)
     tensors = list(tensors)
     entries = check_all(tensors, table, written=True)
     if entries.own is None and scale == 1.0 and not accumulate:
+        if squares is not None:
+            squares.copy_(squared_norm(tensors, table))
         return
     addresses = entries.addresses
     dense = {index: table.slots[index].empty_like(tensor) for index, tensor in entries.irregular.items()}
@@ -118,14 +147,25 @@ def unflatten(
         if accumulate:
             copy.copy_(entries.irregular[index])
         addresses[index] = copy.data_ptr()
-    table.launcher.launch(_unflatten_kernel, addresses, scale=scale, ACCUMULATE=accumulate)
+    # Freed behind the launch; what reuses it is ordered behind it, on the same stream.
+    sums = None if squares is None else chunk_sums(table)
+    table.launcher.launch(
+        _unflatten_kernel, addresses, scale=scale, extras=(sums,), ACCUMULATE=accumulate, SQUARES=sums is not None
+    )
     for index, copy in dense.items():
         entries.irregular[index].copy_(copy)
+    if sums is not None:
+        torch.sum(sums, 0, dtype=torch.float64, out=squares)
 
 
 @torch.no_grad()
 def unflatten_reference(
-    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
+    table: PointerTable,
+    tensors: Sequence[Tensor | None],
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    squares: Tensor | None = None,
 ) -> None:
     """Unpack with torch's own operations: the same result as `unflatten`, on any device; the CPU path.
 
@@ -134,9 +174,10 @@ def unflatten_reference(
         tensors: as for `unflatten`; any strides without overlap.
         scale: the factor.
         accumulate: add instead of overwriting.
+        squares: as for `unflatten`. Where nothing is rounded or added, it is the sum of what the buffer holds.
 
     Raises:
-        ValueError: a wrong tensor, by slot name.
+        ValueError: a wrong tensor, by slot name; a wrong `squares`.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot
@@ -147,6 +188,8 @@ def unflatten_reference(
         >>> tensors
         [tensor([10.5000, 11.0000, 11.5000]), tensor([12.0000, 12.5000])]
     """
+    if squares is not None:
+        check_squares(squares, table.flat.device)
     tensors = list(tensors)
     entries = check_cheaply(tensors, table, written=True)
     try:
@@ -154,3 +197,6 @@ def unflatten_reference(
     except RuntimeError:
         diagnose(tensors, table, written=True)
         raise
+    if squares is not None:
+        exact = scale == 1.0 and not accumulate and torch.promote_types(table.flat.dtype, table.dtype) == table.dtype
+        squares.copy_(squares_of(tensors, table, entries, in_slots=exact))

@@ -32,9 +32,10 @@ NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 FLATTENS = ("flatten count", "flatten factor residual", "flatten factor accumulate")
 MOVERS = ("flatten", "unflatten", "unflatten accumulate")
-KERNELS = (*MOVERS, *FLATTENS, "squared_norm", "multiply")
+MEASURING = ("unflatten squares", "unflatten accumulate squares")
+KERNELS = (*MOVERS, *FLATTENS, *MEASURING, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
-MX_KERNELS = ("quantize", "quantize count factor residual", "dequantize", "sum_quantized residual")
+MX_KERNELS = ("quantize", "quantize count factor residual", "dequantize", "dequantize squares", "sum_quantized residual")
 MX_TYPES = [("float32", "e4m3"), ("bfloat16", "e5m2")]
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
@@ -43,6 +44,8 @@ def fits(kernel: str, dtype: str, wire: str) -> bool:
     """Is there such a kernel, and is it compiled here? What reads or writes tensors only knows no dtype of a buffer."""
     if kernel.startswith("flatten factor"):
         return (dtype, wire) in (*MEASURED_PAIRS, ("float16", "float16"))
+    if kernel in MEASURING:
+        return (dtype, wire) in (*MEASURED_PAIRS, ("float64", "float64"))
     return dtype == wire or kernel in (*MOVERS, *FLATTENS)
 
 
@@ -76,7 +79,7 @@ def compile_one(
         "multiply": _multiply_kernel,
     }
     kinds = functions[name].__annotations__
-    options = ("COUNT", "FACTOR", "RESIDUAL", "ACCUMULATE")
+    options = ("COUNT", "FACTOR", "RESIDUAL", "ACCUMULATE", "SQUARES")
     constants |= {option: option.lower() in given for option in options if option in kinds}
     constants["CHUNK"] = chunk
     own = {argument: "i64" for argument in kinds if argument.endswith("_address")}
@@ -132,7 +135,7 @@ def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) ->
     usual = launch_shape(getattr(torch, dtype), torch.uint8, 25 << 20)
     types = {"TENSOR": getattr(tl, dtype), "WIRE": tl.uint8, "COMPUTE": tl.float32}
     options = {"SCALED": True, "E4M3": format == "e4m3", "CHUNK": usual.chunk}
-    options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL")}
+    options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL", "SQUARES")}
     constants = {key: (types | options)[key] for key, kind in kinds.items() if kind == "tl.constexpr"}
     arguments = {key: ARGUMENTS.get(key, "i64") for key in kinds if key not in constants and key != "return"}
     row = {"kernel": kernel, "dtype": dtype, "format": format}

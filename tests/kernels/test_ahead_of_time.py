@@ -16,6 +16,7 @@ from tests.kernels.compile_kernels import (
     FLATTENS,
     KERNELS,
     MEASURED_PAIRS,
+    MEASURING,
     MOVERS,
     NVIDIA,
     PAIRS,
@@ -61,7 +62,7 @@ def shaped() -> list[dict[str, object]]:
 
 every_copy = pytest.mark.parametrize(
     ("kernel", "dtype", "wire"),
-    [(kernel, *pair) for kernel in (*MOVERS, *FLATTENS) for pair in PAIRS if fits(kernel, *pair)],
+    [(kernel, *pair) for kernel in (*MOVERS, *FLATTENS, *MEASURING) for pair in PAIRS if fits(kernel, *pair)],
 )
 every_mover = pytest.mark.parametrize("kernel", [*MOVERS, "flatten count"])
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -95,7 +96,7 @@ def test_aligned_chunks_move_128_bits_at_a_time_on_nvidia(
     # The whole chunk, not just some of it, goes through 16-byte instructions.
     loads = len(re.findall(WIDE_NVIDIA.format("ld"), assembly))
     stores = len(re.findall(WIDE_NVIDIA.format("st"), assembly))
-    old = accesses(row, target) if kernel.endswith("accumulate") else 0
+    old = accesses(row, target) if "accumulate" in kernel else 0
     errors = accesses(row, "float32") if kernel.endswith("residual") else 0
     assert loads == accesses(row, source) + old + errors
     assert stores == accesses(row, target) + errors

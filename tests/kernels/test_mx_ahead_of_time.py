@@ -59,7 +59,7 @@ def test_tensors_and_errors_move_128_bits_at_a_time_on_amd(
     assembly = str(row["assembly"])
     errors = accesses(row, "float32") if kernel.endswith("residual") else 0
     loads = errors + (accesses(row, dtype) if kernel.startswith("quantize") else 0)
-    stores = errors + (accesses(row, dtype) if kernel == "dequantize" else 0)
+    stores = errors + (accesses(row, dtype) if kernel.startswith("dequantize") else 0)
     assert len(re.findall(WIDE_AMD.format("load"), assembly)) == loads
     assert len(re.findall(WIDE_AMD.format("store"), assembly)) == stores
 
