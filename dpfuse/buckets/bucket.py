@@ -285,7 +285,7 @@ class GradBucket(FlatBuffer):
         assert self._work is not None
         if self.early is not None:
             self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
-        elif self.squares is not None and self._handed_out and not capturing():
+        elif self.squares is not None and self._handed_out and self.tail is None and not capturing():
             self._measured = side.queue(self._work, self._measure, [table])
 
     def _measure(self) -> None:
