@@ -76,10 +76,9 @@ class _Health:
         self._counts = torch.zeros(max(len(part.names) for part in self.parts), dtype=torch.int32, device=device)
 
     def _part(self, order: int, bucket: GradBucket) -> _Part:
-        packed = bucket.in_buffer
-        assert packed is not None
-        table, params = packed
-        gradients = [param.grad.clone() for param in params if param.grad is not None]
+        table = bucket.untailed
+        assert table is not None
+        gradients = [param.grad.clone() for param in bucket.fused_params if param.grad is not None]
         return _Part(table, list(bucket._names), gradients, FiniteCounter(self._check, is_first=order == 0))
 
     def pack(self) -> None:

@@ -59,6 +59,34 @@ class CommHook:
         hook = default_hooks.allreduce_hook if allreduce else default_hooks.fp16_compress_hook
         return cls(group, hook, group.rank(), str(kind))
 
+    def refused(self, *, option: str | None, recording: bool, backward: str, change: str) -> str:
+        """Why it cannot be registered now, and what to do; "" if it can be.
+
+        Args:
+            option: of the wrapper, with which it cannot be combined.
+            recording: whether autotune records.
+            backward: what is done in it, while one runs.
+            change: of the module, which the ranks have not agreed on.
+        """
+        if option is not None:
+            return (
+                f"with {option}, expected one of the two: {self.name} adds up as it likes. Leave "
+                f"{option.partition('=')[0]} out, or register no hook."
+            )
+        if recording:
+            return (
+                "while autotune records, expected it before the call or once its tuning is done. With a hook the "
+                "buckets are no longer tuned."
+            )
+        if backward:
+            return f"while a backward is {backward}, expected it between backwards. Register it right after wrapping."
+        if change:
+            return (
+                f"after {change} and before a backward synchronised since. Register it before the change, or after "
+                "that backward."
+            )
+        return ""
+
     def check(self) -> None:
         """To be called before any collective that follows it.
 

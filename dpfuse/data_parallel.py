@@ -68,6 +68,10 @@ class DataParallel(SyncedModule):
             run, in float32 for 16-bit parameters too, and leaves None in `.grad` until the synchronised one: a window
             of batches needs hardly any memory for gradients beside the buffers. `optimizer.zero_grad()` cannot see what
             is there: `zero_grad()` or `discard_accumulated()` of the wrapper throws a window away.
+        grad_norm_in_backward: True measures, while gradients are handed over, what `grad_norm` and `clip_grad_norm_`
+            need, so that they read none again: for free where gradients are copied to `.grad`, and else while backward
+            runs. They do not notice what is written to `.grad` past torch's count of writes, such as through `.data`,
+            by a collective, or by `torch.amp.GradScaler` (use `dpfuse.GradScaler`).
         stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
             raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
@@ -109,6 +113,7 @@ class DataParallel(SyncedModule):
         check: str = "deferred",
         deterministic: bool = False,
         accumulate_in_buckets: bool = False,
+        grad_norm_in_backward: bool = False,
         stall_timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -132,6 +137,7 @@ class DataParallel(SyncedModule):
             wire_reduce=wire_reduce,
             error_feedback=error_feedback,
             accumulate_in_buckets=accumulate_in_buckets,
+            grad_norm_in_backward=grad_norm_in_backward,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

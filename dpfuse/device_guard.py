@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,9 +20,11 @@ class DeviceGuard:
 
     Args:
         params: whose gradients are averaged.
+        squares: what was measured of them, [buckets] float64 on their device, if anything.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], squares: Tensor | None = None) -> None:
+        self._squares = squares
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.dtype, param.device), []).append(param)
@@ -37,11 +40,13 @@ class DeviceGuard:
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
             spoil(table, grads, alarm.to(table.device))
+        if self._squares is not None:
+            self._squares.masked_fill_(alarm, math.nan)
 
 
-def guard_of(params: Sequence[Tensor], world_size: int) -> DeviceGuard | None:
+def guard_of(params: Sequence[Tensor], world_size: int, squares: Tensor | None = None) -> DeviceGuard | None:
     """One where it is needed: on the CPU errors are raised in the same backward, and a rank alone has no peers."""
-    return DeviceGuard(params) if params[0].device.type == "cuda" and world_size > 1 else None
+    return DeviceGuard(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
 
 
 def _width(param: Tensor) -> int:

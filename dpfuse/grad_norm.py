@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,20 @@ __all__ = ["GradientReader", "Gradients", "norm_arguments", "norms_by_bucket", "
 EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
 
 
+class _Part(NamedTuple):
+    """The gradients that one buffer has delivered."""
+
+    grads: list[Tensor | None]
+    table: PointerTable | None  # of the buffer; None where it does not hold their numbers as such
+    squares: Tensor | None  # the sum of their squares, [] float64, if it is known
+
+
 class Gradients:
     """What the `.grad` of some parameters is now, by the buffer that it may lie in.
 
     What was done to `.grad` since backward does not matter: it is read where it is. Only where every gradient of a
     bucket still is its view of the buffer, they are one call on the CPU. A bucket is one launch on a GPU either way.
+    Where the sum of their squares was measured in backward, none is read while it still is theirs.
 
     Args:
         buckets: of some of the parameters; none of them is in flight.
@@ -38,15 +47,19 @@ class Gradients:
     """
 
     def __init__(self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter]) -> None:
-        self._packed: list[tuple[PointerTable, list[Tensor | None]]] = []
+        self._parts: list[_Part] = []
+        self._squares = [bucket.squares for bucket in buckets if bucket.squares is not None]
         loose: list[Tensor] = list(others)
         for bucket in buckets:
-            packed = bucket.in_buffer
-            if packed is None or packed[0].dtype != getattr(torch, bucket.plan.dtype):
-                loose += bucket.params  # nothing was ever sent, or pairs of real numbers are
+            table, params = bucket.untailed, bucket.fused_params
+            grads = [param.grad for param in params]
+            squares = None if bucket.squares is None else bucket.squares.of(grads)
+            if table is not None and table.dtype != getattr(torch, bucket.plan.dtype):
+                table = None  # pairs of real numbers
+            if table is None and squares is None:
+                loose += bucket.params  # nothing was ever sent
                 continue
-            table, params = packed
-            self._packed.append((table, [param.grad for param in params]))
+            self._parts.append(_Part(grads, table, squares))
             if len(params) < len(bucket.params):
                 packed_ids = set(map(id, params))
                 loose += [param for param in bucket.params if id(param) not in packed_ids]
@@ -78,21 +91,29 @@ class Gradients:
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
         """Multiply them by a scalar that only the device may know."""
+        for squares in self._squares:
+            squares.forget()
         loose = self._loose
-        for table, grads in self._packed:
+        for grads, table, _ in self._parts:
             try:
-                multiply(grads, table, factor.to(table.flat.device))
+                if table is not None:
+                    multiply(grads, table, factor.to(table.flat.device))
+                    continue
             except ValueError:
-                loose = [*loose, *_present(grads)]
+                pass  # a gradient is of another dtype by now, or is sparse
+            loose = [*loose, *_present(grads)]
         for group in _grouped(loose):
             torch._foreach_mul_([_stored(grad) for grad in group], factor.to(group[0].device))
 
     def _norm_of_two(self) -> Tensor:
         squares: list[Tensor] = []
         loose = self._loose
-        for table, grads in self._packed:
+        for grads, table, measured in self._parts:
             try:
-                squares.append(squared_norm(grads, table))
+                if measured is None:
+                    assert table is not None
+                    measured = squared_norm(grads, table)
+                squares.append(measured)
             except ValueError:  # a gradient is of another dtype by now, or is sparse
                 loose = [*loose, *_present(grads)]
         for group in _grouped(loose):
@@ -102,7 +123,7 @@ class Gradients:
     def _norm(self, order: float) -> Tensor:
         kind = self._kind()
         norms: list[Tensor] = []
-        for group in _grouped([*self._loose, *(grad for _, grads in self._packed for grad in _present(grads))]):
+        for group in _grouped([*self._loose, *(grad for part in self._parts for grad in _present(part.grads))]):
             numbers = [_magnitudes(grad, order) for grad in group]
             numbers = [tensor for tensor in numbers if tensor.numel()]
             norms += torch._foreach_norm(numbers, order, dtype=kind) if numbers else ()
@@ -115,7 +136,7 @@ class Gradients:
 
     def _kind(self) -> torch.dtype:
         dtypes = {grad.dtype.to_real() for grad in self._loose}
-        dtypes |= {table.dtype for table, grads in self._packed if any(grad is not None for grad in grads)}
+        dtypes |= {grads[0].dtype.to_real() for grads in map(_present, (part.grads for part in self._parts)) if grads}
         return reduce(torch.promote_types, dtypes, torch.float32)
 
 

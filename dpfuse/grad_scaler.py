@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.autograd.graph import increment_version
 
 from dpfuse.errors import DPFuseError
 from dpfuse.loss_scale import LossScale
@@ -142,12 +143,11 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         unscaled = self._unscaled(optimizer)
-        if not unscaled:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         done = frozenset(chain.from_iterable(scale.ids for scale in unscaled))
         params = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in done]
         others: Any = SimpleNamespace(param_groups=[{"params": params}])
         found = super()._unscale_grads_(others, inv_scale, found_inf, allow_fp16)
+        increment_version([param.grad for param in params if param.grad is not None])  # torch forgets to
         for scale in unscaled:
             scale.holders.add(id(optimizer))
             assert scale.found is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
@@ -14,6 +15,7 @@ from dpfuse.averaging import averaging_for
 from dpfuse.buckets.accumulating_bucket import refuse_accumulated
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.kinds import make_buckets, make_hooked_buckets
+from dpfuse.buckets.square_sum import SquareSum
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
@@ -83,6 +85,7 @@ class GradSync:
         self._watch = BackwardWatch(canary.reached)
         self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
+        self._squares: Tensor | None = None  # of the gradients of each bucket, if backward is to measure them
         self.factors = GradientFactors(canary, options.gradient_scale, group.rank(), group.size())
         if options.check_finite != "off":
             self._finite = FiniteCheck(
@@ -108,7 +111,7 @@ class GradSync:
             self.reducer.after_delivery = (*self.reducer.after_delivery, self._finite.warn)
         self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
-        self.reducer.guard = guard_of(self._params, group.size())
+        self.reducer.guard = guard_of(self._params, group.size(), self._squares)
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
@@ -222,33 +225,20 @@ class GradSync:
             RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper was told how
                 gradients travel.
         """
-        option = self._options.of_communication
-        if option is not None:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: a communication hook was registered with {option}, expected one "
-                f"of the two: {hook.name} adds up as it likes. Leave {option.partition('=')[0]} out, or register no "
-                "hook."
-            )
         if self.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
                 f"{hook.name} after {self.hook.name}; wrap the module again to change it."
             )
-        if self._recorder is not None:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: a communication hook was registered while autotune records, expected it "
-                "before the call or once its tuning is done. With a hook the buckets are no longer tuned."
-            )
-        if self.reducer.phase is not Phase.IDLE:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: a communication hook was registered while a backward is "
-                f"{self.reducer.phase.name}, expected it between backwards. Register it right after wrapping."
-            )
-        if self._change is not None:
-            raise DPFuseError(
-                f"rank {self.group.rank()}: a communication hook was registered after {self._change.text} and before a "
-                "backward synchronised since. Register it before the change, or after that backward."
-            )
+        phase = self.reducer.phase
+        refused = hook.refused(
+            option=self._options.of_communication,
+            recording=self._recorder is not None,
+            backward="" if phase is Phase.IDLE else phase.name,
+            change="" if self._change is None else self._change.text,
+        )
+        if refused:
+            raise DPFuseError(f"rank {self.group.rank()}: a communication hook was registered {refused}")
         self.hook = hook
         self._use_buckets(self._marks)
 
@@ -285,8 +275,11 @@ class GradSync:
                 feedback=self.error_feedback,
                 accumulates=self._options.accumulate_in_buckets,
             )
+        if self._options.grad_norm_in_backward:
+            self._squares = torch.zeros(len(buckets), dtype=torch.float64, device=plan.buckets[0].device)
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
+            bucket.squares = None if self._squares is None else SquareSum(self._squares[order])
         return buckets
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
@@ -309,7 +302,7 @@ class GradSync:
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
-        self.reducer.guard = guard_of(self._params, self.group.size())
+        self.reducer.guard = guard_of(self._params, self.group.size(), self._squares)
         self._hooks.replace(self._params, self._markers())
         self.factors.equip(self.reducer)
 

@@ -42,6 +42,7 @@ class SyncOptions:
     wire_reduce: str | None = None
     error_feedback: bool = False
     accumulate_in_buckets: bool = False
+    grad_norm_in_backward: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
@@ -57,6 +58,7 @@ class SyncOptions:
             "deterministic",
             "error_feedback",
             "accumulate_in_buckets",
+            "grad_norm_in_backward",
         ):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
@@ -116,7 +118,7 @@ class SyncOptions:
     @property
     def wants_params_alone(self) -> bool:
         """Whether another wrapper of the same parameters would spoil what this one does."""
-        return self.gradient_scale is not None or self.accumulate_in_buckets
+        return self.gradient_scale is not None or self.accumulate_in_buckets or self.grad_norm_in_backward
 
     @property
     def of_communication(self) -> str | None:

@@ -13,7 +13,7 @@ import dpfuse
 
 ROOT = Path(__file__).parent.parent
 ANYWHERE = {"errors", "version"}  # of dpfuse, open to all of it
-FOLDERS = {"buckets", "liveness"}  # whose files have rules of their own
+FOLDERS = {"buckets", "ddp", "liveness"}  # whose files have rules of their own
 
 # What a file may import besides the standard library and ANYWHERE. A name with a dot is a package's; others are
 # files of dpfuse. Every file must match a rule, or the test fails.
@@ -63,11 +63,16 @@ ALLOWED = {
     "gradient_weight": {"torch", "tail (types)", "verdict", "writing_streams"},
     "grad_scaler": {"torch", "loss_scale", "tracing", "wrapper"},
     "memory_order": {"torch"},
+    "flat_buffer": {
+        "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "registered_memory", "tail", "writing_streams",
+    },
     "bucket": {
         "memory_order", "torch", "dpfuse_kernels", "plan", "averaging", "collective", "tail", "timing",
-        "registered_memory", "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
-        "ranges", "gradient_factors (types)", "bucket_state",
+        "writing_streams", "early_unpack", "finite_check", "patience", "whereabouts", "residual",
+        "ranges", "gradient_factors (types)", "bucket_state", "flat_buffer",
+        "square_sum",
     },
+    "square_sum": {"torch"},
     "ranges": {"torch"},
     "bucket_state": set(),
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},
@@ -119,7 +124,7 @@ ALLOWED = {
         "torch", "plan", "averaging", "bucket", "kinds", "agreement", "collective", "reducer", "autograd",
         "signature", "timing", "comm_hook", "model_check", "model_change", "buffer_sync",
         "canary", "phase", "sync_options", "device_guard", "finite_check", "grad_norm", "whereabouts",
-        "error_feedback", "gradient_factors", "accumulating_bucket",
+        "error_feedback", "gradient_factors", "accumulating_bucket", "square_sum",
     },
     "tracing": {"torch"},
     "wrapper": {
@@ -138,8 +143,10 @@ ALLOWED = {
     "torch_names": {"torch", "wrapper", "grad_sync", "collective", "phase", "logging_data"},
     "logging_data": {"torch", "plan (types)", "torch_names (types)"},
     "placement": {"torch", "collective"},
-    "join_hook": {"torch", "collective", "patience", "whereabouts", "ddp (types)", "grad_sync (types)"},
-    "ddp": {
+    "join_hook": {
+        "torch", "collective", "patience", "whereabouts", "distributed_data_parallel (types)", "grad_sync (types)",
+    },
+    "distributed_data_parallel": {
         "torch", "wrapper", "agreement", "sync_options", "join_hook", "placement", "state_dict", "torch_hooks",
         "torch_buckets", "mixed_precision", "tracing",
     },
@@ -150,10 +157,10 @@ ALLOWED = {
         "torch", "agreement", "collective", "checkpoint_folder", "random_state", "training_state", "wrapper",
     },
     "launch": {"distributed"},
-    "patch": {"torch", "ddp"},
+    "patch": {"torch", "distributed_data_parallel"},
     "__init__": {
-        "data_parallel", "ddp", "fused_allreduce", "param_spec", "plan", "replicas", "timing", "distributed",
-        "checkpoint", "tune", "public", "grad_scaler",
+        "data_parallel", "distributed_data_parallel", "fused_allreduce", "param_spec", "plan", "replicas", "timing",
+        "distributed", "checkpoint", "tune", "public", "grad_scaler",
     },
     "distributed": {"torch", "distributed"},
     # Users of the library: its public names, `dpfuse` and `dpfuse.distributed`, and the launcher's door.

@@ -47,11 +47,13 @@ class AccumulatingBucket(GradBucket):
             ValueError: a gradient does not fit its parameter; the text names it.
         """
         table = self._table or self._allocate()
+        if self.squares is not None:
+            self.squares.forget()
         if backward_ended:
             self._sources = []  # all streams are in order by now
         elif sum(map(len, self._hooks)) != len(self._hooks):
             return  # another hook still has to read what was accumulated
-        grads = [param.grad for param in self._fused_params]
+        grads = [param.grad for param in self.fused_params]
         if all(grad is None for grad in grads):
             return
         if capturing():
@@ -65,7 +67,7 @@ class AccumulatingBucket(GradBucket):
         _filled[self] = None
         if several_streams:  # else their memory is used again behind all that has read it
             self._sources = [*self._sources, *grads]
-        for param in self._fused_params:
+        for param in self.fused_params:
             param.grad = None
 
     def launch(
@@ -105,7 +107,7 @@ class AccumulatingBucket(GradBucket):
                 [*targets, None] if self.tail is not None else targets,
                 scale=1.0 / self._averaging.pre_scale,
             )
-            for param, name, grad in zip(self._fused_params, self._names, grads, strict=True):
+            for param, name, grad in zip(self.fused_params, self._names, grads, strict=True):
                 if grad is None:
                     continue
                 if param.shape != grad.shape:
@@ -126,7 +128,7 @@ class AccumulatingBucket(GradBucket):
 
     def holds_of(self, wanted: Collection[int]) -> str | None:
         """The name of a parameter of which something is held, among those with these ids; None if there is none."""
-        for index, param, name in zip(self._fused.params, self._fused_params, self._names, strict=True):
+        for index, param, name in zip(self._fused.params, self.fused_params, self._names, strict=True):
             if index in self.held and id(param) in wanted:
                 return name
         return None

@@ -1,4 +1,4 @@
-"""One flat buffer on its way: pack, all-reduce, deliver. Owns the buffer and its lifetime; knows no hook, no order."""
+"""One flat buffer on its way: pack, all-reduce, deliver. Owns its lifetime; knows no hook and no order of events."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse import collective, registered_memory
-from dpfuse.averaging import Averaging, real_dtype
+from dpfuse import collective
+from dpfuse.averaging import Averaging
 from dpfuse.buckets.bucket_state import BucketState
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
+from dpfuse.buckets.flat_buffer import FlatBuffer
 from dpfuse.buckets.ranges import no_graph, ranged
 from dpfuse.buckets.residual import Residual
+from dpfuse.buckets.square_sum import SquareSum
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCounter
 from dpfuse.liveness.patience import finish
 from dpfuse.liveness.whereabouts import board_of
-from dpfuse.memory_order import dense_stride, real_layout, real_pairs
-from dpfuse.plan import MB, Bucket, Slot, lay_out_slots
+from dpfuse.memory_order import real_pairs
+from dpfuse.plan import MB, Bucket
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
 from dpfuse.writing_streams import capturing, writers_on
-from dpfuse_kernels import PointerTable, flatten, unflatten
-from dpfuse_kernels import Slot as KernelSlot
+from dpfuse_kernels import PointerTable, flatten, squared_norm, unflatten
 
 if TYPE_CHECKING:
     from dpfuse.gradient_factors import GradientFactors
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["BucketState", "GradBucket"]
 
 
-class GradBucket:
+class GradBucket(FlatBuffer):
     """The gradients of some parameters, fused into one flat buffer.
 
     Args:
@@ -64,36 +65,27 @@ class GradBucket:
         tail: Tail | None = None,
         label: str = "",
     ) -> None:
-        self.plan = bucket
-        self.params = list(params)
-        self._fused, self._fused_params = self.plan, self.params  # the part of them that lies in the buffer
-        self._shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
-        self._is_complex = bucket.dtype != real_dtype(bucket.dtype)
+        super().__init__(bucket, params, names, group, averaging, views=views, tail=tail)
+        self.plan, self.params = bucket, self.fused_params  # kinds may keep some of them out of the buffer
         self.state = BucketState.FREE
         self.missing: list[int] = []  # registration indices of the gradients that the last pack found missing
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
-        self._names = names
-        self._group = group
         self._board = board_of(group)
         self._device_type = torch.device(bucket.device).type
-        self._averaging = averaging
-        self._keep_views = views and averaging.dtype == real_dtype(bucket.dtype)
         self._handed_out = False  # whether the views were handed out when the bucket was sent
-        self.tail = tail
         self.times: BucketObserver | None = None
         self.finite: FiniteCounter | None = None  # of the values that are not, in what is packed
         self.factors: GradientFactors | None = None  # what multiplies it besides the averaging
-        self.registered = False  # whether the buffer is to lie in memory that the group's back end has registered
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
+        self.squares: SquareSum | None = None  # what the norm of the gradients is made of, if it is to be measured
         self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
-        self._table: PointerTable | None = None
-        self._untailed: PointerTable | None = None
-        self._views: list[Tensor] = []  # what gradients become: the table's views, as complex numbers where they are
         self._hooks: list[Collection[object]] = []  # the post-accumulate hooks of each parameter, ours among them
         self._sources: list[Tensor | None] = []
         self._work: dist.Work | None = None
+        self._side: SideStream | None = None
+        self._measured = False  # whether the sum of the squares of the views that were handed out is on its way
 
     def launch(
         self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
@@ -110,10 +102,13 @@ class GradBucket:
         if empty:
             self._launch_empty(failed)
             return
+        if self.squares is not None:
+            self.squares.forget()
+            self._measured = False
         self._precede()
         self._move(BucketState.FREE, BucketState.FLIGHT)
         table = self._table or self._allocate()
-        grads: list[Tensor | None] = [param.grad for param in self._fused_params]
+        grads: list[Tensor | None] = [param.grad for param in self.fused_params]
         found = zip(self._fused.params, grads, strict=True)
         self.missing = [] if complete else [i for i, grad in found if grad is None and i not in self.held]
         with ranged("dpfuse::pack", self._label), no_graph():
@@ -122,7 +117,7 @@ class GradBucket:
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
             try:
                 if self._is_complex:
-                    grads = [*map(real_pairs, grads[: len(self._fused_params)]), *grads[len(self._fused_params) :]]
+                    grads = [*map(real_pairs, grads[: len(self.fused_params)]), *grads[len(self.fused_params) :]]
                 counts = None
                 if self.finite is not None:
                     counts = self.finite.begin_table(len(table.slots), table.flat.device)
@@ -138,7 +133,7 @@ class GradBucket:
                 self.error = None
                 # Now, not when they have landed: private gradients are freed while backward goes on. But another
                 # hook on the same parameters, say of a second wrapper, still has to read what was accumulated.
-                self._handed_out = self._keep_views and sum(map(len, self._hooks)) == len(self._fused_params)
+                self._handed_out = self._keep_views and sum(map(len, self._hooks)) == len(self.fused_params)
                 if self._handed_out:
                     self._hand_out_views(set(self.missing))
             except (ValueError, TypeError, RuntimeError) as error:
@@ -151,9 +146,8 @@ class GradBucket:
         # their memory must not be used again before everything is ordered, at the end of backward.
         self._sources = grads if table.flat.is_cuda else []
         self._send(table.flat)
-        if self.early is not None and complete and not failed and self.error is None:
-            assert self._work is not None
-            self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
+        if self._side is not None and complete and not failed and self.error is None:
+            self._overlap(grads, self._side, table)
 
     def wait(self) -> None:
         """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
@@ -164,8 +158,8 @@ class GradBucket:
             self.times.wait_begins(self._table.flat)
         with ranged("dpfuse::wait", self._label):
             finish(self._work, self._board, self._device_type, last=self.tail is not None)
-            if self.early is not None:
-                self.early.join()
+            if self._side is not None:
+                self._side.join()
         if self.times is not None:
             self.times.wait_ends()
         self._work = None
@@ -187,18 +181,23 @@ class GradBucket:
                 self._hand_out_views(untouched)
             elif self.missing:
                 self._hand_out_views(set(self._fused.params).difference(self.missing).union(untouched))
+            if self.squares is not None and not any(index in untouched for index in self._fused.params):
+                if not self._measured:
+                    self._measure()
+                self.squares.settle(self._views[: len(self.fused_params)], views=True)
             return
-        if not self._fused_params:
+        if not self.fused_params:
             return  # only the tail was in it
         skipped = (
             {place for place, index in enumerate(self._fused.params) if index in untouched} if untouched else set()
         )
-        if self.early is not None:
-            skipped |= self.early.delivered()
-            if len(skipped) == len(self._fused_params):
-                return
+        early = set() if self.early is None else self.early.delivered()
+        if len(early) == len(self.fused_params):
+            self._settle_squares()
+            return
+        skipped |= early
         targets: list[Tensor | None] = []
-        for place, param in enumerate(self._fused_params):
+        for place, param in enumerate(self.fused_params):
             if place in skipped:
                 targets.append(None)
             elif param.grad is None or self._is_complex:
@@ -212,11 +211,13 @@ class GradBucket:
                 self._unpack(targets)
             except (ValueError, RuntimeError):
                 # A gradient that can be read but not written, such as an expanded one that was set by hand.
-                for place, param in enumerate(self._fused_params):
+                for place, param in enumerate(self.fused_params):
                     if targets[place] is not None:
                         param.grad = None
                         targets[place] = self._target(place)
                 self._unpack(targets, matched=False)
+        if not skipped:
+            self._settle_squares()
 
     def discard(self) -> None:
         """Wait if need be, and give the buffer back without touching any gradient but those that are written already.
@@ -232,24 +233,16 @@ class GradBucket:
             self.early.lose()
         if self._handed_out:
             with torch.no_grad():
-                for view in self._views[: len(self._fused_params)]:  # the tail, behind them, is still to be read
+                for view in self._views[: len(self.fused_params)]:  # the tail, behind them, is still to be read
                     view.zero_()
 
-    @property
-    def in_buffer(self) -> tuple[PointerTable, Sequence[Tensor]] | None:
-        """Where gradients lie in the buffer, without the tail, and whose; None before the first launch."""
-        if self._table is None or not self._fused_params:
-            return None
-        if self._untailed is None or self._untailed.address != self._table.address:
-            self._untailed = self._table.first(len(self._fused_params))
-        return self._untailed, self._fused_params
-
-    def unpack_early_on(self, side: SideStream) -> None:
-        """Unpack private gradients while backward goes on, where they are long enough for that to pay."""
+    def overlap_on(self, side: SideStream) -> None:
+        """Go on there when the sum has landed, while backward does: unpack private gradients, if that pays."""
+        self._side = side
         nbytes = sum(slot.numel for slot in self._fused.slots) * getattr(torch, self.plan.dtype).itemsize
         is_usual = self.tail is None and not self._keep_views and not self._is_complex
-        if is_usual and self._fused_params and nbytes >= LEAST * len(self._fused_params):
-            self.early = EarlyGradients(self._fused_params, side)
+        if is_usual and self.fused_params and nbytes >= LEAST * len(self.fused_params):
+            self.early = EarlyGradients(self.fused_params, side)
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
@@ -283,22 +276,36 @@ class GradBucket:
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
+        squares = None if self.squares is None else self.squares.value
         with ranged("dpfuse::unpack", self._label):
-            unflatten(self._table, targets, scale=self._averaging.post_scale, matched=matched)
+            unflatten(self._table, targets, scale=self._averaging.post_scale, squares=squares, matched=matched)
+
+    def _overlap(self, grads: list[Tensor | None], side: SideStream, table: PointerTable) -> None:
+        """Have done on the side, behind the all-reduce, what else would be done when backward has ended."""
+        assert self._work is not None
+        if self.early is not None:
+            self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
+        elif self.squares is not None and self._handed_out and self.tail is None and not capturing():
+            self._measured = side.queue(self._work, self._measure, [table])
+
+    def _measure(self) -> None:
+        """Read the buffer, in which all gradients lie, for the sum of their squares."""
+        assert self._table is not None
+        assert self.squares is not None
+        views: list[Tensor | None] = [*self._table.views]
+        if self.tail is not None:
+            views[-1] = None
+        self.squares.value.copy_(squared_norm(views, self._table))
+
+    def _settle_squares(self) -> None:
+        """All gradients were unpacked."""
+        if self.squares is not None:
+            grads = [param.grad for param in self.fused_params if param.grad is not None]
+            self.squares.settle(grads, views=False)
 
     def _precede(self) -> bool:
         """Order what is read of gradients from here on behind all that wrote them; was any on another stream?"""
         return self.writers is not None and self.writers.precede()
-
-    def _target(self, place: int) -> Tensor:
-        """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
-        assert self._table is not None
-        param = self._fused_params[place]
-        if param.grad is None or param.grad.is_conj():
-            shape, stride = self._shapes[place]
-            dtype = getattr(torch, self.plan.dtype)
-            param.grad = torch.empty_strided(shape, stride, dtype=dtype, device=self._table.flat.device)
-        return torch.view_as_real(param.grad) if self._is_complex else param.grad
 
     def _settle_counts(self, finite: FiniteCounter) -> None:
         finite.settle(self._names)
@@ -328,67 +335,9 @@ class GradBucket:
         """What was sent with the packed buffer, and it."""
         return [flat]
 
-    def _hand_out_views(self, but: Collection[int]) -> None:
-        """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
-        assert self._table is not None
-        views = self._views
-        if list(map(Tensor.data_ptr, views)) != self._table.addresses:
-            # Somebody assigned to `.grad.data`, which took a view that was handed out elsewhere.
-            self._table.views[:] = self._table.new_views()
-            views[:] = self._gradient_views(self._table)
-        if not but:
-            for param, view in zip(self._fused_params, views, strict=False):  # the tail's belongs to nobody
-                param.grad = view
-            return
-        for param, index, view in zip(self._fused_params, self._fused.params, views, strict=False):
-            if index not in but:
-                param.grad = view
-
     def _allocate(self) -> PointerTable:
-        # Not before the first launch: after a rebuild the gradients of the step before may still live in
-        # the buffers of the plan before.
-        self._hooks = [param._post_accumulate_grad_hooks or () for param in self._fused_params]  # live dictionaries
-        # Of the planned type, whatever became of the parameters: the peers keep to the plan.
-        dtype = getattr(torch, real_dtype(self.plan.dtype))
-        places, numel = self._places()
-        slots = [
-            KernelSlot(name, place.offset, *(real_layout(shape, stride) if self._is_complex else (shape, stride)))
-            for name, place, (shape, stride) in zip(self._names, places, self._shapes, strict=True)
-        ]
-        if self.tail is not None:
-            slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
-            numel += self.tail.numel
-        self._table = self._new_table(numel, slots, dtype)
-        self._views = self._gradient_views(self._table)
-        return self._table
-
-    def _new_table(self, numel: int, slots: Sequence[KernelSlot], dtype: torch.dtype) -> PointerTable:
-        return PointerTable(self._zeros(numel, getattr(torch, self._averaging.dtype)), slots, dtype)
-
-    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        device = torch.device(self.plan.device)
-        # A graph has a pool of its own for what is allocated while it is captured.
-        if not self.registered or capturing():
-            return torch.zeros(numel, dtype=dtype, device=device)
-        return registered_memory.zeros(numel, dtype=dtype, device=device, group=self._group)
-
-    def _gradient_views(self, table: PointerTable) -> list[Tensor]:
-        if not self._is_complex or not self._keep_views:
-            return table.views
-        count = len(self._fused_params)
-        return [*map(torch.view_as_complex, table.views[:count]), *table.views[count:]]
-
-    def _places(self) -> tuple[list[Slot], int]:
-        """Where each gradient lies in the buffer, in the order of the parameters, and the buffer's length."""
-        # Not the plan's: elements of another size start elsewhere.
-        return lay_out_slots(
-            [(slot.param, self._width * slot.numel) for slot in self._fused.slots], self._averaging.dtype
-        )
-
-    @property
-    def _width(self) -> int:
-        """Numbers in the buffer for each element of a gradient."""
-        return 2 if self._is_complex else 1
+        self._hooks = [param._post_accumulate_grad_hooks or () for param in self.fused_params]  # live dictionaries
+        return super()._allocate()
 
     def _move(self, expected: BucketState, to: BucketState) -> None:
         if self.state is not expected:

@@ -95,7 +95,7 @@ def make_buckets(
         if feedback is not None and not bucket.sparse and wire.narrowed(real_dtype(bucket.dtype)):
             buckets[-1].residual = Residual(feedback, order, bucket, ours, names)
         if side is not None and kind in (GradBucket, InPlaceBucket):
-            buckets[-1].unpack_early_on(side)
+            buckets[-1].overlap_on(side)
     if canary is not None and wire.is_fp8:
         buckets.append(_tail_alone(plan, group, canary))
     return buckets

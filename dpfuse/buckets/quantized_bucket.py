@@ -28,7 +28,7 @@ class QuantizedBucket(OrderedBucket):
     _table: MxTable | None
 
     @property
-    def in_buffer(self) -> None:
+    def untailed(self) -> None:
         """Nothing: bytes are no gradients."""
         return
 
@@ -44,7 +44,8 @@ class QuantizedBucket(OrderedBucket):
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         assert self._table is not None
-        dequantize(self._table, targets, scale=self._averaging.post_scale, matched=matched)
+        squares = None if self.squares is None else self.squares.value
+        dequantize(self._table, targets, scale=self._averaging.post_scale, squares=squares, matched=matched)
 
     def _adding(self) -> Callable[[Tensor, Tensor], None]:
         return partial(sum_quantized, format=self._format, residual=self._residual_part())

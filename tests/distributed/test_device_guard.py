@@ -32,7 +32,7 @@ def as_on_a_gpu():
         before, read[id(self)] = read.get(id(self), ALL_WELL), now
         return before
 
-    guarded = mock.patch("dpfuse.grad_sync.guard_of", side_effect=lambda params, size: DeviceGuard(params))
+    guarded = mock.patch("dpfuse.grad_sync.guard_of", side_effect=lambda params, *_: DeviceGuard(params))
     with mock.patch.object(Tail, "report", deferred), guarded:
         yield
 

@@ -103,9 +103,8 @@ def beside_other_options(rank, size):
     bucket = model.reducer.buckets[0]  # before they are made anew
     model(x).sum().backward()
     assert type(bucket) is OrderedBucket
-    table, params = bucket.in_buffer
-    storage = table.flat.untyped_storage().data_ptr()
-    assert all(param.grad.untyped_storage().data_ptr() == storage for param in params)
+    storage = bucket.untailed.flat.untyped_storage().data_ptr()
+    assert all(param.grad.untyped_storage().data_ptr() == storage for param in bucket.params)
     for options in ({"wire_reduce": "fp32"}, {"wire_dtype": torch.float32, "wire_reduce": "fp32"}):
         model = dpfuse.DataParallel(nn.Linear(700, 800), gradient_as_bucket_view=False, **options)
         assert any(type(bucket) is InPlaceBucket for bucket in model.reducer.buckets)

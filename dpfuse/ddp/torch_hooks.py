@@ -15,11 +15,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from dpfuse import collective
-from dpfuse.backward_optimizers import BackwardOptimizers
-from dpfuse.buffer_hook import BufferFutures, BufferHook
 from dpfuse.comm_hook import CommHook
+from dpfuse.ddp.backward_optimizers import BackwardOptimizers
+from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
+from dpfuse.ddp.torch_names import TorchNames
 from dpfuse.grad_sync import GradSync
-from dpfuse.torch_names import TorchNames
 
 __all__ = ["TorchHooks"]
 

@@ -15,20 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from dpfuse.agreement import report_failure
-from dpfuse.errors import DPFuseError
-from dpfuse.join_hook import UnevenInputs, UnevenInputsHook
-from dpfuse.mixed_precision import MixedPrecision
-from dpfuse.placement import (
+from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
+from dpfuse.ddp.mixed_precision import MixedPrecision
+from dpfuse.ddp.placement import (
     device_index,
     group_of,
     refuse_sync_batch_norm_on_cpu,
     shard_as_tensor_parallel,
     single_device,
 )
+from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
+from dpfuse.ddp.torch_hooks import TorchHooks
+from dpfuse.errors import DPFuseError
 from dpfuse.state_dict import accept_unprefixed
 from dpfuse.sync_options import SyncOptions
-from dpfuse.torch_buckets import BucketSizes, rule_of
-from dpfuse.torch_hooks import TorchHooks
 from dpfuse.tracing import leave_untraced
 from dpfuse.wrapper import SyncedModule
 
@@ -75,6 +75,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check: not torch's; as for `DataParallel`.
         deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
         accumulate_in_buckets: as for `DataParallel`: gradients inside `no_sync()` are added up in the buckets.
+        grad_norm_in_backward: as for `DataParallel`: backward measures what `clip_grad_norm_` needs.
         stall_timeout: as for `DataParallel`; no argument of torch's.
         wire_dtype: as for `DataParallel`: the dtype in which gradients travel. With `mixed_precision` it is that of
             `reduce_dtype`.
@@ -125,6 +126,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         check: str = "deferred",
         deterministic: bool = False,
         accumulate_in_buckets: bool = False,
+        grad_norm_in_backward: bool = False,
         stall_timeout: float = 60.0,
         wire_dtype: torch.dtype | None = None,
         wire_reduce: Literal["ring", "fp32"] | None = None,
@@ -197,6 +199,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             checked=check,
             deterministic=deterministic,
             accumulate_in_buckets=accumulate_in_buckets,
+            grad_norm_in_backward=grad_norm_in_backward,
             stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes

@@ -22,7 +22,7 @@ class BucketSizes:
     """`bucket_cap_mb` and `bucket_cap_mb_list` as torch reads them: a list wins, and asks for no small bucket.
 
     Example:
-        >>> from dpfuse.torch_buckets import BucketSizes
+        >>> from dpfuse.ddp.torch_buckets import BucketSizes
         >>> BucketSizes.of(None, [1, 5])
         BucketSizes(cap_mb=5, small_mb=5, caps=(1048576, 5242880))
     """

@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from dpfuse.ddp import TORCH_CLASS, DistributedDataParallel
+from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 
 __all__ = ["Patch", "patch"]
 
@@ -71,7 +71,7 @@ def patch() -> Patch:
         >>> with dpfuse.patch():
         ...     model = DDP(torch.nn.Linear(4, 2))
         >>> type(model), isinstance(model, DDP)
-        (<class 'dpfuse.ddp.DistributedDataParallel'>, True)
+        (<class 'dpfuse.ddp.distributed_data_parallel.DistributedDataParallel'>, True)
         >>> type(DDP(torch.nn.Linear(4, 2)))
         <class 'torch.nn.parallel.distributed.DistributedDataParallel'>
         >>> dist.destroy_process_group()

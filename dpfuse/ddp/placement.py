@@ -19,7 +19,7 @@ def device_index(device: int | str | torch.device) -> int:
     """The number of a GPU, given as number, "cuda:1" or torch.device.
 
     Example:
-        >>> from dpfuse.placement import device_index
+        >>> from dpfuse.ddp.placement import device_index
         >>> device_index("cuda:1"), device_index(0)
         (1, 0)
     """

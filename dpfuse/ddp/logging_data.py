@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from dpfuse.ddp.torch_names import TorchNames
     from dpfuse.plan import BucketPlan
-    from dpfuse.torch_names import TorchNames
 
 __all__ = ["logging_data"]
 

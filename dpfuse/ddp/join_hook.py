@@ -17,7 +17,7 @@ from dpfuse.liveness.patience import finish
 from dpfuse.liveness.whereabouts import board_of
 
 if TYPE_CHECKING:
-    from dpfuse.ddp import DistributedDataParallel
+    from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
     from dpfuse.grad_sync import GradSync
 
 __all__ = ["Turn", "UnevenInputs", "UnevenInputsHook"]

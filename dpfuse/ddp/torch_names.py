@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.collective import BROADCAST_BYTES
+from dpfuse.ddp.logging_data import logging_data
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_sync import GradSync
-from dpfuse.logging_data import logging_data
 from dpfuse.phase import Phase
 from dpfuse.wrapper import SyncedModule
 
