@@ -1,4 +1,4 @@
-"""Times the pack kernel in several shapes, launches in both ways, and the unpack kernel that measures what it writes."""
+"""Times the pack kernel in several shapes, a launch in both ways, and an unpack that measures what it writes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _PackSet:
 
     def unpack_then_measure(self) -> None:
         unflatten(self.table, self.sources)
-        self.squares.copy_(squared_norm(self.sources, self.table))
+        self.squares = squared_norm(self.sources, self.table)
 
     def prove(self, shape: LaunchShape) -> None:
         self.table.flat.zero_()

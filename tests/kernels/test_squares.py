@@ -221,6 +221,14 @@ def test_what_is_not_finite_is_seen(backend: Backend, planted: float, found: flo
         torch.testing.assert_close(squares.item(), found, equal_nan=True)
 
 
+@both
+def test_an_infinite_factor_multiplies_nothing_beyond_the_tensors(backend: Backend) -> None:
+    # Zero times infinity would be NaN.
+    table, squares = filled([torch.ones(5), torch.ones(16)], torch.float32), unmeasured()
+    backend.unflatten(table, [torch.zeros(5), torch.zeros(16)], scale=INF, squares=squares)
+    assert squares.item() == INF
+
+
 WRONG = {
     r"torch\.float32 of shape \(\) on cpu": torch.zeros(()),
     r"torch\.float64 of shape \(1,\) on cpu": torch.zeros(1, dtype=torch.float64),
