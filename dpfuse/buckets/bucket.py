@@ -181,8 +181,8 @@ class GradBucket(FlatBuffer):
                 self._hand_out_views(untouched)
             elif self.missing:
                 self._hand_out_views(set(self._fused.params).difference(self.missing).union(untouched))
-            if not any(index in untouched for index in self._fused.params):
-                self._settle_views()
+            if self.squares is not None and self.fused_params:
+                self._settle_views(self.squares, untouched)
             return
         if not self.fused_params:
             return  # only the tail was in it
@@ -237,7 +237,7 @@ class GradBucket(FlatBuffer):
     def overlap_on(self, side: SideStream) -> None:
         """Go on there when the sum has landed, while backward does.
 
-        That is to unpack private gradients, where it pays, and to read views for their norm, where it is to be measured.
+        That is to unpack private gradients, where it pays, and to read views for their norm, where it is measured.
         """
         self._side = side
         nbytes = sum(slot.numel for slot in self._fused.slots) * getattr(torch, self.plan.dtype).itemsize
@@ -298,12 +298,13 @@ class GradBucket(FlatBuffer):
             views[-1] = None
         self.squares.value.copy_(squared_norm(views, self._table))
 
-    def _settle_views(self) -> None:
-        """All gradients are their views."""
-        if self.squares is not None and self.fused_params:
-            if not self._measured:
-                self._measure()
-            self.squares.settle(self._views[: len(self.fused_params)], views=True)
+    def _settle_views(self, squares: SquareSum, untouched: Collection[int]) -> None:
+        """Gradients are their views, but for those."""
+        if any(index in untouched for index in self._fused.params):
+            return
+        if not self._measured:
+            self._measure()
+        squares.settle(self._views[: len(self.fused_params)], views=True)
 
     def _settle_private(self) -> None:
         """All gradients were unpacked, and measured with it."""
