@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.landing import when_landed
+
 if TYPE_CHECKING:
     from dpfuse.wrapper import SyncedModule
 
@@ -65,10 +67,10 @@ class CommunicationTimes:
             return
         started = perf_counter()
 
-        def landed(_future: object) -> None:
+        def landed() -> None:
             self.seconds += perf_counter() - started
 
-        work.get_future().add_done_callback(landed)
+        when_landed(work, landed)
 
     def wait_begins(self, flat: Tensor) -> None:
         """Backward is over and waits for a bucket."""

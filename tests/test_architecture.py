@@ -49,7 +49,8 @@ ALLOWED = {
     "tail": {"torch", "canary", "writing_streams"},
     "registered_memory": {"torch"},
     "writing_streams": {"torch"},
-    "timing": {"torch", "wrapper (types)"},
+    "landing": {"torch"},
+    "timing": {"torch", "landing", "wrapper (types)"},
     "agreement": {"torch", "collective"},
     "finite_check": {"torch", "dpfuse_kernels", "verdict", "writing_streams"},
     "grad_norm": {
@@ -167,7 +168,7 @@ ALLOWED = {
     "paddle": {"torch", "numpy", "rich", "__init__", "public", "distributed", "launch", "paddle"},
     "integrations": {"torch", "public"},
     "tune": {
-        "torch", "numpy", "matplotlib", "averaging", "param_spec", "plan", "agreement", "collective",
+        "torch", "numpy", "matplotlib", "averaging", "param_spec", "plan", "agreement", "collective", "landing",
         "autograd (types)", "grad_sync (types)", "timing (types)", "wrapper (types)", "public", "tune",
     },
     # The command line: what a user could write, and the doors to it.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.errors import DPFuseError
+from dpfuse.landing import when_landed
 from dpfuse.plan import BucketPlan
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
@@ -139,7 +140,7 @@ class BackwardRecorder:
                 work.wait()
                 backward.landed[place] = self._now()
         else:
-            work.get_future().add_done_callback(lambda _: backward.landed.setdefault(place, perf_counter()))
+            when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))
 
     def wait_begins(self, flat: Tensor) -> None:
         """Backward is over and waits for a bucket."""

@@ -1,0 +1,55 @@
+"""A process whose back end still has to call into Python waits for that before it ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from dpfuse import landing
+from tests.distributed.processes import run
+
+PROGRAM = """
+import sys, time
+from datetime import timedelta
+from threading import Thread
+import torch
+import torch.distributed as dist
+from dpfuse.landing import when_landed
+
+store, groups = dist.HashStore(), {}
+make = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))})
+threads = [Thread(target=make, args=(rank,)) for rank in range(2)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+work = groups[0].allreduce([torch.ones(4)])  # which waits for the other rank
+slow = lambda *_: (time.sleep(0.5), print("called back", flush=True))
+when_landed(work, slow) if sys.argv[1] == "ours" else work.get_future().add_done_callback(slow)
+groups[1].allreduce([torch.ones(4)])
+"""
+
+
+def test_the_end_of_a_process_waits_for_what_is_called_back():
+    ours = run("-c", PROGRAM, "ours", GLOO_SOCKET_IFNAME="lo")
+    assert (ours.returncode, ours.stdout) == (0, "called back\n"), ours.stderr
+
+
+def test_torch_alone_still_dies_of_it():
+    theirs = run("-c", PROGRAM, "torch", GLOO_SOCKET_IFNAME="lo")
+    assert theirs.returncode != 0, "torch has mended it: dpfuse/landing.py can go"
+    assert "terminate called without an active exception" in theirs.stderr
+
+
+def test_it_waits_for_nothing_that_has_called_and_not_for_ever(group, monkeypatch):
+    called = []
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    landing.when_landed(work, lambda: called.append(1))
+    work.wait()
+    landing._let_land()
+    assert called == [1]
+    assert not landing._awaited
+    monkeypatch.setattr(landing, "PATIENCE", 0.05)
+    stuck = torch.futures.Future()
+    landing.when_landed(SimpleNamespace(get_future=lambda: stuck), lambda: None)
+    landing._let_land()
+    stuck.set_result(None)
