@@ -1,8 +1,8 @@
 """What clipping adds to a step: torch's over DDP's gradients, and dpfuse's with and without a norm from backward.
 
 Steps are forward, backward, and clipping to half the norm, so that every gradient is scaled. What clipping adds is what
-such a step takes longer than a bare one, which does not clip, of a wrapper with gradients of the same kind that measures
-nothing in backward: what measuring costs there is in it. Times on the CPU are wall times on two gloo ranks.
+such a step takes longer than a bare one, which does not clip, of a wrapper with gradients of the same kind that
+measures none in backward: so what measuring costs there is in it. Times on the CPU are wall times on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ WRAPS: dict[str, Wrap] = {
     "dpfuse views": dpfuse.DataParallel,
     "dpfuse private": partial(dpfuse.DataParallel, gradient_as_bucket_view=False),
     "dpfuse measured views": partial(dpfuse.DataParallel, grad_norm_in_backward=True),
-    "dpfuse measured private": partial(
-        dpfuse.DataParallel, grad_norm_in_backward=True, gradient_as_bucket_view=False
-    ),
-}  # fmt: skip
+    "dpfuse measured private": partial(dpfuse.DataParallel, grad_norm_in_backward=True, gradient_as_bucket_view=False),
+}
 BARE_WRAPS = [name for name in WRAPS if "measured" not in name]
 AGAIN = "dpfuse views bare again"  # what it seems to add is noise
 BASES = {name: f"{name.replace('measured ', '')} bare" for name in WRAPS}
 BASES |= {f"{name} bare": f"{name} bare" for name in BARE_WRAPS} | {AGAIN: "dpfuse views bare"}
 VARIANTS = tuple(BASES)
-STEPS = 4  # dpfuse rebuilds its buckets after the first; what comes then is what is timed
+STEPS = 3  # dpfuse rebuilds its buckets after the first
 FLOAT32_SUM = 1 << 16  # elements from which torch's float32 sum of squares is off by more than 1e-6
 
 
@@ -128,6 +126,7 @@ def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
     true_norm = float(mean.double().norm())
     limit = true_norm / 2
     expected = mean * (limit / (true_norm + 1e-6))
+    sizes = expected.abs()
     summed_long = max(param.numel() for param in peer.params) >= FLOAT32_SUM
     facts = {}
     for name, contender in contenders.items():
@@ -138,9 +137,8 @@ def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
             facts[name] = contender.facts()
             norm = float(contender.clip())
             assert abs(norm - true_norm) <= close * true_norm, f"{name}: a norm of {norm}, expected {true_norm}"
-            torch.testing.assert_close(
-                contender.gradients(), expected, rtol=close, atol=0, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            errors = contender.gradients().sub_(expected).abs_()
+            assert bool((errors <= close * sizes).all()), f"{name}: a gradient is not the mean times the factor"
             contender.drop()
         if name.startswith("dpfuse"):
             # What is reduced where it lies passes no kernel, and is read again.
@@ -194,12 +192,12 @@ class _Case(NamedTuple):
 
 
 CASES = {
-    "100 tiny": _Case(partial(chain, 100), Effort(60, 5, 0), Effort(30, 1, 0)),
-    "1000 tiny": _Case(partial(chain, 1000), Effort(20, 3, 0), Effort(15, 1, 0)),
-    "20 x 1.25 MB": _Case(partial(layers, 20, 572), Effort(30, 1, 0), Effort(30, 1, 0)),
-    "25 x 4 MB": _Case(partial(layers, 25, 1024), Effort(12, 1, 0), Effort(30, 1, 0)),
+    "100 tiny": _Case(partial(chain, 100), Effort(80, 5, 0), Effort(20, 1, 0)),
+    "1000 tiny": _Case(partial(chain, 1000), Effort(20, 3, 0), Effort(10, 1, 0)),
+    "20 x 1.25 MB": _Case(partial(layers, 20, 572), Effort(30, 1, 0), Effort(20, 1, 0)),
+    "25 x 4 MB": _Case(partial(layers, 25, 1024), Effort(12, 1, 0), Effort(20, 1, 0)),
     # Private gradients as large as these all pass the kernel that measures them: none is reduced where it lies.
-    "100 x 1 MB": _Case(partial(layers, 100, 512), None, Effort(30, 1, 0)),
+    "100 x 1 MB": _Case(partial(layers, 100, 512), None, Effort(20, 1, 0)),
 }
 QUICK = Effort(3, 1, 0)
 
