@@ -9,7 +9,7 @@ from torch import nn
 from bench.bench_clip import AGAIN, BASES, VARIANTS, WRAPS, _Clipped, _prove, time_clips
 from bench.goals import Entry, judge
 from bench.models import Workload, chain
-from bench.step_time import Effort
+from bench.step_time import FEWEST_ROUNDS, Effort
 
 WEIGHT, BIAS = 4 * 600 * 1024, 4 * 600  # bytes; a private gradient of 2 MB is reduced where it lies
 
@@ -20,13 +20,13 @@ def one_layer() -> Workload:
 
 
 def few_steps(rank, size):
-    return time_clips(one_layer, Effort(2, 2, 0))
+    return time_clips(one_layer, Effort(5, 2, 0))
 
 
 def test_contenders_are_proved_and_timed(ranks):
     for results in ranks(few_steps):
         assert tuple(results) == VARIANTS
-        assert all(len(result["seconds"]) == 4 for result in results.values())
+        assert all(len(result["seconds"]) == 2 * FEWEST_ROUNDS for result in results.values())
         assert [name for name in VARIANTS if BASES[name] == name] == [
             f"{name} bare" for name in ("DDP default", "DDP view", "dpfuse views", "dpfuse private")
         ]
