@@ -158,7 +158,7 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
     return facts
 
 
-def affordable(steps: Mapping[str, Callable[[], None]], effort: Effort, device: str) -> int:
+def affordable(steps: Mapping[str, Callable[[], object]], effort: Effort, device: str) -> int:
     """Rounds of all `steps` that one rebuild may take; a collective call."""
     start = perf_counter()
     for step in steps.values():
