@@ -164,6 +164,14 @@ def unusual_backwards(rank, size):
         model.zero_grad()
         model(9 + rank).backward()
         assert check(model)
+        # Added up once more by hand, where they lie or in other buckets.
+        for large in (1, 1 << 60):
+            with large_from(large):
+                model.zero_grad()
+                model(10 + rank).backward()
+                before = float(model.grad_norm())
+                dpfuse.fused_allreduce_gradients(list(model.parameters()), scale=1.0)
+                assert float(model.grad_norm()) == pytest.approx(size * before, rel=1e-6)
         # A window in the buckets.
         lean = measured("in buckets", rank=rank, gradient_as_bucket_view=kind == "views")
         for step in range(2):
