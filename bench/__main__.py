@@ -28,6 +28,7 @@ SUITES = {
     "checks": 240,
     "accumulate": 300,
     "health": 120,
+    "clip": 150,
     "flatten": 300,
     "bucket_size": 300,
     "overlap": 240,
@@ -35,14 +36,15 @@ SUITES = {
     "wire": 240,
 }
 GPU_SUITES = {
-    "step": 140,
+    "step": 135,
     "forward": 20,
     "health": 25,
+    "clip": 20,
     "accumulate": 30,
-    "flatten": 50,
+    "flatten": 45,
     "kernels": 50,
     "bucket_size": 35,
-    "overlap": 65,
+    "overlap": 60,
     "wire": 30,
 }
 LAST_WORDS = 10  # seconds that a suite has for its report once its time is over

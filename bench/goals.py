@@ -25,7 +25,7 @@ EXPOSED_PART = "exposed part of the step"
 MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, beside one pack
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
 HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
-CUDA_HEALTH_GOAL = 0.4
+CUDA_HEALTH_GOAL = 0.4  # also where the norm is measured in backward
 # Gradients and buffers of a window: the gradients of the largest bucket are there twice, so it depends on the model.
 PEAK_GOALS = {"pair float32": 0.65, "cuda float32": 0.6}
 BYTES_GOALS = {"dpfuse bf16": 0.5, "dpfuse e4m3": 0.27, "dpfuse e5m2": 0.27}  # of those of float32 gradients
@@ -240,6 +240,17 @@ def _health(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
         yield _extra(case, contenders, "dpfuse scaler", "torch clip + unscale", None)
 
 
+def _clip(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    for kind, peer in (("views", "DDP view"), ("private", "DDP default")):
+        for ours in (f"dpfuse measured {kind}", f"dpfuse {kind}"):
+            value = ratio(contenders[ours].info["extra"], contenders[peer].info["extra"])
+            goal = CUDA_HEALTH_GOAL if case.startswith("cuda") and "measured" in ours else None
+            yield Outcome("clip", case, f"what clipping adds, {ours} / {peer}", value, goal)
+        ours = f"dpfuse measured {kind}"
+        value = ratio(contenders[ours].median, contenders[peer].median)
+        yield Outcome("clip", case, f"step with clipping, {ours} / {peer}", value, None)
+
+
 def _overlap(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     ours, unsent = contenders["dpfuse planned"], contenders["dpfuse planned, nothing sent"]
     exposed, predicted = ours.info["exposed"], ours.info["predicted"]
@@ -330,6 +341,7 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "checks": _checks,
     "accumulate": _accumulate,
     "health": _health,
+    "clip": _clip,
     "planner": _planner,
     "kernels": _kernels_suite,
     "overlap": _overlap,

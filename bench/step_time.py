@@ -23,7 +23,7 @@ from bench.models import Workload
 from bench.rank_group import agreed
 from dpfuse.commands.sweep import frozen_heap
 
-__all__ = ["Effort", "StepTimes", "time_steps"]
+__all__ = ["Effort", "StepTimes", "affordable", "time_steps"]
 
 FEWEST_ROUNDS = 5
 STEADY_STEPS = 5  # after these, gradients repeat their addresses, and nothing is uploaded to a GPU any more
@@ -102,7 +102,7 @@ def time_steps(
                 results[name].facts = _facts(contender, cuda=cuda)
         steps = {name: contender.step for name, contender in contenders.items()}
         with frozen_heap():
-            times = interleave(steps, clock, rounds=_affordable(steps, effort, device), seed=rebuild)
+            times = interleave(steps, clock, rounds=affordable(steps, effort, device), seed=rebuild)
         for name, pairs in times.items():
             results[name].seconds += [seconds for seconds, _ in pairs]
             walls[name] += [wall for _, wall in pairs]
@@ -158,7 +158,8 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
     return facts
 
 
-def _affordable(steps: Mapping[str, Callable[[], None]], effort: Effort, device: str) -> int:
+def affordable(steps: Mapping[str, Callable[[], object]], effort: Effort, device: str) -> int:
+    """Rounds of all `steps` that one rebuild may take; a collective call."""
     start = perf_counter()
     for step in steps.values():
         step()
