@@ -300,17 +300,19 @@ class GradBucket(FlatBuffer):
 
     def _settle_views(self, squares: SquareSum, untouched: Collection[int]) -> None:
         """Gradients are their views, but for those."""
+        assert self._table is not None
         if any(index in untouched for index in self._fused.params):
             return
         if not self._measured:
             self._measure()
-        squares.settle(self._views[: len(self.fused_params)], views=True)
+        count = len(self.fused_params)
+        squares.settle_views(self._views[:count], self._table.addresses[:count])
 
     def _settle_private(self) -> None:
         """All gradients were unpacked, and measured with it."""
         if self.squares is not None:
             grads = [param.grad for param in self.fused_params if param.grad is not None]
-            self.squares.settle(grads, views=False)
+            self.squares.settle_private(grads)
 
     def _precede(self) -> bool:
         """Order what is read of gradients from here on behind all that wrote them; was any on another stream?"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from weakref import ref
 
 from torch import Tensor
@@ -28,18 +28,28 @@ class SquareSum:
         self._known = False
         self._views: Sequence[Tensor] = ()
         self._private: list[ref[Tensor]] = []  # who drops a gradient wants its memory back
-        self._addresses: list[int] = []
+        self._addresses: Sequence[int] = ()
         self._versions = 0  # of all memory that they have, added up, for versions only grow
 
     def forget(self) -> None:
         """What it was measured of is about to be written."""
         self._known = False
 
-    def settle(self, grads: Sequence[Tensor], *, views: bool) -> None:
-        """It is that of these; as `views` they share their memory and live as long as it does."""
-        self._views, self._private = (grads, []) if views else ((), list(map(ref, grads)))
-        self._addresses = list(map(Tensor.data_ptr, grads))
-        self._versions = self._count(grads)
+    def settle_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """It is that of these, which share the memory of a buffer and live as long as it does.
+
+        Args:
+            views: of which it was measured, [gradients].
+            addresses: where they were then, as `Tensor.data_ptr` gives them.
+        """
+        self._views, self._private = views, []
+        self._addresses, self._versions = addresses, self._count(views)
+        self._known = True
+
+    def settle_private(self, grads: Sequence[Tensor]) -> None:
+        """It is that of these, each of which has memory of its own."""
+        self._views, self._private = (), list(map(ref, grads))
+        self._addresses, self._versions = list(map(Tensor.data_ptr, grads)), self._count(grads)
         self._known = True
 
     def of(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -47,10 +57,10 @@ class SquareSum:
         if not self._known:
             return None
         measured: Sequence[Tensor | None] = self._views or [reference() for reference in self._private]
-        same = [grad for grad, known in zip(grads, measured, strict=True) if grad is not None and grad is known]
-        if len(same) < len(measured) or self._count(same) != self._versions:
+        there = [grad for grad in measured if grad is not None]
+        if len(there) < len(grads) or not all(map(is_, grads, there)) or self._count(there) != self._versions:
             return None
-        return self.value if list(map(Tensor.data_ptr, same)) == self._addresses else None
+        return self.value if list(map(Tensor.data_ptr, there)) == self._addresses else None
 
     def _count(self, grads: Sequence[Tensor]) -> int:
         return sum(map(_version, grads[:1] if self._views else grads))
