@@ -34,12 +34,16 @@ class SquareSum:
     def forget(self) -> None:
         """What it was measured of is about to be written."""
         self._known = False
+        self._views = ()  # the bucket may get another buffer
 
     def settle(self, grads: Sequence[Tensor], *, views: bool) -> None:
         """It is that of these; as `views` they share their memory and live as long as it does."""
         self._views, self._private = (grads, []) if views else ((), list(map(ref, grads)))
         self._addresses = list(map(Tensor.data_ptr, grads))
-        self._versions = self._count(grads)
+        try:
+            self._versions = self._count(grads)
+        except RuntimeError:  # backward ran in inference mode, whose tensors count no writes
+            return
         self._known = True
 
     def of(self, grads: Sequence[Tensor | None]) -> Tensor | None:
