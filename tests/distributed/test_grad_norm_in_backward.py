@@ -292,6 +292,26 @@ def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
     assert all(map(torch.isnan, sums))
 
 
+def test_what_a_cuda_graph_has_measured_holds_in_graphs_only(group, monkeypatch):
+    # Replays write gradients behind torch's back, and a captured norm is to follow what was written before its replay.
+    streams = PretendedStreams()
+    streams.install(monkeypatch)
+    model = measured("private")
+    streams.current.captured = True
+    unseen(model)
+    assert float(model.grad_norm()) == pytest.approx(exact_norm(copies(model)), rel=1e-6), "measured before the capture"
+    for param in model.parameters():
+        param.grad.zero_()
+    model(3).backward()
+    norm = exact_norm(copies(model))
+    unseen(model)
+    assert float(model.grad_norm()) == pytest.approx(norm, rel=1e-6), "measured in it"
+    streams.current.captured = False
+    assert float(model.grad_norm()) == pytest.approx(2 * norm, rel=1e-6)
+    model(4).backward()  # an eager step, behind which there may be replays
+    assert not is_known(model)
+
+
 def test_a_bucket_without_gradients_is_not_measured(group, monkeypatch):
     monkeypatch.setattr(GradBucket, "_measure", lambda bucket: pytest.fail("it was"))
     assert is_known(measured("eight bits"))
