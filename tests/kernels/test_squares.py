@@ -203,9 +203,13 @@ def test_nothing_to_write_is_nothing_to_measure(backend: Backend, scale: float) 
     table, squares = filled(randoms(torch.float32, (5, 9)), torch.float32), unmeasured()
     backend.unflatten(table, [None, None], scale=scale, squares=squares)
     assert squares.item() == 0.0
-    empty = PointerTable(torch.full((4,), NAN), [], torch.float32)
-    backend.unflatten(empty, [], scale=scale, squares=squares.fill_(NAN))
+    slotless = PointerTable(torch.full((4,), NAN), [], torch.float32)
+    backend.unflatten(slotless, [], scale=scale, squares=squares.fill_(NAN))
     assert squares.item() == 0.0
+    for wire in DTYPES:
+        empty = filled([torch.zeros(0, dtype=wire)], torch.float32)
+        backend.unflatten(empty, [torch.zeros(0)], scale=scale, squares=squares.fill_(NAN))
+        assert squares.item() == 0.0
 
 
 @both
