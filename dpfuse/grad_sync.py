@@ -276,7 +276,7 @@ class GradSync:
             )
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
-            if self._options.grad_norm_in_backward and bucket.fused_params:
+            if self._options.grad_norm_in_backward:
                 bucket.squares = SquareSum(torch.zeros((), dtype=torch.float64, device=bucket.plan.device))
         return buckets
 
