@@ -20,11 +20,11 @@ class DeviceGuard:
 
     Args:
         params: whose gradients are averaged.
-        squares: what was measured of them, [buckets] float64 on their device, if anything.
+        squares: what was measured of them, each [] float64 on their device.
     """
 
-    def __init__(self, params: Sequence[Tensor], squares: Tensor | None = None) -> None:
-        self._squares = squares
+    def __init__(self, params: Sequence[Tensor], squares: Sequence[Tensor] = ()) -> None:
+        self._squares = list(squares)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.dtype, param.device), []).append(param)
@@ -40,11 +40,11 @@ class DeviceGuard:
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
             spoil(table, grads, alarm.to(table.device))
-        if self._squares is not None:
-            self._squares.masked_fill_(alarm, math.nan)
+        if self._squares:
+            torch._foreach_add_(self._squares, torch.where(alarm, math.nan, 0.0).double())
 
 
-def guard_of(params: Sequence[Tensor], world_size: int, squares: Tensor | None = None) -> DeviceGuard | None:
+def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:
     """One where it is needed: on the CPU errors are raised in the same backward, and a rank alone has no peers."""
     return DeviceGuard(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
 

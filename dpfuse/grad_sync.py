@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dpfuse import agreement
 from dpfuse.autograd import BackwardListener, BackwardWatch, ReadyHooks
@@ -19,7 +19,7 @@ from dpfuse.buckets.square_sum import SquareSum
 from dpfuse.buffer_sync import BufferSync
 from dpfuse.canary import Canary
 from dpfuse.comm_hook import CommHook
-from dpfuse.device_guard import guard_of
+from dpfuse.device_guard import DeviceGuard, guard_of
 from dpfuse.error_feedback import ErrorFeedback
 from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
@@ -85,7 +85,6 @@ class GradSync:
         self._watch = BackwardWatch(canary.reached)
         self.error_feedback = ErrorFeedback(group.rank(), group.size()) if options.error_feedback else None
         self._finite: FiniteCheck | None = None
-        self._squares: Tensor | None = None  # of the gradients of each bucket, if backward is to measure them
         self.factors = GradientFactors(canary, options.gradient_scale, group.rank(), group.size())
         if options.check_finite != "off":
             self._finite = FiniteCheck(
@@ -111,7 +110,7 @@ class GradSync:
             self.reducer.after_delivery = (*self.reducer.after_delivery, self._finite.warn)
         self.reducer.track = self.track
         self.reducer.strict = options.checked == "strict"
-        self.reducer.guard = guard_of(self._params, group.size(), self._squares)
+        self.reducer.guard = self._guard()
         self._watch.listener = self.reducer
         self._hooks = ReadyHooks(self._params, self._markers())
 
@@ -275,12 +274,15 @@ class GradSync:
                 feedback=self.error_feedback,
                 accumulates=self._options.accumulate_in_buckets,
             )
-        if self._options.grad_norm_in_backward:
-            self._squares = torch.zeros(len(buckets), dtype=torch.float64, device=plan.buckets[0].device)
         for order, bucket in enumerate(buckets):
             bucket.finite = None if self._finite is None else FiniteCounter(self._finite, is_first=order == 0)
-            bucket.squares = None if self._squares is None else SquareSum(self._squares[order])
+            if self._options.grad_norm_in_backward:
+                bucket.squares = SquareSum(torch.zeros((), dtype=torch.float64, device=bucket.plan.device))
         return buckets
+
+    def _guard(self) -> DeviceGuard | None:
+        squares = [bucket.squares.value for bucket in self.reducer.buckets if bucket.squares is not None]
+        return guard_of(self._params, self.group.size(), squares)
 
     def _rebuild(self, order: list[int], marks: list[int]) -> None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated
@@ -302,7 +304,7 @@ class GradSync:
     def _equip_buckets(self) -> None:
         """What buckets have besides their gradients, and hooks for them."""
         self.observe(self._times)
-        self.reducer.guard = guard_of(self._params, self.group.size(), self._squares)
+        self.reducer.guard = self._guard()
         self._hooks.replace(self._params, self._markers())
         self.factors.equip(self.reducer)
 

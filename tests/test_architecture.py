@@ -73,7 +73,7 @@ ALLOWED = {
         "ranges", "gradient_factors (types)", "bucket_state", "flat_buffer",
         "square_sum",
     },
-    "square_sum": {"torch"},
+    "square_sum": {"torch", "writing_streams"},
     "ranges": {"torch"},
     "bucket_state": set(),
     "early_unpack": {"torch", "collective", "ownership", "writing_streams"},

@@ -326,6 +326,8 @@ class GradBucket(FlatBuffer):
     def _launch_empty(self, failed: bool) -> None:
         self._move(BucketState.FREE, BucketState.FLIGHT)
         self.missing, self.error, self._handed_out = [], None, False
+        if self.squares is not None:
+            self.squares.forget()
         table = self._allocate()  # not the one in use: what is accumulated may lie in it, in views
         if self.tail is not None:
             source = self.tail.source(table.dtype, table.flat.device, (), failed, changed=True)

@@ -123,11 +123,13 @@ class PointerTable:
         if self._gaps is None:
             yield
             return
-        kept = [buffer[self._gaps] for buffer in (self.flat, *beside)]
+        # To `data`: autograd is not to take that for a write to the slots, which a graph may have saved.
+        buffers = [buffer.data for buffer in (self.flat, *beside)]
+        kept = [buffer[self._gaps] for buffer in buffers]
         if zero:
-            self.flat[self._gaps] = 0
+            buffers[0][self._gaps] = 0
         yield
-        for buffer, values in zip((self.flat, *beside), kept, strict=True):
+        for buffer, values in zip(buffers, kept, strict=True):
             buffer[self._gaps] = values
 
     @property

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dpfuse
+from dpfuse.buckets.bucket import GradBucket
+from dpfuse.device_guard import DeviceGuard
 from tests.distributed.in_place import large_from
 from tests.distributed.test_grad_norm import CHANGES, SOME, Net, check, copies, exact_norm, unscaled
 from tests.streams import PretendedStreams
@@ -233,6 +235,88 @@ def test_gradients_that_nobody_wants_are_freed(group):
     assert model.grad_norm().item() == 0.0
 
 
+def test_a_buffer_that_an_interrupted_backward_leaves_behind_is_freed(group):
+    model = measured("views")
+    sizes = [param.grad.untyped_storage().nbytes() for param in model.parameters()]
+    gone = [weakref.ref(param.grad) for param in model.parameters()]
+    handle = model.module.first.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("planted")))
+    with pytest.raises(KeyError, match="planted"):
+        model(7).backward()
+    handle.remove()
+    model.zero_grad()
+    model(8)  # its forward sends what the peers still wait for, in another buffer
+    assert all(reference() is None for reference in gone)
+    model(8).backward()
+    assert [param.grad.untyped_storage().nbytes() for param in model.parameters()] == sizes
+    assert is_known(model)
+
+
+@pytest.mark.parametrize("kind", ["views", "private"])
+def test_a_backward_in_inference_mode_is_read_when_asked(group, kind):
+    model = dpfuse.DataParallel(Net(), grad_norm_in_backward=True, **KINDS[kind])
+    for seed in range(3):
+        model.zero_grad()
+        loss = model(seed)
+        with torch.inference_mode():
+            loss.backward()
+        assert model.module.bias.grad.is_inference()
+        norm = exact_norm(copies(model))
+        assert float(model.grad_norm()) == pytest.approx(norm, rel=1e-6)
+        unseen(model)
+        assert float(model.grad_norm()) == pytest.approx(2 * norm, rel=1e-6)
+
+
+def test_asking_is_no_write_to_what_a_graph_has_saved(group):
+    model = measured("views")
+    factor = torch.ones((), requires_grad=True)
+    model.module.bias.grad.mul_(1.0)  # so that all is read
+    saved = (model.module.first.grad * factor).sum()
+    model.grad_norm()
+    saved.backward()
+    assert factor.grad is not None
+
+
+def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
+    monkeypatch.setattr("dpfuse.grad_sync.guard_of", lambda params, size, squares: DeviceGuard(params, squares))
+    model = measured("views")
+    model.module.extra = nn.Parameter(torch.ones(3))
+    model(1)
+    del model.module.extra  # taken back before a backward has seen it
+    model(1)
+    reducer = model._sync.reducer
+    sums = [bucket.squares.value for bucket in reducer.buckets]
+    before = list(map(float, sums))
+    reducer.guard(torch.tensor(False))
+    assert list(map(float, sums)) == before
+    reducer.guard(torch.tensor(True))
+    assert all(map(torch.isnan, sums))
+
+
+def test_what_a_cuda_graph_has_measured_holds_in_graphs_only(group, monkeypatch):
+    # Replays write gradients behind torch's back, and a captured norm is to follow what was written before its replay.
+    streams = PretendedStreams()
+    streams.install(monkeypatch)
+    model = measured("private")
+    streams.current.captured = True
+    unseen(model)
+    assert float(model.grad_norm()) == pytest.approx(exact_norm(copies(model)), rel=1e-6), "measured before the capture"
+    for param in model.parameters():
+        param.grad.zero_()
+    model(3).backward()
+    norm = exact_norm(copies(model))
+    unseen(model)
+    assert float(model.grad_norm()) == pytest.approx(norm, rel=1e-6), "measured in it"
+    streams.current.captured = False
+    assert float(model.grad_norm()) == pytest.approx(2 * norm, rel=1e-6)
+    model(4).backward()  # an eager step, behind which there may be replays
+    assert not is_known(model)
+
+
+def test_a_bucket_without_gradients_is_not_measured(group, monkeypatch):
+    monkeypatch.setattr(GradBucket, "_measure", lambda bucket: pytest.fail("it was"))
+    assert is_known(measured("eight bits"))
+
+
 def test_gradients_of_a_model_that_was_copied_are_its_own(group):
     model = measured("views")
     twin = copy.deepcopy(model)
@@ -262,14 +346,13 @@ def test_on_a_gpu_views_are_measured_on_the_side_while_backward_goes_on(group, m
     streams.install(monkeypatch)
     monkeypatch.setattr("dpfuse.collective.waits_on_streams", lambda group, device: True)
     streams.initialized = False
-    bucket_type = dpfuse.buckets.bucket.GradBucket
-    measure = bucket_type._measure
+    measure = GradBucket._measure
 
     def noted(bucket):
         streams.log.append(f"measure {bucket._label.split()[1]} on {streams.current.name}")
         measure(bucket)
 
-    monkeypatch.setattr(bucket_type, "_measure", noted)
+    monkeypatch.setattr(GradBucket, "_measure", noted)
     model = measured("bucket each", steps=2)
     count = len(model.bucket_plan.buckets)
     assert count == 4
