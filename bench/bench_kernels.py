@@ -1,7 +1,8 @@
 """Shapes of the pack kernel on a GPU: elements per program and warps, over dtypes and sizes, cold and hot in the cache.
 
 The best one of each case is in the record; `dpfuse_kernels/launch_shape.py` holds those in use. The case "launch" is
-the CPU time of a launch, past Triton's dispatcher and through it.
+the CPU time of a launch, past Triton's dispatcher and through it. The case "measure" is the unpack that also sums up
+squares, beside one that does not, and beside one with a launch of `squared_norm` behind it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.kernel_time import LAUNCHES, SHAPES, label, time_launches, time_shapes
+from bench.kernel_time import LAUNCHES, MEASURES, SHAPES, label, time_launches, time_measures, time_shapes
 from bench.pack_time import CEILING
 from bench.playback import play_back, played_back, remembered
 from bench.size_list import bucket_shapes
 
 MB = 1 << 20
-LAUNCH = "launch"
+LAUNCH, MEASURE = "launch", "measure"
 PAIRS = [
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -47,23 +48,26 @@ CASES = [
 
 
 @remembered
-def _measured(case: _Case | None, quick: bool) -> dict[str, dict[str, Any]]:
+def _measured(case: _Case | str, quick: bool) -> dict[str, dict[str, Any]]:
     rounds = 5 if quick else 25
-    if case is None:
+    if case == LAUNCH:
         return time_launches("cuda", rounds=rounds)
+    if not isinstance(case, _Case):
+        shapes = bucket_shapes("resnet50", 25 * MB // 4)
+        return time_measures(shapes, torch.float32, torch.float32, "cuda", rounds=rounds)
     shapes = bucket_shapes("resnet50", case.megabytes * MB // case.dtype.itemsize)
     return time_shapes(shapes, case.dtype, case.wire, "cuda", rounds=rounds, hot=case.hot)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    cases: list[tuple[_Case | None, str]] = [(None, name) for name in LAUNCHES]
+    cases: list[tuple[_Case | str, str]] = [(LAUNCH, name) for name in LAUNCHES]
+    cases += [(MEASURE, name) for name in MEASURES]
     cases += [(case, name) for case in CASES for name in (CEILING, *map(label, SHAPES))]
     metafunc.parametrize(("case", "variant"), cases if metafunc.config.getoption("--gpu") else [], ids=str)
 
 
 @played_back
-def test_kernels(benchmark: Any, request: pytest.FixtureRequest, case: _Case | None, variant: str) -> None:
+def test_kernels(benchmark: Any, request: pytest.FixtureRequest, case: _Case | str, variant: str) -> None:
     result = dict(_measured(case, request.config.getoption("--quick"))[variant])
     seconds = result.pop("seconds")
-    name = LAUNCH if case is None else str(case)
-    play_back(benchmark, seconds, {"suite": "kernels", "case": name, "variant": variant, **result})
+    play_back(benchmark, seconds, {"suite": "kernels", "case": str(case), "variant": variant, **result})

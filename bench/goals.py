@@ -276,6 +276,11 @@ def _kernels_suite(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]
         seconds = bound.median if bound.info["bound"] else None
         yield Outcome("kernels", case, "CPU seconds of a bound launch", seconds, LAUNCH_GOAL)
         return
+    if case == "measure":
+        for name in ("unflatten", "unflatten, then squared_norm"):
+            value = ratio(contenders["unflatten with squares"].median, contenders[name].median)
+            yield Outcome("kernels", case, f"time, unflatten with squares / {name}", value, None)
+        return
     shapes = {name: entry for name, entry in contenders.items() if "elements" in name}
     best = min(shapes, key=lambda name: shapes[name].median)
     usual = next(entry for entry in shapes.values() if entry.info["default"])

@@ -9,15 +9,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["ELSEWHERE", "TOP", "Canary", "Counts"]
+__all__ = ["ELSEWHERE", "TOP", "WEIGHS", "Canary", "Counts"]
 
+WEIGHS = 2
 TOP = 64  # above every number that travels, and a power of two: 16-bit gradients still tell them apart
 
 
 class Counts(NamedTuple):
     """Each from 1 to 62, beyond which it starts again, or all of them `TOP`."""
 
-    backwards: int  # one more than were not synchronised
+    backwards: int  # one more than were not synchronised, where their number matters
     forwards: int  # one more than no backward has reached
     wrapper: int  # one more than were made before this one for its group
     handling: int  # one more than a number for what is done to gradients besides averaging them
@@ -41,7 +42,8 @@ class Canary:
         self.elsewhere = False  # whether this rank only takes part for the sake of others
         self.uneven = False  # whether some rank may
         self.wrapper = wrapper
-        # In the backward that is running: 1 if the loss scale is undone, and 2 if gradients are weighed, 4 if sums are.
+        # In the backward that is running: 1 if the loss scale is undone; and WEIGHS if gradients are weighed, or twice
+        # that if sums are.
         self.handling = 0
         self._counts_forwards = counts_forwards
         self._window = NEVER
@@ -111,7 +113,9 @@ class Canary:
         if self.elsewhere:
             return ELSEWHERE
         forwards = self._forwards if self._counts_forwards else 0
-        return _told(self._backwards, forwards, self.wrapper, self.handling)
+        # Who weighs gradients says how much each rank has; in how many batches is its own affair.
+        backwards = self._backwards if self.handling < WEIGHS else 0
+        return _told(backwards, forwards, self.wrapper, self.handling)
 
 
 @lru_cache(maxsize=1024)  # nearly every backward tells the same

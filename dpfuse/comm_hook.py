@@ -70,20 +70,23 @@ class CommHook:
         """
         if option is not None:
             return (
-                f"with {option}, expected one of the two: {self.name} adds up as it likes. Leave "
-                f"{option.partition('=')[0]} out, or register no hook."
+                f"a communication hook was registered with {option}, expected one of the two: {self.name} adds up as "
+                f"it likes. Leave {option.partition('=')[0]} out, or register no hook."
             )
         if recording:
             return (
-                "while autotune records, expected it before the call or once its tuning is done. With a hook the "
-                "buckets are no longer tuned."
+                "a communication hook was registered while autotune records, expected it before the call or once its "
+                "tuning is done. With a hook the buckets are no longer tuned."
             )
         if backward:
-            return f"while a backward is {backward}, expected it between backwards. Register it right after wrapping."
+            return (
+                f"a communication hook was registered while a backward is {backward}, expected it between backwards. "
+                "Register it right after wrapping."
+            )
         if change:
             return (
-                f"after {change} and before a backward synchronised since. Register it before the change, or after "
-                "that backward."
+                f"a communication hook was registered after {change} and before a backward synchronised since. "
+                "Register it before the change, or after that backward."
             )
         return ""
 

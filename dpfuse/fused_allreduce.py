@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from dpfuse import agreement
 from dpfuse.averaging import averaging_for
@@ -115,6 +116,8 @@ def fused_allreduce_gradients(
             ) from bucket.error
     for bucket in buckets:
         bucket.deliver()
+    # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
+    increment_version([param.grad for param in params if param.grad is not None])
 
 
 def _gradients_of(

@@ -238,7 +238,7 @@ class GradSync:
             change="" if self._change is None else self._change.text,
         )
         if refused:
-            raise DPFuseError(f"rank {self.group.rank()}: a communication hook was registered {refused}")
+            raise DPFuseError(f"rank {self.group.rank()}: {refused}")
         self.hook = hook
         self._use_buckets(self._marks)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dpfuse.canary import WEIGHS
 from dpfuse.errors import DPFuseError
 from dpfuse.grad_norm import Gradients
 from dpfuse.gradient_weight import GradientWeight
@@ -136,7 +137,7 @@ class GradientFactors:
         if self._weighs:
             self._refuse_weights()  # a hook may have come since
         self._scale = buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale
-        self._canary.handling = unscales + self._weighs * (2 if self.weight.reduction == "mean" else 4)
+        self._canary.handling = unscales + self._weighs * (WEIGHS if self.weight.reduction == "mean" else 2 * WEIGHS)
         if self._counting:
             self._begin_counts()
 

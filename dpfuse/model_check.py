@@ -87,8 +87,8 @@ def check_module(
 def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
     """Raises ValueError where two wrappers would both reduce a gradient, and one of them spoils what the other does.
 
-    The mean of means is the mean, so those do no harm; a sum over a sum counts every rank twice, and what one has
-    taken into its buckets is missing in `.grad` for the other.
+    The mean of means is the mean, so those do no harm; a sum over a sum counts every rank twice, what one has taken
+    into its buckets is missing in `.grad` for the other, and what one has measured the other may write.
     """
     for name, param in trainable.items():
         for hook in (param._post_accumulate_grad_hooks or {}).values():
@@ -96,7 +96,8 @@ def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) ->
             if alone is not None and (alone or options.wants_params_alone):
                 raise ValueError(
                     f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
-                    "gradient_scale or accumulate_in_buckets set; expected one wrapper. Delete the old one first."
+                    "gradient_scale, accumulate_in_buckets or grad_norm_in_backward set; expected one wrapper. Delete "
+                    "the old one first."
                 )
 
 

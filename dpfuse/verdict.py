@@ -19,8 +19,9 @@ DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Cou
     ),
     "backwards": (
         lambda number: f"has run {_counted(number, 'backward')} since the last averaged one",
-        "Enter no_sync() on all ranks or on none, and for as many batches. Where one rank would skip a batch, its loss "
-        "can be multiplied by 0; torch.autograd.grad gives gradients that are not to be averaged.",
+        "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in length, call "
+        "set_gradient_weight() for each. Where one rank would skip a batch, its loss can be multiplied "
+        "by 0; torch.autograd.grad gives gradients that are not to be averaged.",
     ),
     "forwards": (
         lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",

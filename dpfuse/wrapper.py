@@ -226,8 +226,8 @@ class SyncedModule(nn.Module):
     def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
 
-        Gradients that still lie in the communication buffers are read by the buffer. It does not matter what was
-        done to `.grad` since backward; parameters without gradient do not count.
+        What was done to `.grad` since backward counts, parameters without gradient do not. Gradients that still lie in
+        the communication buffers are read by the buffer, and what `grad_norm_in_backward` has measured is not read.
 
         Args:
             norm_type: order of the norm, such as 1, 2 or `math.inf`.

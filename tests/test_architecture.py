@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "loss_scale": {"torch", "grad_norm (types)", "tracing"},
     "gradient_factors": {
-        "torch", "dpfuse_kernels", "canary (types)", "grad_norm", "loss_scale", "reducer (types)", "tail (types)",
+        "torch", "dpfuse_kernels", "canary", "grad_norm", "loss_scale", "reducer (types)", "tail (types)",
         "gradient_weight", "phase",
     },
     "gradient_weight": {"torch", "tail (types)", "verdict", "writing_streams"},

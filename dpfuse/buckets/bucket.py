@@ -183,10 +183,8 @@ class GradBucket(FlatBuffer):
                 self._hand_out_views(untouched)
             elif self.missing:
                 self._hand_out_views(set(self._fused.params).difference(self.missing).union(untouched))
-            if self.squares is not None and not any(index in untouched for index in self._fused.params):
-                if not self._measured:
-                    self._measure()
-                self.squares.settle(self._views[: len(self.fused_params)], views=True)
+            if self.squares is not None and self.fused_params:
+                self._settle_views(self.squares, untouched)
             return
         if not self.fused_params:
             return  # only the tail was in it
@@ -195,7 +193,7 @@ class GradBucket(FlatBuffer):
         )
         early = set() if self.early is None else self.early.delivered()
         if len(early) == len(self.fused_params):
-            self._settle_squares()
+            self._settle_private()
             return
         skipped |= early
         targets: list[Tensor | None] = []
@@ -219,7 +217,7 @@ class GradBucket(FlatBuffer):
                         targets[place] = self._target(place)
                 self._unpack(targets, matched=False)
         if not skipped:
-            self._settle_squares()
+            self._settle_private()
 
     def discard(self) -> None:
         """Wait if need be, and give the buffer back without touching any gradient but those that are written already.
@@ -239,7 +237,10 @@ class GradBucket(FlatBuffer):
                     view.zero_()
 
     def overlap_on(self, side: SideStream) -> None:
-        """Go on there when the sum has landed, while backward does: unpack private gradients, if that pays."""
+        """Go on there when the sum has landed, while backward does.
+
+        That is to unpack private gradients, where it pays, and to read views for their norm, where it is measured.
+        """
         self._side = side
         nbytes = sum(slot.numel for slot in self._fused.slots) * getattr(torch, self.plan.dtype).itemsize
         is_usual = self.tail is None and not self._keep_views and not self._is_complex
@@ -287,7 +288,7 @@ class GradBucket(FlatBuffer):
         assert self._work is not None
         if self.early is not None:
             self.early.write(self._work, [grad for grad in grads if grad is not None], self._unpack, table)
-        elif self.squares is not None and self._handed_out and not capturing():
+        elif self.squares is not None and self._handed_out and self.tail is None and not capturing():
             self._measured = side.queue(self._work, self._measure, [table])
 
     def _measure(self) -> None:
@@ -299,8 +300,16 @@ class GradBucket(FlatBuffer):
             views[-1] = None
         self.squares.value.copy_(squared_norm(views, self._table))
 
-    def _settle_squares(self) -> None:
-        """All gradients were unpacked."""
+    def _settle_views(self, squares: SquareSum, untouched: Collection[int]) -> None:
+        """Gradients are their views, but for those."""
+        if any(index in untouched for index in self._fused.params):
+            return
+        if not self._measured:
+            self._measure()
+        squares.settle(self._views[: len(self.fused_params)], views=True)
+
+    def _settle_private(self) -> None:
+        """All gradients were unpacked, and measured with it."""
         if self.squares is not None:
             grads = [param.grad for param in self.fused_params if param.grad is not None]
             self.squares.settle(grads, views=False)

@@ -1,4 +1,4 @@
-"""Unpacks eight-bit blocks into tensors: decode, scale, cast and measure in one pass. Knows no bucket and no collective."""
+"""Unpacks eight-bit blocks into tensors: decode, scale, cast, measure in one pass. Knows no bucket, no collective."""
 
 from __future__ import annotations
 

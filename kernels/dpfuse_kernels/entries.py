@@ -194,7 +194,8 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
         address = tensor.data_ptr()
         addresses.append(address)
         if slot.numel == 0:
-            own.append(index)  # there is nothing elsewhere
+            if tensor.dtype == table.flat.dtype:
+                own.append(index)  # nothing of it is elsewhere
             continue
         if address == 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Unpacks a flat buffer into tensors: copy or add, scale, cast and measure in one pass. Knows no bucket, no collective."""
+"""Unpacks a flat buffer into tensors: copy or add, scale, cast, measure in one pass. Knows no bucket, no collective."""
 
 from __future__ import annotations
 

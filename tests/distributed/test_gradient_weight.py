@@ -115,12 +115,13 @@ def trained_by_tokens(rank, size, reduction, micros, in_buckets):
     for step in range(10):
         ours.zero_grad()
         theirs.zero_grad()
-        batches = [[batch_of(other, step * micros + micro) for micro in range(micros)] for other in range(size)]
+        lengths = [micros or 1 + (other + step) % 3 for other in range(size)]
+        batches = [[batch_of(other, step * 3 + micro) for micro in range(lengths[other])] for other in range(size)]
         alone(torch.cat([part for parts in batches for part in parts])).square().mean().backward()
         count = sum(map(len, batches[rank]))
         model.set_gradient_weight(count, reduction)
         for micro, part in enumerate(batches[rank]):
-            with model.no_sync(enabled=micro < micros - 1):
+            with model.no_sync(enabled=micro < lengths[rank] - 1):
                 total = model(part).square().sum()
                 (total if reduction == "sum" else total / count).backward()
         ours.step()
@@ -130,7 +131,7 @@ def trained_by_tokens(rank, size, reduction, micros, in_buckets):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(("micros", "in_buckets"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("micros", "in_buckets"), [(1, False), (3, False), (3, True), (None, False), (None, True)])
 def test_ranks_with_other_batch_sizes_train_as_one_process_with_all_of_them(ranks, reduction, micros, in_buckets):
     ranks(trained_by_tokens, reduction, micros, in_buckets)
 

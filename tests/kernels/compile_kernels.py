@@ -35,7 +35,13 @@ MOVERS = ("flatten", "unflatten", "unflatten accumulate")
 MEASURING = ("unflatten squares", "unflatten accumulate squares")
 KERNELS = (*MOVERS, *FLATTENS, *MEASURING, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
-MX_KERNELS = ("quantize", "quantize count factor residual", "dequantize", "dequantize squares", "sum_quantized residual")
+MX_KERNELS = (
+    "quantize",
+    "quantize count factor residual",
+    "dequantize",
+    "dequantize squares",
+    "sum_quantized residual",
+)
 MX_TYPES = [("float32", "e4m3"), ("bfloat16", "e5m2")]
 SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
 
@@ -169,8 +175,16 @@ def _compiled(
         "architecture": architecture,
         "shape": [chunk, warps],
         "assembly": assembly,
+        "reductions": _reductions(compiled.asm["ttgir"]),
         "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
     }
+
+
+def _reductions(ttgir: str) -> list[str]:
+    """What is reduced over all threads, with its layout: that fixes the order of the additions."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<(.*?), (#\w+)>\) ->', ttgir, re.DOTALL)
+    return [f"{kind} in {layouts[name]}" for kind, name in reduced]
 
 
 def _nvidia_spills(cubin: bytes) -> int:

@@ -137,6 +137,18 @@ def test_what_only_measures_or_scales_moves_128_bits_at_a_time(
         assert len(re.findall(WIDE_AMD.format("store"), assembly)) >= (kernel == "multiply")
 
 
+@every_architecture
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "wire"), [(kernel, *pair) for kernel in MEASURING for pair in PAIRS if fits(kernel, *pair)]
+)
+def test_squares_are_added_up_in_the_order_of_squared_norm(
+    compiled: Compiled, kernel: str, architecture: int | str, dtype: str, wire: str
+) -> None:
+    found = compiled[kernel, architecture, dtype, wire]["reductions"]
+    assert found == compiled["squared_norm", architecture, dtype, dtype]["reductions"]
+    assert len(found) == 2, "one on each path"  # type: ignore[arg-type]
+
+
 @every_nvidia
 def test_no_sum_depends_on_which_program_is_first(compiled: Compiled, architecture: int) -> None:
     # Integers may be added in any order; floats have a place for each program.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,15 @@ from torch import Tensor
 
 from dpfuse_kernels import PointerTable
 from dpfuse_kernels.multiply import _multiply_kernel, multiply, multiply_reference
-from dpfuse_kernels.squared_norm import _squared_norm_kernel, row_norms, squared_norm, squared_norm_reference
+from dpfuse_kernels.squared_norm import (
+    GROUP,
+    MIDDLE,
+    ROW,
+    _squared_norm_kernel,
+    row_norms,
+    squared_norm,
+    squared_norm_reference,
+)
 from tests.kernels.layouts import DTYPES, guarded, same_bits, slot_of
 from tests.kernels.test_flatten import odd_shapes, randoms
 
@@ -128,6 +138,19 @@ def test_a_norm_of_millions_keeps_its_digits() -> None:
     assert float(row_norms([values[:-1].view(1000, 3000).t()]).norm()) == pytest.approx(
         float(values[:-1].double().norm()), rel=1e-7
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_many_tensors_of_any_length_keep_their_digits_and_are_few_calls(dtype: torch.dtype) -> None:
+    lengths = [ROW, ROW + 1, 3000, MIDDLE - 1, MIDDLE, MIDDLE + 1, *[700] * (GROUP // 700 + 3), 1, 0]
+    # The same number everywhere: added up one behind the other in float32, it would lose the sixth digit at 2000.
+    tensors = [torch.full((length,), 0.1, dtype=dtype) for length in lengths]
+    tensors.append(torch.full((30, 40), 0.1, dtype=dtype).t())
+    exact = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    assert float(row_norms(tensors).norm()) == pytest.approx(exact, rel=5e-7)
+    with mock.patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as norms:
+        row_norms(tensors)
+    assert norms.call_count == 2 * 3, "two for each long one, and for two groups of short ones"
 
 
 @every_product

@@ -153,9 +153,7 @@ def test_the_references_sum_is_that_of_the_slots_in_every_bit(
 
 
 @pytest.mark.parametrize("missing", [0, 1, 3])
-def test_slots_whose_last_ones_are_missing_are_read_in_one_call(
-    monkeypatch: pytest.MonkeyPatch, missing: int
-) -> None:
+def test_slots_whose_last_ones_are_missing_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
     module = sys.modules["dpfuse_kernels.squared_norm"]  # the package has a function of that name
     asked: list[list[int]] = []
     norms = module.row_norms
@@ -205,9 +203,13 @@ def test_nothing_to_write_is_nothing_to_measure(backend: Backend, scale: float) 
     table, squares = filled(randoms(torch.float32, (5, 9)), torch.float32), unmeasured()
     backend.unflatten(table, [None, None], scale=scale, squares=squares)
     assert squares.item() == 0.0
-    empty = PointerTable(torch.full((4,), NAN), [], torch.float32)
-    backend.unflatten(empty, [], scale=scale, squares=squares.fill_(NAN))
+    slotless = PointerTable(torch.full((4,), NAN), [], torch.float32)
+    backend.unflatten(slotless, [], scale=scale, squares=squares.fill_(NAN))
     assert squares.item() == 0.0
+    for wire in DTYPES:
+        empty = filled([torch.zeros(0, dtype=wire)], torch.float32)
+        backend.unflatten(empty, [torch.zeros(0)], scale=scale, squares=squares.fill_(NAN))
+        assert squares.item() == 0.0
 
 
 @both
@@ -221,6 +223,14 @@ def test_what_is_not_finite_is_seen(backend: Backend, planted: float, found: flo
         tensors = table.views if own else [torch.ones(5), torch.ones(9000)]
         backend.unflatten(table, tensors, scale=scale, accumulate=accumulate, squares=squares)
         torch.testing.assert_close(squares.item(), found, equal_nan=True)
+
+
+@both
+def test_an_infinite_factor_multiplies_nothing_beyond_the_tensors(backend: Backend) -> None:
+    # Zero times infinity would be NaN.
+    table, squares = filled([torch.ones(5), torch.ones(16)], torch.float32), unmeasured()
+    backend.unflatten(table, [torch.zeros(5), torch.zeros(16)], scale=INF, squares=squares)
+    assert squares.item() == INF
 
 
 WRONG = {

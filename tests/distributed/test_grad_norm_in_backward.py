@@ -1,0 +1,285 @@
+"""Norms that backward has measured: nothing is read again while they hold, and everything is once they do not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import dpfuse
+from tests.distributed.in_place import large_from
+from tests.distributed.test_grad_norm import CHANGES, SOME, Net, check, copies, exact_norm, unscaled
+from tests.streams import PretendedStreams
+
+KINDS = {
+    "views": {},
+    "private": {"gradient_as_bucket_view": False},
+    "bucket each": {"comm_buffer_size": 0, "last_comm_buffer_size": 0},
+    "half wire": {"wire_dtype": torch.float16},
+    "wide wire": {"wire_dtype": torch.float32},
+    "eight bits": {"wire_dtype": torch.float8_e4m3fn},
+    "deterministic": {"deterministic": True},
+    "deterministic private": {"deterministic": True, "gradient_as_bucket_view": False},
+    "in buckets": {"accumulate_in_buckets": True},
+    "checked": {"check_finite": "raise"},
+    "sum": {"gradient_scale": 1.0, "gradient_as_bucket_view": False},
+    "feedback": {"wire_dtype": torch.bfloat16, "error_feedback": True},
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+def measured(kind, dtype=torch.float32, steps=3, rank=0, **options):
+    model = dpfuse.DataParallel(Net(dtype), grad_norm_in_backward=True, **KINDS[kind], **options)
+    for step in range(steps):
+        model.zero_grad()
+        model(10 * step + rank).backward()
+    return model
+
+
+def unseen(model):
+    """Write gradients so that torch counts nothing, and nothing tells whether they are read but their norm."""
+    for param in model.module.parameters():
+        if param.grad is not None:
+            param.grad.data.mul_(2.0)
+
+
+def is_known(model):
+    """Is the norm the one that was measured? Changes the gradients."""
+    before = exact_norm(copies(model))
+    unseen(model)
+    norm = float(model.grad_norm())
+    assert norm == pytest.approx(before, rel=1e-6) or norm == pytest.approx(2 * before, rel=1e-6)
+    known = norm == pytest.approx(before, rel=1e-6)
+    # One that is counted makes all of it known again.
+    for param in model.module.parameters():
+        if param.grad is not None:
+            param.grad.mul_(1.0)
+    assert float(model.grad_norm()) == pytest.approx(2 * before, rel=1e-6)
+    return known
+
+
+def every_kind(rank, size):
+    for kind in KINDS:
+        for dtype in DTYPES if kind in ("views", "private", "half wire", "deterministic") else DTYPES[:1]:
+            torch.manual_seed(0)
+            model = measured(kind, dtype, rank=rank)
+            plain = dpfuse.DataParallel(copy.deepcopy(model.module), **KINDS[kind])
+            norm = model.grad_norm()
+            assert float(norm) == pytest.approx(exact_norm(copies(model)), rel=1e-6), (kind, dtype)
+            assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert is_known(model), (kind, dtype)
+            # And gradients have the bits that they have without.
+            for one in (model, plain):
+                one.zero_grad()
+                one(40 + rank).backward()
+            if kind != "feedback":  # which remembers the steps before
+                for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(mine.grad, other.grad), (kind, dtype)
+            if dtype != torch.bfloat16:  # whose norm torch rounds
+                assert check(model), (kind, dtype)
+
+
+def test_what_backward_has_measured_is_the_norm_and_nothing_is_read(ranks):
+    ranks(every_kind)
+
+
+def every_change(rank, size):
+    with large_from(SOME):
+        for kind in ("views", "private", "half wire", "eight bits"):
+            model = measured(kind, rank=rank)
+            for name, change in CHANGES.items():
+                if change is unscaled:
+                    continue
+                model.zero_grad()
+                model(rank).backward()
+                change(model)
+                assert check(model) or name == "zeroed", (kind, name)
+                assert check(model, math.inf) is False
+            model.zero_grad()
+            model(rank).backward()
+            with model.no_sync():
+                model(5).backward()
+            assert check(model), kind
+
+
+def test_whatever_torch_counts_is_noticed(ranks):
+    ranks(every_change)
+
+
+def unnoticed(model):
+    """By what, as the documents say: the norm stays that of what backward has delivered."""
+    module = model.module
+    yield "`.data`", lambda: module.rows.grad.data.mul_(3.0)
+    yield "torch's scaler", lambda: unscaled(model)
+    yield "a collective", lambda: dist.all_reduce(module.rows.grad)
+    yield "NumPy", lambda: module.rows.grad.numpy().fill(7.0)
+
+
+def holes(rank, size):
+    for kind in ("views", "private"):
+        model = measured(kind, rank=rank)
+        for name, write in unnoticed(model):
+            model.zero_grad()
+            model(rank).backward()
+            before = exact_norm(copies(model))
+            write()
+            now = exact_norm(copies(model))
+            assert abs(now - before) > 1e-3 * before, name
+            assert float(model.grad_norm()) == pytest.approx(before, rel=1e-6), f"{name} is noticed now: say so"
+
+
+def test_what_the_documents_say_is_not_noticed_is_not(ranks):
+    ranks(holes)
+
+
+def unusual_backwards(rank, size):
+    for kind in ("views", "private"):
+        model = measured(kind, rank=rank, find_unused_parameters=True)
+        for step in range(4):  # used nowhere, by one rank, by all
+            for param in model.parameters():
+                param.grad = None
+            model(10 * step + rank, spare=step % 2 == 0 and rank <= step // 2).backward()
+            check(model)
+        # Kept from before, and in no backward since.
+        for step in range(2):
+            model(step + rank, spare=False).backward()
+            check(model)
+        # A backward that died, and the one after.
+        handle = model.module.first.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("planted")))
+        with pytest.raises(KeyError, match="planted"):
+            model(7).backward()
+        handle.remove()
+        model.zero_grad()
+        model(8 + rank).backward()
+        assert check(model)
+        # Weights are one more factor behind the sums.
+        model.set_gradient_weight(1 + rank)
+        model.zero_grad()
+        model(9 + rank).backward()
+        assert check(model)
+        # Added up once more by hand, where they lie or in other buckets.
+        for large in (1, 1 << 60):
+            with large_from(large):
+                model.zero_grad()
+                model(10 + rank).backward()
+                before = float(model.grad_norm())
+                dpfuse.fused_allreduce_gradients(list(model.parameters()), scale=1.0)
+                assert float(model.grad_norm()) == pytest.approx(size * before, rel=1e-6)
+        # A window in the buckets.
+        lean = measured("in buckets", rank=rank, gradient_as_bucket_view=kind == "views")
+        for step in range(2):
+            lean.zero_grad()
+            with lean.no_sync():
+                lean(step + rank).backward()
+            lean(3 + rank).backward()
+            assert is_known(lean)
+        # A parameter that comes, and the buckets with it.
+        model.module.extra = nn.Parameter(torch.ones(3))
+        model.module.extra.grad = torch.full((3,), 5.0)
+        assert check(model)
+
+
+def test_unusual_backwards(ranks):
+    ranks(unusual_backwards)
+
+
+def own_scaler(rank, size):
+    for kind in ("views", "private", "half wire", "sum", "eight bits"):
+        model = measured(kind, rank=rank)
+        scaler = dpfuse.GradScaler(model=model, init_scale=2.0**10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(step + rank)).backward()
+            model.grad_norm()
+            scaler.unscale_(optimizer)
+            assert check(model), kind
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def test_dpfuses_scaler_is_noticed(ranks):
+    ranks(own_scaler)
+
+
+def hooked(rank, size):
+    for views in (True, False):
+        model = dpfuse.DistributedDataParallel(Net(), gradient_as_bucket_view=views, grad_norm_in_backward=True)
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        for step in range(3):
+            model.zero_grad()
+            model(step + rank).backward()
+        assert is_known(model)
+
+
+def test_what_a_communication_hook_makes_of_them_is_measured(ranks):
+    ranks(hooked)
+
+
+def test_gradients_that_nobody_wants_are_freed(group):
+    model = measured("private")
+    gone = [weakref.ref(param.grad) for param in model.parameters()]
+    assert all(reference() is not None for reference in gone)
+    model.zero_grad()
+    gc.collect()
+    assert all(reference() is None for reference in gone)
+    assert model.grad_norm().item() == 0.0
+
+
+def test_gradients_of_a_model_that_was_copied_are_its_own(group):
+    model = measured("views")
+    twin = copy.deepcopy(model)
+    for step in range(2):
+        twin.zero_grad()
+        twin(step).backward()
+    assert check(twin)
+    assert check(model)
+
+
+def alone(rank, size):
+    keeper = dpfuse.DataParallel(nn.Linear(2, 2), grad_norm_in_backward=True)
+    with pytest.raises(ValueError, match="grad_norm_in_backward set; expected one wrapper"):
+        dpfuse.DataParallel(keeper.module)
+    with pytest.raises(TypeError, match=r"grad_norm_in_backward must be True or False, got 1 of type int"):
+        dpfuse.DataParallel(nn.Linear(2, 2), grad_norm_in_backward=1)
+    with pytest.raises(dpfuse.DPFuseError, match="grad_norm_in_backward"):
+        dpfuse.DataParallel(nn.Linear(2, 2), grad_norm_in_backward=rank == 0)
+
+
+def test_it_is_the_same_on_all_ranks_and_for_one_wrapper(ranks):
+    ranks(alone)
+
+
+def test_on_a_gpu_views_are_measured_on_the_side_while_backward_goes_on(group, monkeypatch):
+    streams = PretendedStreams()
+    streams.install(monkeypatch)
+    monkeypatch.setattr("dpfuse.collective.waits_on_streams", lambda group, device: True)
+    streams.initialized = False
+    bucket_type = dpfuse.buckets.bucket.GradBucket
+    measure = bucket_type._measure
+
+    def noted(bucket):
+        streams.log.append(f"measure {bucket._label.split()[1]} on {streams.current.name}")
+        measure(bucket)
+
+    monkeypatch.setattr(bucket_type, "_measure", noted)
+    model = measured("bucket each", steps=2)
+    count = len(model.bucket_plan.buckets)
+    assert count == 4
+    for _ in range(2):
+        streams.log.clear()
+        model.zero_grad()
+        model(3).backward()
+        on_side = [f"measure {order} on side" for order in range(count - 1)]
+        assert streams.log == [*on_side, "main waits for side", f"measure {count - 1} on main"]
+    assert is_known(model)
+    # What is not complete when backward ends has not been measured before.
+    model(4, spare=False).backward()
+    check(model)
