@@ -25,11 +25,11 @@ from dpfuse.errors import DPFuseError
 from dpfuse.finite_check import FiniteCheck, FiniteCounter
 from dpfuse.grad_norm import GradientReader, Gradients
 from dpfuse.gradient_factors import GradientFactors
-from dpfuse.liveness.whereabouts import Doing, Track, board_of
+from dpfuse.liveness.whereabouts import LOSS, Track, board_of
 from dpfuse.model_agreement import send_tensors
 from dpfuse.model_change import ModelChange
 from dpfuse.model_check import check_module, describe_model, tensors_of
-from dpfuse.phase import Phase
+from dpfuse.phase import ABANDONED, IDLE
 from dpfuse.plan import BucketPlan, rebuild_plan
 from dpfuse.reducer import Reducer
 from dpfuse.signature import ModelSignature
@@ -126,9 +126,9 @@ class GradSync:
             DPFuseError: the last backward was interrupted here only.
         """
         self.track.begin(self.reducer.completed)
-        if self.reducer.phase is Phase.ABANDONED:
+        if self.reducer.phase is ABANDONED:
             self.reducer.drain()
-        idle = self.reducer.phase is Phase.IDLE
+        idle = self.reducer.phase is IDLE
         # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
         self.canary.forward_begins(counts=idle and self._module.training)
         if idle:
@@ -143,7 +143,7 @@ class GradSync:
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
-        self.track.tell(Doing.LOSS, self.reducer.completed)
+        self.track.tell(LOSS, self.reducer.completed)
         watched = self._watch.watch(outputs, self.canary.began)
         self.canary.forward_ends(watched=watched)
         self.reducer.record_forward(self.reducer.require_sync, outputs_watched=watched)
@@ -194,7 +194,7 @@ class GradSync:
 
         A rank that asked alone must not wait for an answer to come. So it tells what a changed module would tell.
         """
-        if self.reducer.phase is not Phase.IDLE:
+        if self.reducer.phase is not IDLE:
             raise DPFuseError(
                 f"rank {self.group.rank()}: autotune was called while a backward is {self.reducer.phase.name}, "
                 "expected it between backwards."
@@ -211,7 +211,7 @@ class GradSync:
 
     def use_plan(self, plan: BucketPlan) -> None:
         """Use these buckets of the same parameters from the next backward on; to be called as `_rebuild` is."""
-        assert self.reducer.phase is Phase.IDLE
+        assert self.reducer.phase is IDLE
         assert self._change is None
         assert plan.specs == self.plan.specs
         self.plan = plan
@@ -233,7 +233,7 @@ class GradSync:
         refused = hook.refused(
             option=self._options.of_communication,
             recording=self._recorder is not None,
-            backward="" if phase is Phase.IDLE else phase.name,
+            backward="" if phase is IDLE else phase.name,
             change="" if self._change is None else self._change.text,
         )
         if refused:

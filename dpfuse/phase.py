@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["RECORDERS", "RESTING", "Phase"]
+__all__ = ["ABANDONED", "CHANGED", "IDLE", "LOCAL", "RECORDERS", "RECORDING", "REDUCING", "RESTING", "Phase"]
 
 
 class Phase(Enum):
@@ -18,5 +18,7 @@ class Phase(Enum):
     ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
 
 
-RECORDERS = (Phase.RECORDING, Phase.CHANGED)  # all is sent at their end
-RESTING = (Phase.IDLE, Phase.ABANDONED)  # no backward is running
+# For the hot path: before Python 3.12 a member takes long to look up.
+IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
+RECORDERS = (RECORDING, CHANGED)  # all is sent at their end
+RESTING = (IDLE, ABANDONED)  # no backward is running

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from dpfuse import verdict
 from dpfuse.countdown import Countdown
 from dpfuse.errors import DPFuseError
-from dpfuse.liveness.whereabouts import Doing, Track
+from dpfuse.liveness.whereabouts import BACKWARD, BETWEEN, Track
 from dpfuse.local_backward import LocalBackward
-from dpfuse.phase import RECORDERS, RESTING, Phase
+from dpfuse.phase import ABANDONED, CHANGED, IDLE, LOCAL, RECORDERS, RECORDING, REDUCING, RESTING, Phase
 from dpfuse.tracing import leave_untraced
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from dpfuse.tail import Report, Tail
 
 __all__ = ["Reducer"]
-
-BACKWARD, BETWEEN = Doing.BACKWARD, Doing.BETWEEN  # before Python 3.12 a member of an enum takes long to look up
 
 
 class Reducer:
@@ -48,7 +46,7 @@ class Reducer:
         open_backward: Callable[[], None],
         rebuild: Callable[[list[int], list[int]], None],
     ) -> None:
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.require_sync = True  # what no_sync() switches off
         self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
         self.opened: Callable[..., None] | None = None  # called with `sync` and `announced` when a backward begins
@@ -82,6 +80,8 @@ class Reducer:
         """
         self.buckets = list(buckets)
         self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
+        self._expected = [countdown.expected for countdown in self._countdowns]
+        self._tail = _tail_of(self.buckets)
         self._next = 0
         self.local = LocalBackward(self.buckets, self._countdowns, self._canary)
 
@@ -158,7 +158,7 @@ class Reducer:
             DPFuseError: the backward before was interrupted on some ranks only; or a CUDA graph is being captured
                 and this one is the first of a model, after which the ranks have to agree.
         """
-        if self.phase is Phase.ABANDONED:
+        if self.phase is ABANDONED:
             self.drain()
         self._canary.backward_begins(announced=announced)
         sync = self._recorded
@@ -168,15 +168,15 @@ class Reducer:
         if self.opened is not None:
             self.opened(sync=sync, announced=announced)
         if not sync:
-            self._enter(Phase.LOCAL, self.local.pending())
+            self._enter(LOCAL, self.local.pending())
         elif (self._outdated or not self.rebuilt) and self._tail.deaf:
             raise DPFuseError(verdict.unsettled(self._tail.rank))
         elif self._outdated:
-            self._enter(Phase.CHANGED)
+            self._enter(CHANGED)
         elif not self.rebuilt:
-            self._enter(Phase.RECORDING)
+            self._enter(RECORDING)
         else:
-            self._enter(Phase.REDUCING, [countdown.expected for countdown in self._countdowns])
+            self._enter(REDUCING, self._expected)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """The outermost backward ended: send what is left, wait, deliver.
@@ -189,18 +189,18 @@ class Reducer:
         Raises:
             DPFuseError: this rank or another one failed; no rank's gradients may be used.
         """
-        if self.phase is Phase.LOCAL:
+        if self.phase is LOCAL:
             try:
                 self.local.finish()
             finally:
-                self._enter(Phase.IDLE)
+                self._enter(IDLE)
             return
         if not self._any_mark() and not reached_leaves():
-            self._enter(Phase.IDLE)
+            self._enter(IDLE)
             return
         self._canary.gradients_accumulated()
         try:
-            if self.phase is Phase.CHANGED:
+            if self.phase is CHANGED:
                 self._settle_change()
             self._launch_rest()
             if not self._deliver() and self.guard is not None:
@@ -208,7 +208,7 @@ class Reducer:
         except BaseException as error:
             self.last_error = f"{type(error)}: {error}"
             # What _deliver itself reports has been cleared up; a collective that failed has not.
-            if self.phase is not Phase.IDLE:
+            if self.phase is not IDLE:
                 self.abandon()
             raise
         self.completed += 1
@@ -224,11 +224,11 @@ class Reducer:
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
-        if self.phase is Phase.LOCAL:
-            self._enter(Phase.IDLE)
+        if self.phase is LOCAL:
+            self._enter(IDLE)
             self.local.die()  # last, for a warning may be an error
         else:
-            self._enter(Phase.ABANDONED)
+            self._enter(ABANDONED)
 
     def drain(self) -> None:
         """Complete the collectives of an abandoned backward, whose peers may wait in them.
@@ -255,12 +255,8 @@ class Reducer:
         """Whether a forward that synchronises still waits for its backward."""
         return bool(self._recorded)
 
-    @property
-    def _tail(self) -> Tail:
-        return _tail_of(self.buckets)
-
     def _decide(self, param: Any, countdown: Countdown) -> None:
-        if self.phase is Phase.REDUCING:
+        if self.phase is REDUCING:
             if countdown.pending == 0:
                 self._launch_complete()
             elif countdown.launched:
@@ -268,7 +264,7 @@ class Reducer:
         elif self.phase in RECORDERS:
             index = self._index_of(param)
             self._ready[index] = self._ready.pop(index, 0) + 1
-        elif self.phase is Phase.LOCAL:
+        elif self.phase is LOCAL:
             self.local.ready(countdown)
         else:
             # No output of the wrapper announced this backward; this mark is its first.
@@ -287,7 +283,7 @@ class Reducer:
 
     def _launch_rest(self) -> None:
         for order in range(self._next, len(self.buckets)):
-            self._launch(order, complete=self.phase is Phase.REDUCING and self._countdowns[order].pending <= 0)
+            self._launch(order, complete=self.phase is REDUCING and self._countdowns[order].pending <= 0)
 
     def _launch_empty(self, buckets: Sequence[GradBucket], *, failed: bool) -> None:
         for bucket in buckets[self._next :]:
@@ -372,7 +368,9 @@ class Reducer:
         return verdict.failed(rank, size, report.failed, error, late)
 
     def _any_mark(self) -> bool:
-        return bool(self._ready) if self.phase in RECORDERS else any(c.pending != c.expected for c in self._countdowns)
+        if self.phase in RECORDERS:
+            return bool(self._ready)
+        return [countdown.pending for countdown in self._countdowns] != self._expected
 
     def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
         self.phase = phase
@@ -390,7 +388,7 @@ class Reducer:
         self._next = 0
         for countdown in self._countdowns:
             countdown.launched = False
-        self._enter(Phase.IDLE)
+        self._enter(IDLE)
 
 
 def _tail_of(buckets: Sequence[GradBucket]) -> Tail:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dpfuse.averaging import Averaging
 from dpfuse.buckets.bucket import BucketState, GradBucket
 from dpfuse.buckets.ordered_bucket import OrderedBucket
-from dpfuse.buckets.ranges import no_graph, ranged
+from dpfuse.buckets.ranges import ranged_without_graph
 from dpfuse.errors import DPFuseError
 from dpfuse.memory_order import real_pairs
 from dpfuse.tracing import leave_untraced
@@ -60,7 +60,7 @@ class AccumulatingBucket(GradBucket):
             raise DPFuseError(_captured(self._label))
         self._move(BucketState.FREE, BucketState.FREE)
         several_streams = self._precede()
-        with ranged("dpfuse::accumulate", self._label), no_graph():
+        with ranged_without_graph("dpfuse::accumulate", self._label):
             packed = [*map(real_pairs, grads)] if self._is_complex else grads
             self._pack([*packed, None] if self.tail is not None else packed, table, None, None)
         self.held.update(i for i, grad in zip(self._fused.params, grads, strict=True) if grad is not None)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dpfuse import collective
 from dpfuse.averaging import Averaging
-from dpfuse.buckets.bucket_state import BucketState
+from dpfuse.buckets.bucket_state import FLIGHT, FREE, LANDED, BucketState
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.buckets.flat_buffer import FlatBuffer
-from dpfuse.buckets.ranges import no_graph, ranged
+from dpfuse.buckets.ranges import no_graph, ranged, ranged_without_graph
 from dpfuse.buckets.residual import Residual
 from dpfuse.buckets.square_sum import SquareSum
 from dpfuse.errors import DPFuseError
@@ -67,7 +67,7 @@ class GradBucket(FlatBuffer):
     ) -> None:
         super().__init__(bucket, params, names, group, averaging, views=views, tail=tail)
         self.plan, self.params = bucket, self.fused_params  # kinds may keep some of them out of the buffer
-        self.state = BucketState.FREE
+        self.state = FREE
         self.missing: list[int] = []  # registration indices of the gradients that the last pack found missing
         self.error: Exception | None = None  # why the last pack failed; zeros were sent in its place
         self._board = board_of(group)
@@ -106,12 +106,14 @@ class GradBucket(FlatBuffer):
             self.squares.forget()
             self._measured = False
         self._precede()
-        self._move(BucketState.FREE, BucketState.FLIGHT)
+        self._move(FREE, FLIGHT)
         table = self._table or self._allocate()
         grads: list[Tensor | None] = [param.grad for param in self.fused_params]
-        found = zip(self._fused.params, grads, strict=True)
-        self.missing = [] if complete else [i for i, grad in found if grad is None and i not in self.held]
-        with ranged("dpfuse::pack", self._label), no_graph():
+        self.missing = []
+        if not complete:
+            found = zip(self._fused.params, grads, strict=True)
+            self.missing = [index for index, grad in found if grad is None and index not in self.held]
+        with ranged_without_graph("dpfuse::pack", self._label):
             if self.tail is not None:
                 unused = [*unused, *self.missing]
                 grads.append(self.tail.source(table.dtype, table.flat.device, unused, failed))
@@ -151,7 +153,7 @@ class GradBucket(FlatBuffer):
 
     def wait(self) -> None:
         """Wait for the all-reduce: on the CPU until it is done, on CUDA by ordering the current stream after it."""
-        self._move(BucketState.FLIGHT, BucketState.LANDED)
+        self._move(FLIGHT, LANDED)
         assert self._work is not None
         assert self._table is not None
         if self.times is not None:
@@ -171,7 +173,7 @@ class GradBucket(FlatBuffer):
 
         Where views were handed out when the bucket was sent, only parameters that had no gradient still wait.
         """
-        self._move(BucketState.LANDED, BucketState.FREE)
+        self._move(LANDED, FREE)
         assert self._table is not None
         self._sources = []
         if untouched and self.residual is not None:
@@ -223,9 +225,9 @@ class GradBucket(FlatBuffer):
         Those, and views that were handed out, become zeros: their owner may have zeroed them already, before the peers'
         part landed in them.
         """
-        if self.state is BucketState.FLIGHT:
+        if self.state is FLIGHT:
             self.wait()
-        self._move(BucketState.LANDED, BucketState.FREE)
+        self._move(LANDED, FREE)
         self._sources = []
         if self.early is not None:
             self.early.lose()
@@ -259,7 +261,7 @@ class GradBucket(FlatBuffer):
     @property
     def busy(self) -> bool:
         """Whether somebody has to wait for it, or to deliver or discard it, before it is used again."""
-        return self.state is not BucketState.FREE
+        return self.state is not FREE
 
     @property
     def bytes_in_place(self) -> int:
@@ -324,7 +326,7 @@ class GradBucket(FlatBuffer):
             finite.fail()
 
     def _launch_empty(self, failed: bool) -> None:
-        self._move(BucketState.FREE, BucketState.FLIGHT)
+        self._move(FREE, FLIGHT)
         self.missing, self.error, self._handed_out = [], None, False
         if self.squares is not None:
             self.squares.forget()
