@@ -293,12 +293,11 @@ class GradBucket(FlatBuffer):
 
     def _measure(self) -> None:
         """Read the buffer, in which all gradients lie, for the sum of their squares."""
+        table = self.untailed
         assert self._table is not None
+        assert table is not None
         assert self.squares is not None
-        views: list[Tensor | None] = [*self._table.views]
-        if self.tail is not None:
-            views[-1] = None
-        self.squares.value.copy_(squared_norm(views, self._table))
+        self.squares.value.copy_(squared_norm(self._table.views[: len(self.fused_params)], table))
 
     def _settle_views(self, squares: SquareSum, untouched: Collection[int]) -> None:
         """Gradients are their views, but for those."""

@@ -106,7 +106,7 @@ class FlatBuffer:
         if self.tail is not None:
             slots.append(KernelSlot("dpfuse's tail", numel, (self.tail.numel,), (1,)))
             numel += self.tail.numel
-        self._table = self._new_table(numel, slots, dtype)
+        self._table, self._untailed = self._new_table(numel, slots, dtype), None
         self._views = self._gradient_views(self._table)
         return self._table
 
