@@ -43,8 +43,9 @@ class Canary:
         self.uneven = False  # whether some rank may
         self.wrapper = wrapper
         # In the backward that is running: 1 if the loss scale is undone; and WEIGHS if gradients are weighed, or twice
-        # that if sums are.
+        # that if sums are, and four times that if the weight is that of a window in which a backward died.
         self.handling = 0
+        self.died = False  # whether one that was not to synchronise did in this window
         self._counts_forwards = counts_forwards
         self._window = NEVER
         self.began = NEVER  # the window in which the forward that is running did, if it counts
@@ -56,6 +57,7 @@ class Canary:
         """A synchronised backward is over, well or not."""
         self._window += 1
         self._backwards = self._forwards = 0
+        self.died = False
 
     def forward_begins(self, *, counts: bool) -> None:
         """One with gradients enabled, whether it succeeds or not; one in eval mode may be one rank's alone."""
@@ -103,9 +105,15 @@ class Canary:
         """An exception ended one that was not to synchronise: what has accumulated is of no use any more.
 
         Who begins the window again will have counted right at its end, and who goes on as if nothing had happened
-        will not.
+        will not. With weights nobody counts, so there `died` tells.
         """
         self._backwards = 0
+        self.died = True
+
+    def begin_again(self) -> None:
+        """What has accumulated in this window was thrown away."""
+        self._backwards = 0
+        self.died = False
 
     @property
     def counts(self) -> Counts:

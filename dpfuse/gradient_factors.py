@@ -96,6 +96,7 @@ class GradientFactors:
         if weight is not None:
             self._refuse_weights()
         self.weight.set(weight, reduction, self._device)
+        self._canary.died = False  # given behind it, the weight is that of what comes from here on
 
     def _refuse_weights(self) -> None:
         assert self._reducer is not None
@@ -137,7 +138,8 @@ class GradientFactors:
         if self._weighs:
             self._refuse_weights()  # a hook may have come since
         self._scale = buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale
-        self._canary.handling = unscales + self._weighs * (WEIGHS if self.weight.reduction == "mean" else 2 * WEIGHS)
+        handling = (1 if self.weight.reduction == "mean" else 2) + 4 * self._canary.died
+        self._canary.handling = unscales + self._weighs * WEIGHS * handling
         if self._counting:
             self._begin_counts()
 

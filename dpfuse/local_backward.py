@@ -90,7 +90,7 @@ class LocalBackward:
                 "Call it once backward() has ended."
             )
         if self.forget():
-            self._canary.backward_dies()
+            self._canary.begin_again()
 
     def hand_back(self) -> None:
         """Put what the buckets have taken back to `.grad`."""

@@ -17,6 +17,14 @@ DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Cou
         lambda number: f"averages the gradients of the wrapped model number {number} of its group",
         "Run the backwards of several wrapped models in the same order everywhere.",
     ),
+    # Before the number of backwards, which who weighs gradients does not tell.
+    "handling": (
+        lambda number: _handling(number - 1),
+        "Pass the losses of all ranks through the dpfuse.GradScaler, or of none; call set_gradient_weight() on all "
+        "ranks, with one reduction, or on none. set_gradient_weight(None) takes a weight back. Where an exception "
+        "ended a backward inside no_sync(), zero the gradients, give the weight again, and begin with the first batch "
+        "of the window.",
+    ),
     "backwards": (
         lambda number: f"has run {_counted(number, 'backward')} since the last averaged one",
         "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in length, call "
@@ -27,11 +35,6 @@ DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Cou
         lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",
         "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong under "
         "torch.no_grad() or in eval mode; where ranks may use different outputs, pass find_unused_parameters=True.",
-    ),
-    "handling": (
-        lambda number: _handling(number - 1),
-        "Pass the losses of all ranks through the dpfuse.GradScaler, or of none; call set_gradient_weight() on all "
-        "ranks, with one reduction, or on none. set_gradient_weight(None) takes a weight back.",
     ),
 }
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
@@ -157,6 +160,7 @@ def _handling(what: int) -> str:
         1: "divides its gradients by the scale of its loss",
         2: "weighs its gradients",
         4: "weighs gradients of sums",
+        8: "goes on after a backward that an exception ended",
     }
     return " and ".join(words for bit, words in means.items() if what & bit) or "averages its gradients as they are"
 

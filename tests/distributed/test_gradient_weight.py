@@ -202,6 +202,42 @@ def test_misuse_is_told_on_every_rank(ranks):
         assert "weights 1, nan; expected" in nan
 
 
+def dying(rank, size):
+    """A window with a weight in which a backward of rank 0 dies: who goes on is noticed, who begins again is not."""
+    model = dpfuse.DataParallel(Net())
+    texts = []
+    for begins_again, weighs in ((False, True), (True, True), (False, rank == 0)):
+        model.zero_grad()
+        if weighs:
+            model.set_gradient_weight(3 - 2 * rank)
+        with model.no_sync():
+            model(first=2.0).backward()
+            if rank == 0 and weighs and (begins_again or not texts):
+                loss = model()
+                handle = model.module.second.register_hook(lambda grad: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                handle.remove()
+                if begins_again:
+                    model.zero_grad()
+                    model.set_gradient_weight(3)
+                    model(first=2.0).backward()
+            elif not begins_again:
+                model(first=2.0).backward()
+        if begins_again:
+            model(first=float(rank)).backward()
+            assert model.module.first.grad.allclose(torch.tensor((3 * 2 + 1 * 3) / 4))
+        else:
+            texts.append(failing(model))
+    return texts
+
+
+def test_a_window_that_goes_on_after_an_exception_is_noticed(ranks):
+    for went_on, alone in ranks(dying):
+        assert "rank 0 weighs its gradients and goes on after a backward that an exception ended; exp" in went_on
+        assert "rank 1 averages its gradients as they are, rank 0 weighs its gradients; expected" in alone
+
+
 def joined(rank, size):
     """Ranks without inputs have no weight."""
     model = dpfuse.DistributedDataParallel(Net())
