@@ -24,7 +24,7 @@ def when_landed(work: dist.Work, call: Callable[[], None]) -> None:
     without an active exception"), whatever the program has achieved. So the end waits until all have.
 
     Args:
-        work: a collective whose future is set by its back end.
+        work: a collective whose future is set by its back end, or a communication hook.
         call: as short as can be.
     """
 

@@ -86,7 +86,9 @@ ALLOWED = {
     },
     "comm_bucket": {"torch"},
     "comm_hook": {"torch", "comm_bucket"},
-    "hooked_bucket": {"torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook", "patience"},
+    "hooked_bucket": {
+        "torch", "dpfuse_kernels", "plan", "averaging", "bucket", "comm_bucket", "comm_hook", "landing", "patience",
+    },
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail", "patience"},
     "quantized_bucket": {"torch", "dpfuse_kernels", "plan", "ordered_bucket"},
     "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},

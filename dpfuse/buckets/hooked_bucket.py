@@ -17,6 +17,7 @@ from dpfuse.buckets.bucket import BucketState, GradBucket
 from dpfuse.buckets.comm_bucket import CommBucket
 from dpfuse.comm_hook import CommHook
 from dpfuse.errors import DPFuseError
+from dpfuse.landing import when_landed
 from dpfuse.liveness.patience import finish
 from dpfuse.plan import Bucket, Slot
 from dpfuse_kernels import PointerTable
@@ -43,7 +44,7 @@ class _HookWork(dist.Work):
         if timeout and not self._future.done():
             if self._done is None:
                 done = self._done = Event()
-                self._future.add_done_callback(lambda _: done.set())
+                when_landed(self, done.set)
             if not self._done.wait(timeout.total_seconds()):
                 raise RuntimeError("the hook's future is not done")
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from dpfuse import landing
+from dpfuse.buckets.hooked_bucket import _HookWork
 from tests.distributed.processes import run
 
 PROGRAM = """
@@ -53,3 +56,14 @@ def test_it_waits_for_nothing_that_has_called_and_not_for_ever(group, monkeypatc
     landing.when_landed(SimpleNamespace(get_future=lambda: stuck), lambda: None)
     landing._let_land()
     stuck.set_result(None)
+
+
+def test_what_a_communication_hook_has_not_done_is_waited_for():
+    future = torch.futures.Future()
+    hook = _HookWork(future)
+    with pytest.raises(RuntimeError, match="not done"):
+        hook.wait(timedelta(milliseconds=1))
+    assert len(landing._awaited) == 1
+    future.set_result(None)
+    assert not landing._awaited
+    assert hook.wait(timedelta(milliseconds=1))
