@@ -96,7 +96,7 @@ class GradientFactors:
         if weight is not None:
             self._refuse_weights()
         self.weight.set(weight, reduction, self._device)
-        self._canary.died = False  # given behind it, the weight is that of what comes from here on
+        self._canary.died = False  # a weight that is given after it is that of what comes from here on
 
     def _refuse_weights(self) -> None:
         assert self._reducer is not None
