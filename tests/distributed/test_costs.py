@@ -13,10 +13,10 @@ import dpfuse
 class Counter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -29,7 +29,7 @@ def operations_added(layers, views):
             model.zero_grad()
             with Counter() as counter:
                 model(torch.ones(2, 4)).sum().backward()
-        counts.append(counter.count)
+        counts.append(len(counter.names))
     return counts[1] - counts[0]
 
 
@@ -42,6 +42,27 @@ def no_operation_per_parameter(rank, size, views):
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 def test_the_number_of_torch_operations_does_not_depend_on_the_number_of_parameters(ranks, views):
     ranks(no_operation_per_parameter, views)
+
+
+def operations_of_clipping(count):
+    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+    model.grad_norm()  # what is found out once is found out now
+    with Counter() as counter:
+        model.clip_grad_norm_(1e-3)
+    return counter.names
+
+
+def whole_buffers(rank, size):
+    few, many = operations_of_clipping(60), operations_of_clipping(120)
+    assert few == many
+    assert not any("foreach" in name for name in many)
+
+
+def test_views_are_measured_and_clipped_by_the_buffer(ranks):
+    ranks(whole_buffers)
 
 
 def collectives_and_bytes(rank, size):

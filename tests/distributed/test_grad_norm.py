@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpfuse
 from tests.distributed.in_place import ALL, NONE, large_from
@@ -310,37 +309,6 @@ def poisoned(rank, size, value):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite(ranks, value):
     ranks(poisoned, value)
-
-
-class Counter(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def operations(count):
-    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]))
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
-    model.grad_norm()  # what is found out once is found out now
-    with Counter() as counter:
-        model.clip_grad_norm_(1e-3)
-    return counter.names
-
-
-def whole_buffers(rank, size):
-    few, many = operations(60), operations(120)
-    assert few == many
-    assert not any("foreach" in name for name in many)
-
-
-def test_views_are_measured_and_clipped_by_the_buffer(ranks):
-    ranks(whole_buffers)
 
 
 class Named(nn.Module):
