@@ -144,7 +144,7 @@ def load_checkpoint(
     Args:
         path: the folder that was given to `save_checkpoint`, or a file in it. A folder without checkpoints, or none at
             all, is no error: training begins with step 0.
-        model: as in `save_checkpoint`; its parameters stay the same objects.
+        model: as in `save_checkpoint`; its parameters stay the same objects. Its error feedback begins at zero.
         optimizer: over the parameters of `model`; None loads the model only, and so on for the others.
         scheduler: given back its state, as all those below.
         scaler: a GradScaler.
@@ -206,6 +206,9 @@ def load_checkpoint(
             set_sampler_state(sampler, own["sampler"])
         if with_random and "random" in own:
             set_random_state(own["random"])
+        for module in model.modules():
+            if isinstance(module, SyncedModule) and module.error_feedback is not None:
+                module.error_feedback.reset()
         where = Path(path) if Path(path).suffix == SUFFIX else step_path(Path(path), content["step"])
         return Checkpoint(content["step"], where, content.get("extra"))
 

@@ -89,6 +89,11 @@ class ErrorFeedback:
             self._zero(others)
             self._warn(f"error feedback of {_some(others)} begins at zero: the state has none of that shape")
 
+    def reset(self) -> None:
+        """Begin at zero: after other parameters were loaded, for what is kept is of the gradients of the old ones."""
+        self.delivered()
+        self._zero(self._specs)
+
     def plan(self, specs: Iterable[ResidualSpec]) -> None:
         """Keep the residuals of these parameters alone; those of others are lost, with a warning."""
         self._settle()

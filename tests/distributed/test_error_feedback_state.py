@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
+import dpfuse
 from tests.distributed.random_models import same_bits
 from tests.distributed.test_error_feedback import FACES, NUMELS, given, wrapped
 from tests.distributed.wires import Given
@@ -63,6 +64,26 @@ def saved_and_loaded(rank, size, folder):
 
 def test_a_checkpoint_goes_on_bit_by_bit(ranks, tmp_path):
     ranks(saved_and_loaded, str(tmp_path))
+
+
+def gone_back(rank, size, folder):
+    for face in FACES:
+        trained, fresh = (wrapped(Given(NUMELS), face=face, deterministic=True) for _ in range(2))
+        place = f"{folder}/{face.__name__}"
+        dpfuse.save_checkpoint(place, trained, step=1)
+        trained([1e6 * grad for grad in given(rank, 0)]).backward()  # a training that goes astray
+        trained.zero_grad()
+        assert any(value.any() for value in trained.error_feedback.state_dict()[f"rank{rank}"].values())
+        for model in (trained, fresh):
+            dpfuse.load_checkpoint(place, model)
+            assert not any(value.any() for value in model.error_feedback.state_dict()[f"rank{rank}"].values())
+            model(given(rank, 1)).backward()
+        for one, other in zip(trained.module.weights, fresh.module.weights, strict=True):
+            assert same_bits(one.grad, other.grad)
+
+
+def test_what_is_kept_of_a_training_gone_astray_is_not_sent_after_going_back(ranks, tmp_path):
+    ranks(gone_back, str(tmp_path))
 
 
 def saved(rank, size, folder):
