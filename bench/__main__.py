@@ -62,7 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"the suite {options.only} runs {'without' if options.gpu else 'with'} --gpu only")
     entries: list[Entry] = []
     suites: dict[str, dict[str, Any]] = {}
-    name = f"{machine_name(gpu=options.gpu)}-{began:%Y-%m-%d}{'-quick' if options.quick else ''}"
+    # A part does not take the place of the day's whole record, nor a quick run that of a slow one.
+    parts = [machine_name(gpu=options.gpu), f"{began:%Y-%m-%d}", options.only, "quick" if options.quick else None]
+    name = "-".join(filter(None, parts))
     command = shlex.join(["python", "-m", "bench", *(sys.argv[1:] if arguments is None else arguments)])
     path, picture = options.results / f"{name}.json", options.out / f"{name}.png"
     record: dict[str, Any] = {}

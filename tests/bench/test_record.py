@@ -83,7 +83,7 @@ def test_a_quick_run_writes_a_record_and_a_picture(tmp_path):
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*-quick.json")
+    (path,) = tmp_path.glob("*-flatten-quick.json")
     written = json.loads(path.read_text())
     assert written["suites"]["flatten"]["passed"]
     assert {row["variant"] for row in written["measurements"]} >= {"dpfuse", "_foreach_copy_ + mul_"}
