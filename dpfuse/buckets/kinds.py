@@ -94,6 +94,8 @@ def make_buckets(
         buckets[-1].registered = registered
         if feedback is not None and not bucket.sparse and wire.narrowed(real_dtype(bucket.dtype)):
             buckets[-1].residual = Residual(feedback, order, bucket, ours, names)
+        if canary is not None and kind in (GradBucket, OrderedBucket):
+            buckets[-1].pack_early()
         if side is not None and kind in (GradBucket, InPlaceBucket):
             buckets[-1].overlap_on(side)
     if canary is not None and wire.is_fp8:

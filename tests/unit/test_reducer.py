@@ -43,6 +43,7 @@ class NotedBucket:
         self.error = None
         self.missing = []
         self.tail = NotedTail()
+        self.early_pack = None
         self.busy = True
 
     def launch(self, *, complete=False, unused=(), failed=False, empty=False):
