@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         widths = [64, 600, 64, 600, 64, 600, 8]
         assert 64 * 600 * dtype.itemsize >= LARGE
-        self.layers = nn.ModuleList(nn.Linear(*pair, dtype=dtype) for pair in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(*pair, dtype=dtype) for pair in pairwise(widths))
         self.twice = -1
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def ready_twice(rank: int, size: int) -> None:
     net = Net()
     net.twice = 4
     model = wrapped(net)
-    for step in range(3):
+    for _ in range(3):
         model.zero_grad()
         step_of(model, rank, 7)
         net.twice, alone = -1, copy.deepcopy(net)
