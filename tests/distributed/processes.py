@@ -40,7 +40,7 @@ def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: object, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=clean_environment(**variables),
@@ -50,11 +50,11 @@ def run(*arguments: object, timeout: float = 60, **variables: str) -> subprocess
     )
 
 
-def launch(*arguments: object, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
     return run("-m", "dpfuse.launch", *arguments, timeout=timeout, **variables)
 
 
-def shell(command: str, folder: Path, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+def shell(command: str, folder: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command line as it stands in a document; `python` is this one."""
     return subprocess.run(
         ["sh", "-c", with_this_python(command)],
