@@ -29,3 +29,16 @@ class Countdown:
                 decide(param, self)
 
         return mark_ready
+
+    def packing_marker(
+        self, pack: Callable[[], None], decide: Callable[[Any, Countdown], None]
+    ) -> Callable[[Any], None]:
+        """The same, of a parameter whose gradient is to be packed before, as long as marks are waited for."""
+        mark = self.marker(decide)
+
+        def mark_packed(param: Any) -> None:
+            if 0 < self.pending <= self.expected:
+                pack()
+            mark(param)
+
+        return mark_packed

@@ -66,7 +66,7 @@ class Reducer:
         self._recorded: bool | None = None  # did a forward since the last synchronised backward ask for one?
         self._outputs_watched = True
         self._ready: dict[int, int] = {}  # while recording: ready marks by parameter, last ready last
-        self._late: list[int] = []  # parameters that became ready when they were packed already
+        self._late: list[int] = []  # parameters that became ready after their bucket was sent
         self._missing: list[int] = []  # parameters without gradient, of the buckets sent so far
         self._error: Exception | None = None  # the first of their packs that failed
         self.completed = 0  # synchronised backwards
@@ -120,20 +120,10 @@ class Reducer:
         for bucket, countdown in zip(self.buckets, self._countdowns, strict=True):
             marker = countdown.marker(self._decide)
             by_parameter |= dict.fromkeys(bucket.plan.params, marker)
-            for place in () if bucket.early_pack is None else bucket.early_pack.places:
-                if self._marks[index := bucket.plan.params[place]] <= 1:  # else there is more to come
-                    by_parameter[index] = self._packing_marker(bucket, place, marker)
+            for index, pack in bucket.eager().items():
+                if self._marks[index] <= 1:  # else there is more to come
+                    by_parameter[index] = countdown.packing_marker(pack, self._decide)
         return [by_parameter[index] for index in range(len(self._names))]
-
-    def _packing_marker(self, bucket: GradBucket, place: int, marker: Callable[[Any], None]) -> Callable[[Any], None]:
-        """One for a large gradient, which is packed as soon as it is ready."""
-
-        def mark_ready(param: Any) -> None:
-            if self.phase is REDUCING and not bucket.pack_now(place):
-                self._late.append(bucket.plan.params[place])
-            marker(param)
-
-        return mark_ready
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
         """Note a forward with gradients enabled; one that synchronises wins over any that do not."""
@@ -260,9 +250,8 @@ class Reducer:
         failed = _tail_of(buckets).report(wait=True).failed
         self.local.forget()  # also of a changed model, whose buckets were not sent
         self._reset()
-        world_size = self._tail.world_size
-        if len(failed) < world_size:
-            raise DPFuseError(verdict.interrupted(failed, world_size))
+        if len(failed) < self._tail.world_size:
+            raise DPFuseError(verdict.interrupted(failed, self._tail.world_size))
 
     @property
     def owes_backward(self) -> bool:

@@ -47,7 +47,7 @@ def failed(rank: int, size: int, ranks: Collection[int], error: Exception | None
         rank, size: of this process and its group.
         ranks: those that failed.
         error: what happened here, if anything.
-        late: parameters of this rank that became ready when they were packed already.
+        late: parameters of this rank that became ready after their bucket was sent.
     """
     if rank not in ranks:
         return (
@@ -59,7 +59,7 @@ def failed(rank: int, size: int, ranks: Collection[int], error: Exception | None
     if error is not None:
         return f"rank {rank} could not pack its gradients: {str(error).rstrip('.')}. {CONSEQUENCE}"
     return (
-        f"on rank {rank} {_named(late)} became ready after its bucket was sent, or again after it was packed; expected "
+        f"on rank {rank} {_named(late)} became ready after its bucket was sent; expected "
         "as many times in a backward as in the first synchronised one. Use it equally often in every "
         f"step, or run such steps inside no_sync() and call dpfuse.fused_allreduce_gradients(). {CONSEQUENCE}"
     )

@@ -92,13 +92,16 @@ ALLOWED = {
     "tail_bucket": {"torch", "plan", "averaging", "bucket", "canary", "collective", "comm_hook", "tail", "patience"},
     "quantized_bucket": {"torch", "dpfuse_kernels", "plan", "ordered_bucket"},
     "ordered_bucket": {"torch", "dpfuse_kernels", "plan", "bucket", "collective"},
+    "eager_bucket": {
+        "torch", "dpfuse_kernels", "averaging", "bucket", "bucket_state", "errors", "ordered_bucket", "plan", "tracing",
+    },
     "accumulating_bucket": {
         "memory_order", "torch", "dpfuse_kernels", "averaging", "bucket", "ordered_bucket", "ranges", "tracing",
         "writing_streams",
     },
     "kinds": {
         "torch", "plan", "averaging", "bucket", "sparse_bucket", "hooked_bucket", "comm_hook", "tail", "tail_bucket",
-        "in_place_bucket", "ordered_bucket", "accumulating_bucket", "early_unpack", "canary", "wire",
+        "in_place_bucket", "ordered_bucket", "accumulating_bucket", "eager_bucket", "early_unpack", "canary", "wire",
         "error_feedback", "residual", "quantized_bucket",
     },
     "hooks": {"torch", "collective"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from dpfuse import collective
 from dpfuse.averaging import Averaging
 from dpfuse.buckets.bucket_state import FLIGHT, FREE, LANDED, BucketState
-from dpfuse.buckets.early_pack import LARGE, EarlyPack
 from dpfuse.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.buckets.flat_buffer import FlatBuffer
 from dpfuse.buckets.ranges import no_graph, ranged, ranged_without_graph
@@ -27,7 +26,6 @@ from dpfuse.memory_order import real_pairs
 from dpfuse.plan import MB, Bucket
 from dpfuse.tail import Tail
 from dpfuse.timing import BucketObserver
-from dpfuse.tracing import leave_untraced
 from dpfuse.writing_streams import capturing, writers_on
 from dpfuse_kernels import PointerTable, flatten, squared_norm, unflatten
 
@@ -80,7 +78,6 @@ class GradBucket(FlatBuffer):
         self.factors: GradientFactors | None = None  # what multiplies it besides the averaging
         self.writers = writers_on(torch.device(bucket.device))
         self.early: EarlyGradients | None = None
-        self.early_pack: EarlyPack | None = None
         self.squares: SquareSum | None = None  # what the norm of the gradients is made of, if it is to be measured
         self.residual: Residual | None = None  # what rounding takes, if that is to be sent with the next gradients
         self._label = f"{label} ({bucket.nbytes / MB:.3g} MB)"
@@ -89,27 +86,6 @@ class GradBucket(FlatBuffer):
         self._work: dist.Work | None = None
         self._side: SideStream | None = None
         self._measured = False  # whether the sum of the squares of the views that were handed out is on its way
-
-    def pack_now(self, place: int) -> bool:
-        """Pack the gradient of a parameter that is ready, before the others, and hand out its view, where it may be.
-
-        Args:
-            place: of the parameter in this bucket.
-
-        Returns:
-            False if that was done before in this backward: what was added since was added to something scaled.
-        """
-        early = self.early_pack
-        assert early is not None
-        if self.state is not FREE or self.finite is not None or self.factors is not None:
-            return True
-        if self._table is None:
-            self._allocate()
-        if len(self._hooks[place]) != 1:  # another one, say of a second wrapper, still has to read it
-            return True
-        return early.pack(place, self.fused_params[place], self._averaging.pre_scale)
-
-    leave_untraced(pack_now, calls=True, reason="dpfuse packs gradients here")
 
     def launch(
         self, *, complete: bool = False, unused: Collection[int] = (), failed: bool = False, empty: bool = False
@@ -200,8 +176,6 @@ class GradBucket(FlatBuffer):
         self._move(LANDED, FREE)
         assert self._table is not None
         self._sources = []
-        if self.early_pack is not None:
-            self.early_pack.forget()
         if untouched and self.residual is not None:
             self.residual.take_back(untouched)
         if self._keep_views:
@@ -257,12 +231,10 @@ class GradBucket(FlatBuffer):
         self._sources = []
         if self.early is not None:
             self.early.lose()
-        views = [] if self.early_pack is None else self.early_pack.forget()
         if self._handed_out:
-            views = self._views[: len(self.fused_params)]  # the tail, behind them, is still to be read
-        with torch.no_grad():
-            for view in views:
-                view.zero_()
+            with torch.no_grad():
+                for view in self._views[: len(self.fused_params)]:  # the tail, behind them, is still to be read
+                    view.zero_()
 
     def overlap_on(self, side: SideStream) -> None:
         """Go on there when the sum has landed, while backward does.
@@ -275,12 +247,9 @@ class GradBucket(FlatBuffer):
         if is_usual and self.fused_params and nbytes >= LEAST * len(self.fused_params):
             self.early = EarlyGradients(self.fused_params, side)
 
-    def pack_early(self) -> None:
-        """Pack large gradients as soon as they are ready, where that pays."""
-        item = getattr(torch, self.plan.dtype).itemsize
-        places = [place for place, slot in enumerate(self._fused.slots) if slot.numel * item >= LARGE]
-        if places and self._device_type == "cpu" and self._keep_views and not self._is_complex:
-            self.early_pack = EarlyPack(places)
+    def eager(self) -> dict[int, Callable[[], None]]:
+        """What to call, by registration index, as soon as the gradient of a parameter is ready."""
+        return {}
 
     def average_by(self, averaging: Averaging) -> None:
         """Use other factors from the next launch on; what travels keeps its dtype."""
@@ -310,9 +279,6 @@ class GradBucket(FlatBuffer):
         if self.residual is not None:
             residual = self.residual.before_pack(table, table.flat.numel(), self.missing)
         scale = self._averaging.pre_scale
-        if self.early_pack:
-            self.early_pack.pack_rest(grads, scale)
-            return
         flatten(grads, table, scale=scale, counts=counts, factor=factor, residual=residual, matched=True)
 
     def _unpack(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
@@ -365,8 +331,6 @@ class GradBucket(FlatBuffer):
     def _launch_empty(self, failed: bool) -> None:
         self._move(FREE, FLIGHT)
         self.missing, self.error, self._handed_out = [], None, False
-        if self.early_pack is not None:
-            self.early_pack.forget()
         if self.squares is not None:
             self.squares.forget()
         table = self._allocate()  # not the one in use: what is accumulated may lie in it, in views
@@ -391,10 +355,7 @@ class GradBucket(FlatBuffer):
 
     def _allocate(self) -> PointerTable:
         self._hooks = [param._post_accumulate_grad_hooks or () for param in self.fused_params]  # live dictionaries
-        table = super()._allocate()
-        if self.early_pack is not None:
-            self.early_pack.lay_out(table)
-        return table
+        return super()._allocate()
 
     def _move(self, expected: BucketState, to: BucketState) -> None:
         if self.state is not expected:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpfuse.averaging import FP8, Averaging, averaging_for, real_dtype
 from dpfuse.buckets.accumulating_bucket import AccumulatingBucket, AccumulatingOrderedBucket
 from dpfuse.buckets.bucket import GradBucket
+from dpfuse.buckets.eager_bucket import EagerBucket, EagerOrderedBucket
 from dpfuse.buckets.early_unpack import side_stream_on
 from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.buckets.in_place_bucket import InPlaceBucket
@@ -77,6 +78,8 @@ def make_buckets(
             kind = AccumulatingOrderedBucket if deterministic else AccumulatingBucket
         elif not views and not in_order and InPlaceBucket.suits(bucket, averaging):
             kind = InPlaceBucket
+        elif views and canary is not None and EagerBucket.suits(bucket, averaging):
+            kind = EagerOrderedBucket if in_order else EagerBucket
         ours = [params[index] for index in bucket.params]
         names = [plan.specs[index].name for index in bucket.params]
         buckets.append(
@@ -94,8 +97,6 @@ def make_buckets(
         buckets[-1].registered = registered
         if feedback is not None and not bucket.sparse and wire.narrowed(real_dtype(bucket.dtype)):
             buckets[-1].residual = Residual(feedback, order, bucket, ours, names)
-        if canary is not None and kind in (GradBucket, OrderedBucket):
-            buckets[-1].pack_early()
         if side is not None and kind in (GradBucket, InPlaceBucket):
             buckets[-1].overlap_on(side)
     if canary is not None and wire.is_fp8:

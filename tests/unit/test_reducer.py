@@ -43,8 +43,10 @@ class NotedBucket:
         self.error = None
         self.missing = []
         self.tail = NotedTail()
-        self.early_pack = None
         self.busy = True
+
+    def eager(self):
+        return {}
 
     def launch(self, *, complete=False, unused=(), failed=False, empty=False):
         self.log.append(("launch", self.order, failed))

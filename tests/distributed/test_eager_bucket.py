@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse import DPFuseError
-from dpfuse.buckets.early_pack import LARGE
+from dpfuse.buckets.eager_bucket import LARGE
 from tests.distributed.random_models import same_bits
 
 # Two large gradients and small ones in most buckets.
@@ -195,7 +195,7 @@ def ready_twice(rank: int, size: int) -> None:
     model = wrapped(Net())
     trained(model, rank)
     model.module.twice = 4
-    expected = r"rank 0 .*'layers\.4\.weight'.* became ready" if rank == 0 else "failed on rank 0"
+    expected = r"rank 0: .*'layers\.4\.weight' became ready again" if rank == 0 else "failed on rank 0"
     with pytest.raises(DPFuseError, match=expected):
         if rank == 1:
             model.module.twice = -1
