@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfuse.averaging import Averaging, real_dtype
+from dpfuse.averaging import Averaging
 from dpfuse.buckets.bucket import GradBucket
 from dpfuse.buckets.bucket_state import FREE
 from dpfuse.buckets.ordered_bucket import OrderedBucket
 from dpfuse.errors import DPFuseError
 from dpfuse.plan import Bucket
 from dpfuse.tracing import leave_untraced
-from dpfuse_kernels import PointerTable, flatten, uses_triton
+from dpfuse_kernels import PointerTable, flatten
+from dpfuse_kernels.backend import uses_triton
 
 __all__ = ["LARGE", "EagerBucket", "EagerOrderedBucket"]
 
@@ -42,9 +43,9 @@ class EagerBucket(GradBucket):
     @staticmethod
     def suits(bucket: Bucket, averaging: Averaging) -> bool:
         """Whether that pays for gradients that are views of this bucket."""
-        if bucket.sparse or torch.device(bucket.device).type != "cpu" or real_dtype(bucket.dtype) != averaging.dtype:
+        if bucket.sparse or torch.device(bucket.device).type != "cpu" or averaging.dtype != bucket.dtype:
             return False
-        return bucket.dtype == averaging.dtype and any(_is_large(bucket, place) for place in range(len(bucket.slots)))
+        return any(_is_large(bucket, place) for place in range(len(bucket.slots)))
 
     def eager(self) -> dict[int, Callable[[], None]]:
         """As that of `GradBucket`."""
@@ -70,7 +71,7 @@ class EagerBucket(GradBucket):
             if type(grad) is not Tensor or grad.dtype != view.dtype or grad.size() != view.size():
                 return
             if grad.data_ptr() == view.data_ptr():
-                return
+                return  # it was added to what is there, and is scaled there
             if scale == 1.0:  # older torch changes the bits of a NaN that it multiplies with 1
                 view.copy_(grad)
             else:

@@ -10,7 +10,6 @@ from dpfuse_kernels.backend import (
     sum_parts,
     sum_quantized,
     unflatten,
-    uses_triton,
 )
 from dpfuse_kernels.mx import mx_bytes, mx_decode, mx_encode
 from dpfuse_kernels.mx_table import MxTable
@@ -34,5 +33,4 @@ __all__ = [
     "sum_parts",
     "sum_quantized",
     "unflatten",
-    "uses_triton",
 ]
