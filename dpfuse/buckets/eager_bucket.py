@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from dpfuse.averaging import Averaging
 from dpfuse.buckets.bucket import GradBucket
@@ -54,31 +55,33 @@ class EagerBucket(GradBucket):
     def _pack_now(self, place: int) -> None:
         """Pack the gradient there, which is ready, and make it its view; what is unusual is left for the launch."""
         # Every call counts: what is run once for each large gradient has left the caches when it is run again.
-        if self.state is not FREE or self.finite is not None or self.factors is not None or torch.is_grad_enabled():
+        if self.state is not FREE or self.finite is not None or self.factors is not None:
             return
         if place in self._packed:
             self._twice.append(place)
             return
-        if self._table is None:
-            self._allocate()
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        table = self._table or self._allocate()
         view, param = self._large_views.get(place), self.fused_params[place]
         if view is None or len(self._hooks[place]) != 1:  # another one, say of a second wrapper, has still to read it
             return
-        grad, scale = param.grad, self._averaging.pre_scale
+        grad, scale, (low, high) = param.grad, self._averaging.pre_scale, table.storage_range
         if view.data_ptr() != self._large[place].address:  # `grad.data = x` has moved it
             view = self._large_views[place] = self._large[place].new_views()[0]
         try:
             if type(grad) is not Tensor or grad.dtype != view.dtype or grad.size() != view.size():
                 return
-            if grad.data_ptr() == view.data_ptr():
-                return  # it was added to what is there, and is scaled there
+            if low <= grad.data_ptr() < high:
+                return  # it was added to what is there; or somebody has made it that of another parameter
             if scale == 1.0:  # older torch changes the bits of a NaN that it multiplies with 1
                 view.copy_(grad)
             else:
                 torch.mul(grad, scale, out=view)
-        except RuntimeError:  # such as a sparse one
+            param.grad = view
+        except (TypeError, RuntimeError):  # such as a sparse one, or a parameter that was converted
             return
-        param.grad = view
+        increment_version(table.flat)  # a graph may have saved a gradient of the step before, which lay there
         self._packed[place] = view._version
 
     leave_untraced(_pack_now, calls=True, reason="dpfuse packs gradients here")
@@ -94,7 +97,7 @@ class EagerBucket(GradBucket):
         if not self._handed_out:
             with torch.no_grad():
                 for place in self._packed:
-                    self._large_views[place].zero_()
+                    self._large[place].flat.zero_()  # not the view, which may have been moved
         self._forget()
 
     def _pack(
@@ -107,7 +110,7 @@ class EagerBucket(GradBucket):
         scale = self._averaging.pre_scale
         for place, large in self._large.items():
             if place not in self._packed:
-                flatten([grads[place]], large, scale=scale, matched=True)
+                flatten([grads[place]], large, scale=scale)
         if self._small:
             flatten([grads[place] for place in self._small], self._rest, scale=scale, matched=True)
 

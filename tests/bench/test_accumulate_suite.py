@@ -14,7 +14,8 @@ from bench.step_time import Effort
 
 
 def few_windows(rank: int, size: int) -> dict[str, float]:
-    results = measure_windows(partial(_linears, 3, 64, torch.float32), Effort(2, 3, 0))
+    # On a busy machine a thread of gloo often frees what the profiler then misses: the least of five, not of three.
+    results = measure_windows(partial(_linears, 3, 64, torch.float32), Effort(2, 5, 0))
     assert list(results) == list(CONTENDERS)
     assert all(len(result["seconds"]) == 2 for result in results.values())
     return {name: result["peak"] for name, result in results.items()}
