@@ -121,7 +121,7 @@ class Reducer:
             marker = countdown.marker(self._decide)
             by_parameter |= dict.fromkeys(bucket.plan.params, marker)
             for index, pack in bucket.eager().items():
-                if self._marks[index] <= 1:  # else there is more to come
+                if self._marks[index] == 1:  # else there is more to come, or may be
                     by_parameter[index] = countdown.packing_marker(pack, self._decide)
         return [by_parameter[index] for index in range(len(self._names))]
 

@@ -110,7 +110,8 @@ class EagerBucket(GradBucket):
         scale = self._averaging.pre_scale
         for place, large in self._large.items():
             if place not in self._packed:
-                flatten([grads[place]], large, scale=scale)
+                flatten([grads[place]], large, scale=scale, matched=True)
+                self._refuse_elsewhere(grads[place], large, table)
         if self._small:
             flatten([grads[place] for place in self._small], self._rest, scale=scale, matched=True)
 
@@ -130,6 +131,15 @@ class EagerBucket(GradBucket):
                     "their own parameter (register_hook, register_post_accumulate_grad_hook) or after backward, or "
                     "pass gradient_as_bucket_view=False"
                 )
+
+    def _refuse_elsewhere(self, grad: Tensor | None, large: PointerTable, table: PointerTable) -> None:
+        """Raise ValueError for one in the place of another, which may have been packed over it, or it over that."""
+        low, high = table.storage_range
+        if grad is not None and low <= grad.data_ptr() < high and grad.data_ptr() != large.address:
+            raise ValueError(
+                f"the gradient of parameter {large.slots[0].name!r} lies in the buffer in the place of another one; "
+                "expected its own place, or memory of its own. Assign a clone"
+            )
 
     def _launch_empty(self, failed: bool) -> None:
         self._forget()

@@ -202,20 +202,23 @@ def ready_twice(rank: int, size: int) -> None:
         step_of(model, rank, 0)
     model.module.twice = -1
     goes_on(model, rank, size)
-    # Whoever is used twice from the start is packed when all of it is there.
-    net = Net()
-    net.twice = 4
-    model = wrapped(net)
-    for _ in range(3):
-        model.zero_grad()
-        step_of(model, rank, 7)
-        net.twice, alone = -1, copy.deepcopy(net)
-        net.twice = 4
-        alone.zero_grad()
-        for other in range(size):
-            (alone(batch(other, 7)).square().sum() / size).backward()
-        for param, mean in zip(net.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, mean.grad, rtol=1e-4, atol=1e-5)
+    # Whoever is used twice from the start is packed when all of it is there. So is who is not used at first, for nobody
+    # knows how often that will be.
+    for unused in (False, True):
+        net = Net()
+        model = wrapped(net, comm_buffer_size=25, last_comm_buffer_size=25, find_unused_parameters=True)
+        if unused:
+            model(batch(rank, 0)).sum().backward(inputs=[net.layers[5].weight])
+        for _ in range(3):
+            model.zero_grad()
+            net.twice = 4
+            step_of(model, rank, 7)
+            net.twice, alone = -1, copy.deepcopy(net)
+            alone.zero_grad()
+            for other in range(size):
+                (alone(batch(other, 7)).square().sum() / size).backward()
+            for param, mean in zip(net.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(param.grad, mean.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_second_gradient_is_an_error_or_waited_for(ranks):
@@ -279,6 +282,106 @@ def interrupted(rank: int, size: int) -> None:
 
 def test_what_is_unusual_leaves_nothing_behind(ranks):
     ranks(interrupted)
+
+
+def saved_by_a_graph(rank: int, size: int) -> None:
+    model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25)  # one bucket, which is sent at the end
+    trained(model, rank)
+    step_of(model, rank, 2)
+    *_, (_name, param) = large_ones(model)
+    factor = torch.ones(64, requires_grad=True)
+    shift = factor * param.grad.view(-1)[:64]
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(batch(rank, 3) + shift).square().sum().backward()
+    goes_on(model, rank, size)
+
+
+def test_who_still_needs_the_gradient_that_lay_there_is_told(ranks):
+    ranks(saved_by_a_graph)
+
+
+def exchanged(rank: int, size: int) -> None:
+    """Gradients of two parameters are accumulated in the place of each other's."""
+    model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25)
+    trained(model, rank)
+    step_of(model, rank, 2)
+    (_, first), (_, last) = [(name, param) for name, param in large_ones(model) if param.shape == (600, 64)][-2:]
+    if rank == 1:
+        kept = first.grad, last.grad
+        model.zero_grad()
+        last.grad, first.grad = kept
+    expected = (
+        r"parameter 'layers\.[24]\.weight' lies in the buffer in the place of another"
+        if rank == 1
+        else "failed on rank 1 of 2"
+    )
+    with pytest.raises(DPFuseError, match=expected):
+        step_of(model, rank, 3)
+    goes_on(model, rank, size)
+
+
+def test_gradients_in_the_places_of_others_are_refused(ranks):
+    ranks(exchanged)
+
+
+def converted(rank: int, size: int) -> None:
+    """Between forward and backward a parameter becomes another one, which cannot have the gradient."""
+    model = wrapped(Net())
+    trained(model, rank)
+    *_, (_name, param) = large_ones(model)
+    loss = model(batch(rank, 3)).square().sum()
+    if rank == 1:
+        param.data = param.data.double()
+    with pytest.raises(DPFuseError, match="rank 1 could not pack" if rank == 1 else "failed on rank 1 of 2"):
+        loss.backward()
+    if rank == 1:
+        param.data = param.data.float()
+    goes_on(model, rank, size)
+
+
+def test_a_parameter_that_cannot_have_its_view_fails_on_all_ranks(ranks):
+    ranks(converted)
+
+
+def moved_to_memory_of_the_users(rank: int, size: int) -> None:
+    model = wrapped(Net())
+    trained(model, rank, steps=1)
+    own = torch.ones(64, 600)
+
+    def move(_name: str, param: nn.Parameter) -> None:
+        param.grad.data = own.view_as(param)
+
+    in_the_middle(model, move)
+    with pytest.raises(DPFuseError, match="was changed in this backward"):
+        step_of(model, rank, 1)
+    assert own.eq(1).all()
+    goes_on(model, rank, size)
+
+
+def test_memory_of_the_users_is_not_zeroed(ranks):
+    ranks(moved_to_memory_of_the_users)
+
+
+def in_inference_mode(rank: int, size: int) -> None:
+    """Its tensors count no writes."""
+    net = Net()
+    model = wrapped(net)
+    for step in range(3):
+        model.zero_grad()
+        loss = model(batch(rank, step)).square().sum()
+        with torch.inference_mode():
+            loss.backward()
+        alone = copy.deepcopy(net)
+        alone.zero_grad()
+        for other in range(size):
+            (alone(batch(other, step)).square().sum() / size).backward()
+        for param, mean in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.clone(), mean.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_backward_in_inference_mode(ranks):
+    ranks(in_inference_mode)
 
 
 def weighed(rank: int, size: int) -> None:
