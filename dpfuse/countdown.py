@@ -21,7 +21,11 @@ class Countdown:
         self.launched = False
 
     def marker(self, decide: Callable[[Any, Countdown], None]) -> Callable[[Any], None]:
-        """What to call with a parameter whenever it is ready; from the last expected mark on it calls `decide`."""
+        """What to call with a parameter whenever it is ready; from the last expected mark on it calls `decide`.
+
+        All parameters of a bucket share one function, which then stays in the processor's caches: that costs
+        as little as calling an empty one, where a function per parameter costs half as much again.
+        """
 
         def mark_ready(param: Any) -> None:
             self.pending = pending = self.pending - 1

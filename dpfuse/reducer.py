@@ -111,11 +111,7 @@ class Reducer:
         self.adopt(buckets, marks)
 
     def markers(self) -> list[Callable[[Any], None]]:
-        """Per parameter, what to call with it whenever its gradient was accumulated. This is the hot path.
-
-        All parameters of a bucket share one function, which then stays in the processor's caches: that costs
-        as little as calling an empty one, where a function per parameter costs half as much again.
-        """
+        """Per parameter, what to call with it whenever its gradient was accumulated. This is the hot path."""
         by_parameter: dict[int, Callable[[Any], None]] = {}
         for bucket, countdown in zip(self.buckets, self._countdowns, strict=True):
             marker = countdown.marker(self._decide)
@@ -159,11 +155,14 @@ class Reducer:
         """A backward begins; `announced` by an output of the wrapper, or else by its first ready mark.
 
         Raises:
-            DPFuseError: the backward before was interrupted on some ranks only; or a CUDA graph is being captured
-                and this one is the first of a model, after which the ranks have to agree.
+            DPFuseError: the backward before was interrupted on some ranks only, or this one is not announced and has
+                added to gradients of it; or a CUDA graph is captured in the first one, after which the ranks agree.
         """
         if self.phase is ABANDONED:
+            begun = self._next > 0 and not announced
             self.drain()
+            if begun:
+                raise DPFuseError(verdict.begun(self._tail.rank))
         self._canary.backward_begins(announced=announced)
         sync = self._recorded
         # A backward through none of the watched outputs has no forward of its own.

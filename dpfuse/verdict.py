@@ -8,7 +8,7 @@ from dpfuse.canary import ELSEWHERE, Counts
 from dpfuse.errors import DPFuseError
 
 __all__ = [
-    "changed", "discarded", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused",
+    "begun", "changed", "discarded", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused",
     "weightless",
 ]  # fmt: skip
 
@@ -104,6 +104,15 @@ def interrupted(ranks: Collection[int], size: int) -> str:
         f"the last backward was interrupted by an exception on rank {_listed(ranks)} of "
         f"{size} only; expected all ranks to end it alike. Its gradients are not averaged: "
         "zero them on every rank and repeat the step."
+    )
+
+
+def begun(rank: int) -> str:
+    """What to say on `rank` where a backward that nothing announced follows one that died."""
+    return (
+        f"rank {rank}: an exception ended the last backward after it had sent gradients, and this one began without a "
+        "forward of the wrapper; expected one before it, in which what was sent is cleared away. What this backward "
+        "has added is lost: zero the gradients on every rank and repeat the step."
     )
 
 

@@ -85,6 +85,35 @@ def next_backward(model):
     model.module(torch.ones(2, 3)).sum().backward()
 
 
+def begun_without_forward(rank, size, views):
+    """What a backward adds to gradients that the dead one has sent is lost, and not in silence."""
+    model = dpfuse.DataParallel(Net(), None, 0, 0, gradient_as_bucket_view=views)
+    right_steps(model, rank, size)
+    for sent in (True, False):
+        with pytest.raises(KeyError, match="planted"):
+            if sent:
+                model(torch.ones(2, 3), True).sum().backward()
+            else:
+                output = model(torch.ones(2, 3))
+                output.register_hook(planted)
+                output.sum().backward()
+        model.zero_grad(set_to_none=False)
+        if sent:
+            with pytest.raises(dpfuse.DPFuseError, match=f"rank {rank}: an exception ended the last backward after it"):
+                next_backward(model)
+    next_backward(model)
+    means = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    for param, mean in zip(model.parameters(), means, strict=True):
+        assert torch.equal(param.grad, mean)
+    right_steps(model, rank, size)
+
+
+def planted(_grad):
+    raise KeyError("planted")
+
+
 def inside_no_sync(rank, size):
     model = dpfuse.DataParallel(Net(), None, 0, 0)
     with model.no_sync():
@@ -118,6 +147,11 @@ def test_an_exception_on_every_rank_costs_only_that_step(ranks, before):
 @pytest.mark.parametrize("before", [0, 2], ids=["recorded", "rebuilt"])
 def test_an_exception_on_one_rank_is_an_error_on_both_and_the_next_step_is_right(ranks, before, again):
     ranks(on_one_rank, before, again)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_a_backward_without_forward_after_one_that_died_is_an_error(ranks, views):
+    ranks(begun_without_forward, views)
 
 
 @pytest.mark.parametrize("case", [inside_no_sync, in_the_forward, non_scalar])
