@@ -39,7 +39,6 @@ class EagerBucket(GradBucket):
         super().__init__(bucket, *args, **options)
         self._eager_places = [place for place in range(len(bucket.slots)) if _is_large(bucket, place)]
         self._packed: dict[int, int] = {}  # places, since the bucket was sent last, and versions of their views then
-        self._twice: list[int] = []  # places of which there was more than one gradient
 
     @staticmethod
     def suits(bucket: Bucket, averaging: Averaging) -> bool:
@@ -55,10 +54,7 @@ class EagerBucket(GradBucket):
     def _pack_now(self, place: int) -> None:
         """Pack the gradient there, which is ready, and make it its view; what is unusual is left for the launch."""
         # Every call counts: what is run once for each large gradient has left the caches when it is run again.
-        if self.state is not FREE or self.finite is not None or self.factors is not None:
-            return
-        if place in self._packed:
-            self._twice.append(place)
+        if self.state is not FREE or self.finite is not None or self.factors is not None or place in self._packed:
             return
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
@@ -89,7 +85,7 @@ class EagerBucket(GradBucket):
     def deliver(self, untouched: Collection[int] = ()) -> None:
         """As that of `GradBucket`."""
         super().deliver(untouched)
-        self._forget()
+        self._packed.clear()
 
     def discard(self) -> None:
         """As that of `GradBucket`: views that were handed out become zeros."""
@@ -98,7 +94,7 @@ class EagerBucket(GradBucket):
             with torch.no_grad():
                 for place in self._packed:
                     self._large[place].flat.zero_()  # not the view, which may have been moved
-        self._forget()
+        self._packed.clear()
 
     def _pack(
         self, grads: list[Tensor | None], table: PointerTable, counts: Tensor | None, factor: Tensor | None
@@ -116,20 +112,15 @@ class EagerBucket(GradBucket):
             flatten([grads[place] for place in self._small], self._rest, scale=scale, matched=True)
 
     def _check_untouched(self, grads: list[Tensor | None]) -> None:
-        if self._twice:
-            raise DPFuseError(
-                f"parameter {self._names[self._twice[0]]!r} became ready again in this backward after its gradient had "
-                "been packed; expected as many times in a backward as in the first synchronised one. Use it equally "
-                "often in every step, or run such steps inside no_sync() and call dpfuse.fused_allreduce_gradients()"
-            )
         for place, version in self._packed.items():
             view = self._large_views[place]
             if grads[place] is not view or view._version != version or view.data_ptr() != self._large[place].address:
                 raise DPFuseError(
                     f"the gradient of parameter {self._names[place]!r} was changed in this backward after it had been "
-                    "packed, multiplied for the mean; expected nobody to touch it then. Change gradients in a hook on "
-                    "their own parameter (register_hook, register_post_accumulate_grad_hook) or after backward, or "
-                    "pass gradient_as_bucket_view=False"
+                    "packed, multiplied for the mean: the parameter became ready again, or somebody wrote or replaced "
+                    "it; expected neither. Use the parameter as often in every step as in the first synchronised one, "
+                    "and change gradients in a hook on their own parameter (register_hook, "
+                    "register_post_accumulate_grad_hook) or after backward; or pass gradient_as_bucket_view=False"
                 )
 
     def _refuse_elsewhere(self, grad: Tensor | None, large: PointerTable, table: PointerTable) -> None:
@@ -142,12 +133,8 @@ class EagerBucket(GradBucket):
             )
 
     def _launch_empty(self, failed: bool) -> None:
-        self._forget()
-        super()._launch_empty(failed)
-
-    def _forget(self) -> None:
         self._packed.clear()
-        self._twice.clear()
+        super()._launch_empty(failed)
 
     def _allocate(self) -> PointerTable:
         table = super()._allocate()
