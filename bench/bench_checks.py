@@ -27,10 +27,10 @@ from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
-from dpfuse.canary import Canary
-from dpfuse.liveness.whereabouts import Track
-from dpfuse.signature import ModelSignature
-from dpfuse.tail import ALL_WELL, Tail
+from dpfuse.engine.report import ALL_WELL, Tail
+from dpfuse.engine.waiting import Track
+from dpfuse.engine.window import Canary
+from dpfuse.model.signature import ModelSignature
 
 __all__ = ["WRAPS", "time_checks", "without_checks"]
 
@@ -90,11 +90,11 @@ class NoTrack(Track):
 def without_checks() -> Iterator[None]:
     """Whatever is wrapped in here, and makes its first steps, is not checked later either."""
     with (
-        patch("dpfuse.grad_sync.ModelSignature", NoSignature),
+        patch("dpfuse.engine.sync.ModelSignature", NoSignature),
         patch("dpfuse.wrapper.Canary", NoCanary),
-        patch("dpfuse.buckets.kinds.Tail", NoTail),
-        patch("dpfuse.grad_sync.Track", NoTrack),
-        patch("dpfuse.buckets.bucket.board_of", lambda group: None),
+        patch("dpfuse.engine.buckets.kinds.Tail", NoTail),
+        patch("dpfuse.engine.sync.Track", NoTrack),
+        patch("dpfuse.engine.buckets.bucket.board_of", lambda group: None),
     ):
         yield
 

@@ -26,8 +26,8 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.size_list import load
 from bench.step_time import Effort, StepTimes
-from dpfuse.buckets.bucket import GradBucket
-from dpfuse.finite_check import FiniteCheck, FiniteCounter
+from dpfuse.engine.buckets.bucket import GradBucket
+from dpfuse.gradients.finite import FiniteCheck, FiniteCounter
 from dpfuse_kernels import PointerTable, flatten
 
 OURS, UNCLIPPED, SCALER, PEER = "dpfuse", "dpfuse, below the limit", "dpfuse scaler", "torch clip + unscale"

@@ -28,7 +28,7 @@ from bench.models import Workload, layers
 from bench.network import Cost, Network, simulated_network
 from bench.playback import play_back, played_back, remembered
 from bench.step_time import Effort, StepTimes
-from dpfuse.plan import BucketPlan
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import CostTable, Schedule, Timeline, optimal_plan, simulate
 from dpfuse.tune.recorder import BackwardRecorder
 

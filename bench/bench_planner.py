@@ -21,7 +21,7 @@ import dpfuse
 from bench.playback import play_back, played_back, remembered
 from bench.record_timeline import FOLDER
 from bench.size_list import SIZE_LISTS, load
-from dpfuse.plan import BucketPlan
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import ETHERNET, INFINIBAND, NVLINK, CostTable, Timeline, optimal_plan, rival_plans, simulate
 
 EXACT = "exact planner"

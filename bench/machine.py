@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dpfuse.commands.machine import machine_facts, software_versions
-from dpfuse.distributed.devices import cpu_count
+from dpfuse.job.devices import cpu_count
 
 __all__ = ["describe", "machine_name"]
 

@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dpfuse.checkpoint import load_checkpoint, save_checkpoint
+from dpfuse.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from dpfuse.data_parallel import DataParallel
 from dpfuse.ddp import DistributedDataParallel
 from dpfuse.ddp.patch import patch
-from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import Bucket, BucketPlan, plan_buckets
+from dpfuse.engine.timing import CommunicationTimes, time_communication
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.grad_scaler import GradScaler
-from dpfuse.param_spec import ParamSpec
-from dpfuse.plan import Bucket, BucketPlan, plan_buckets
-from dpfuse.replicas import reduce_replicas
-from dpfuse.timing import CommunicationTimes, time_communication
+from dpfuse.gradients.replicas import reduce_replicas
+from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.version import __version__
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dpfuse.collective import resolve_group
+from dpfuse.engine.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
-from dpfuse.sync_options import SyncOptions
+from dpfuse.model.options import SyncOptions
+from dpfuse.model.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DataParallel"]

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dpfuse import agreement
-from dpfuse.averaging import averaging_for
-from dpfuse.buckets.accumulating_bucket import refuse_accumulated
-from dpfuse.buckets.kinds import make_buckets
-from dpfuse.collective import check_all_to_all, resolve_group
+from dpfuse.engine import votes
+from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.buckets.accumulating_bucket import refuse_accumulated
+from dpfuse.engine.buckets.kinds import make_buckets
+from dpfuse.engine.collective import check_all_to_all, resolve_group
+from dpfuse.engine.memory_order import dense_stride
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import MB, plan_groups
+from dpfuse.engine.wire import Wire
 from dpfuse.errors import DPFuseError
-from dpfuse.memory_order import dense_stride
-from dpfuse.param_spec import ParamSpec
-from dpfuse.plan import MB, plan_groups
-from dpfuse.wire import Wire
 
 __all__ = ["fused_allreduce_gradients"]
 
@@ -85,7 +85,7 @@ def fused_allreduce_gradients(
         params, specs = _gradients_of(parameter_list, scale, bucket_size, deterministic)
         wire = Wire.of(wire_dtype, wire_reduce, deterministic=deterministic)
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
-        agreement.report_failure(error, process_group, WHAT)
+        votes.report_failure(error, process_group, WHAT)
         raise
     lines = [
         f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
@@ -96,7 +96,7 @@ def fused_allreduce_gradients(
         f"wire_dtype={wire_dtype}, wire_reduce={wire_reduce}"
     )
     remedy = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
-    agreement.agree_on_text("\n".join(lines), process_group, WHAT, remedy)
+    votes.agree_on_text("\n".join(lines), process_group, WHAT, remedy)
     for device in dict.fromkeys(param.device for param in params):
         if deterministic:
             check_all_to_all(process_group, device)

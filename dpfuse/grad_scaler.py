@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
+from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.errors import DPFuseError
-from dpfuse.loss_scale import LossScale
-from dpfuse.tracing import leave_untraced
+from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.wrapper import SyncedModule, loss_scale_of
 
 __all__ = ["GradScaler"]

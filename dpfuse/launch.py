@@ -1,8 +1,8 @@
-"""The door `python -m dpfuse.launch` and the command `dpfuse-launch`; see dpfuse/distributed/launch.py."""
+"""The door `python -m dpfuse.launch` and the command `dpfuse-launch`; see dpfuse/job/launch.py."""
 
 import sys
 
-from dpfuse.distributed.launch import main
+from dpfuse.job.launch import main
 
 __all__ = ["main"]
 

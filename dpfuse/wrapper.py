@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse import agreement
-from dpfuse.canary import Canary
-from dpfuse.collective import resolve_group
-from dpfuse.error_feedback import ErrorFeedback
+from dpfuse.engine import votes
+from dpfuse.engine.collective import resolve_group
+from dpfuse.engine.plan import MB, BucketPlan
+from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.registered_memory import can_register
+from dpfuse.engine.sync import GradSync
+from dpfuse.engine.timing import BucketObserver
+from dpfuse.engine.torch_private import leave_untraced, set_tracer
+from dpfuse.engine.window import Canary
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
-from dpfuse.grad_sync import GradSync
-from dpfuse.gradient_weight import GradientWeight
-from dpfuse.loss_scale import LossScale
-from dpfuse.model_agreement import agree_on_model
-from dpfuse.model_check import check_module
-from dpfuse.plan import MB, BucketPlan
-from dpfuse.reducer import Reducer
-from dpfuse.registered_memory import can_register
-from dpfuse.sync_options import SyncOptions
-from dpfuse.timing import BucketObserver
-from dpfuse.tracing import leave_untraced, set_tracer
+from dpfuse.gradients.error_feedback import ErrorFeedback
+from dpfuse.gradients.loss_scaling import LossScale
+from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
+from dpfuse.gradients.weight import GradientWeight
+from dpfuse.model.agreement import agree_on_model
+from dpfuse.model.check import check_module
+from dpfuse.model.options import SyncOptions
 
 if TYPE_CHECKING:
     from dpfuse.tune import Tuning
@@ -68,7 +68,7 @@ class SyncedModule(nn.Module):
                 self._options = replace(self._options, registered=can_register(group, device))
         except Exception as error:
             if group is not None and fresh:
-                agreement.report_failure(error, group, "the wrapped module")
+                votes.report_failure(error, group, "the wrapped module")
             raise
         if group is None:
             return

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
-from dpfuse.plan import BucketPlan
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import Timeline, paddle_plan
 
 __all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_twins"]

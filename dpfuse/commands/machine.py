@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpfuse.distributed.devices import cpu_count
+from dpfuse.job.devices import cpu_count
 from dpfuse.version import __version__
 
 __all__ = ["machine_facts", "software_versions"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dpfuse.bucket_rule import BucketRule
 from dpfuse.commands.target import build
-from dpfuse.plan import MB, BucketPlan, plan_buckets
+from dpfuse.engine.plan import MB, BucketPlan, BucketRule, plan_buckets
 
 __all__ = ["show_plan"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dpfuse.engine.plan import size_in_bytes
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import size_in_bytes
 from dpfuse.version import __version__
 
 __all__ = ["main"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse import agreement, collective
+from dpfuse.engine import collective, votes
 
 __all__ = ["prove_mean"]
 
@@ -65,7 +65,7 @@ def prove_mean(name: str, module: nn.Module, backward: Callable[[], None], group
                 "torch's DDP must be told"
             )
 
-    agreement.agree_on_success(check, group, f"the proof of {name}")
+    votes.agree_on_success(check, group, f"the proof of {name}")
 
 
 def _equal(got: Tensor, expected: Tensor, ranks: int) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpfuse.agreement import agree_on_success
-from dpfuse.collective import group_device, resolve_group
 from dpfuse.commands.target import Target, build
-from dpfuse.distributed import init_parallel_env, spawn
-from dpfuse.distributed.variables import RankEnvironment, read_environment
+from dpfuse.engine.collective import group_device, resolve_group
+from dpfuse.engine.votes import agree_on_success
 from dpfuse.errors import DPFuseError
+from dpfuse.job import init_parallel_env, spawn
+from dpfuse.job.variables import RankEnvironment, read_environment
 
 __all__ = ["build_on_all_ranks", "reports_here", "run_on_ranks", "say"]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dpfuse.collective import group_device
 from dpfuse.commands.machine import machine_facts, software_versions
+from dpfuse.engine.collective import group_device
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import BucketPlan
 
 __all__ = ["REPORT", "Run", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
 

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 import dpfuse
-from dpfuse import collective
 from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_twins
 from dpfuse.commands.proof import prove_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
 from dpfuse.commands.report import Run, here
 from dpfuse.commands.target import Target
 from dpfuse.commands.tune import tune_wrapped
-from dpfuse.plan import BucketPlan
+from dpfuse.engine import collective
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import paddle_plan
 
 __all__ = ["Effort", "Row", "Sweep", "frozen_heap", "sweep"]

@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from dpfuse.agreement import report_failure
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.ddp.mixed_precision import MixedPrecision
 from dpfuse.ddp.placement import (
@@ -26,10 +25,11 @@ from dpfuse.ddp.placement import (
 )
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
+from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.engine.votes import report_failure
 from dpfuse.errors import DPFuseError
-from dpfuse.state_dict import accept_unprefixed
-from dpfuse.sync_options import SyncOptions
-from dpfuse.tracing import leave_untraced
+from dpfuse.model.options import SyncOptions
+from dpfuse.model.state_dict import accept_unprefixed
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["DistributedDataParallel"]

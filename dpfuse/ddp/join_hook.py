@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from dpfuse import collective
+from dpfuse.engine import collective
+from dpfuse.engine.patience import finish
+from dpfuse.engine.waiting import board_of
 from dpfuse.errors import DPFuseError
-from dpfuse.liveness.patience import finish
-from dpfuse.liveness.whereabouts import board_of
 
 if TYPE_CHECKING:
     from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
-    from dpfuse.grad_sync import GradSync
+    from dpfuse.engine.sync import GradSync
 
 __all__ = ["Turn", "UnevenInputs", "UnevenInputsHook"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from dpfuse.ddp.torch_names import TorchNames
-    from dpfuse.plan import BucketPlan
+    from dpfuse.engine.plan import BucketPlan
 
 __all__ = ["logging_data"]
 

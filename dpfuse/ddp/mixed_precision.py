@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _cast_forward_inputs
 
-from dpfuse.averaging import WIRES
-from dpfuse.tracing import leave_untraced, set_tracer
+from dpfuse.engine.averaging import WIRES
+from dpfuse.engine.torch_private import leave_untraced, set_tracer
 
 if TYPE_CHECKING:
-    from dpfuse.autograd import BackwardListener
+    from dpfuse.engine.autograd import BackwardListener
 
 __all__ = ["MixedPrecision"]
 

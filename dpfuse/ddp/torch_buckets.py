@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpfuse.bucket_rule import BucketRule
-from dpfuse.plan import MB, size_in_bytes
+from dpfuse.engine.plan import MB, BucketRule, size_in_bytes
 
 __all__ = ["BucketSizes", "rule_of"]
 

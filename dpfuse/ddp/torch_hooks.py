@@ -14,12 +14,12 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from dpfuse import collective
-from dpfuse.comm_hook import CommHook
 from dpfuse.ddp.backward_optimizers import BackwardOptimizers
 from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
 from dpfuse.ddp.torch_names import TorchNames
-from dpfuse.grad_sync import GradSync
+from dpfuse.engine import collective
+from dpfuse.engine.comm_hook import CommHook
+from dpfuse.engine.sync import GradSync
 
 __all__ = ["TorchHooks"]
 

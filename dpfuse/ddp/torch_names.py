@@ -9,11 +9,11 @@ from typing import Any, Literal, overload
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.collective import BROADCAST_BYTES
 from dpfuse.ddp.logging_data import logging_data
+from dpfuse.engine.collective import BROADCAST_BYTES
+from dpfuse.engine.phase import Phase
+from dpfuse.engine.sync import GradSync
 from dpfuse.errors import DPFuseError
-from dpfuse.grad_sync import GradSync
-from dpfuse.phase import Phase
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["TorchNames", "TorchReducer"]

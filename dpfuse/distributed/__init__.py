@@ -1,7 +1,5 @@
-"""Starting ranks and letting a process join its job: thin over torch.distributed and torchrun."""
+"""The public names of `dpfuse.job`, under the name that torch and Paddle give to this part of a library."""
 
-from dpfuse.distributed.context import SpawnContext
-from dpfuse.distributed.env import ParallelEnv, get_rank, get_world_size, init_parallel_env
-from dpfuse.distributed.spawn import spawn
+from dpfuse.job import ParallelEnv, SpawnContext, get_rank, get_world_size, init_parallel_env, spawn
 
 __all__ = ["ParallelEnv", "SpawnContext", "get_rank", "get_world_size", "init_parallel_env", "spawn"]

@@ -8,7 +8,7 @@ from itertools import groupby
 from math import inf, isfinite
 from typing import Any
 
-from dpfuse.liveness.whereabouts import Doing
+from dpfuse.engine.waiting import Doing
 
 __all__ = ["End", "Finding", "Seen", "Status", "blame", "clean", "judge"]
 

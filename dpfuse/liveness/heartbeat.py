@@ -16,9 +16,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, NoReturn
 
+from dpfuse.engine.waiting import Board, Doing, Verdict
 from dpfuse.liveness.diagnosis import MAX_TEXT, Finding, Seen, Status, blame
 from dpfuse.liveness.sighting import Sighting, sight
-from dpfuse.liveness.whereabouts import Board, Doing, Verdict
 
 __all__ = ["Heartbeat"]
 

@@ -7,14 +7,14 @@ import weakref
 
 import torch.distributed as dist
 
-from dpfuse import agreement
+from dpfuse.engine import votes
+from dpfuse.engine.patience import patient_devices
+from dpfuse.engine.waiting import Board, board_of, put_board
 from dpfuse.liveness import ending
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.hub import Hub
 from dpfuse.liveness.meeting import Meeting, host_name, open_meeting
-from dpfuse.liveness.patience import patient_devices
 from dpfuse.liveness.spoke import Spoke
-from dpfuse.liveness.whereabouts import Board, board_of, put_board
 
 __all__ = ["watch"]
 
@@ -36,14 +36,14 @@ def watch(group: dist.ProcessGroup, stall_timeout: float) -> Board:
     put_board(group, board)
     if size == 1:
         return board
-    hosts = agreement.gather_texts(host_name(), group)
+    hosts = votes.gather_texts(host_name(), group)
     meeting = None
     if rank == 0:
         try:
             meeting = open_meeting(one_host=len(set(hosts)) == 1)
         except OSError as error:
             print(f"dpfuse: no heartbeat, so no rank that ends or stalls will be named: {error}", file=sys.stderr)
-    text = agreement.share_text("" if meeting is None else meeting.text(), group)
+    text = votes.share_text("" if meeting is None else meeting.text(), group)
     if not text:
         return board
     whole_job = dist.is_initialized() and size == dist.get_world_size()

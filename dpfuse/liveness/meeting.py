@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpfuse.distributed.interfaces import address_towards, interface_addresses, is_own_address
+from dpfuse.job.interfaces import address_towards, interface_addresses, is_own_address
 
 __all__ = ["Meeting", "host_name", "open_meeting"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from dpfuse.param_spec import ParamSpec
-from dpfuse.plan import Bucket, BucketPlan, lay_out_slots, size_in_bytes
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import Bucket, BucketPlan, lay_out_slots, size_in_bytes
 
 __all__ = ["plan_from_groups"]
 

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from dpfuse import agreement, collective
+from dpfuse.engine import collective, votes
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.cost import CostTable
 
@@ -51,11 +51,11 @@ def measure_all_reduce(
     sizes = sorted(set(sizes))
     if not sizes or sizes[0] < 4 or repetitions < 1:
         wrong = ValueError(f"expected sizes of 4 bytes or more and 1 repetition or more, got {sizes}, {repetitions!r}")
-        agreement.report_failure(wrong, group, WHAT)
+        votes.report_failure(wrong, group, WHAT)
         raise wrong
-    agreement.agree_on_text(f"{sizes} bytes, {repetitions} times", group, WHAT, "Pass the same arguments everywhere.")
+    votes.agree_on_text(f"{sizes} bytes, {repetitions} times", group, WHAT, "Pass the same arguments everywhere.")
     device = collective.group_device(group)
-    flat = agreement.agree_on_success(lambda: torch.zeros(-(-sizes[-1] // 4), device=device), group, WHAT)
+    flat = votes.agree_on_success(lambda: torch.zeros(-(-sizes[-1] // 4), device=device), group, WHAT)
     times = torch.zeros(repetitions + 1, len(sizes), dtype=torch.float64)
     for turn in range(repetitions + 1):
         for place, size in enumerate(sizes):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dpfuse.plan import BucketPlan, size_in_bytes
+from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.tune.cost import CostTable, Floats
 from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.timeline import Timeline

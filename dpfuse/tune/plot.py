@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpfuse.plan import MB
+from dpfuse.engine.plan import MB
 from dpfuse.tune.simulation import Schedule
 
 __all__ = ["save_plot"]

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpfuse import collective
+from dpfuse.engine import collective
+from dpfuse.engine.landing import when_landed
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
-from dpfuse.landing import when_landed
-from dpfuse.plan import BucketPlan
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
 
 if TYPE_CHECKING:
-    from dpfuse.autograd import BackwardListener
-    from dpfuse.timing import BucketObserver
+    from dpfuse.engine.autograd import BackwardListener
+    from dpfuse.engine.timing import BucketObserver
 
 __all__ = ["BackwardRecorder", "timeline_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
-from dpfuse.plan import BucketPlan, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
+from dpfuse.engine.plan import BucketPlan, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.simulation import simulate

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfuse.plan import MB, BucketPlan
+from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.timeline import Timeline
 

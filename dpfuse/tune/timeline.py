@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpfuse.param_spec import ITEM_SIZE, ParamSpec
+from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec
 
 __all__ = ["Timeline"]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dpfuse.plan import MB
+from dpfuse.engine.plan import MB
 from dpfuse.tune.simulation import Schedule
 
 __all__ = ["save_trace", "trace_events"]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpfuse import agreement, collective
-from dpfuse.averaging import FP8
+from dpfuse.engine import collective, votes
+from dpfuse.engine.averaging import FP8
+from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
-from dpfuse.plan import BucketPlan, size_in_bytes
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.measure import SIZES, measure_all_reduce
@@ -24,7 +24,7 @@ from dpfuse.tune.simulation import Schedule, simulate
 from dpfuse.tune.timeline import Timeline
 
 if TYPE_CHECKING:
-    from dpfuse.grad_sync import GradSync
+    from dpfuse.engine.sync import GradSync
     from dpfuse.wrapper import SyncedModule
 
 __all__ = ["RecordedTimes", "Tuning", "autotune"]
@@ -235,7 +235,7 @@ class _Tuner:
         timeline = timeline_of(times, old, wire_dtype=sync.wire)
         cost = self._cost or measure_all_reduce(group, _sizes_for(sum(timeline.nbytes)))
         plan = self._planned_on_rank_0(timeline, cost)
-        expected = agreement.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
+        expected = votes.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
         tuning.timeline, tuning.cost, tuning.plan = timeline, cost, plan
         tuning.before, tuning.expected = RecordedTimes.of(times), expected
         tuning.old = self._schedule()
@@ -273,7 +273,7 @@ class _Tuner:
                     numbers[list(bucket.params)] = order
             return numbers.to(collective.group_device(group))
 
-        numbers = agreement.agree_on_success(numbers_here, group, "autotune")
+        numbers = votes.agree_on_success(numbers_here, group, "autotune")
         collective.broadcast(numbers, group)
         groups: list[list[int]] = [[] for _ in range(int(numbers.max()) + 1)]
         for index, number in enumerate(numbers.tolist()):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.buckets import in_place_bucket
-from dpfuse.buckets.in_place_bucket import InPlaceBucket
-from dpfuse.ownership import is_private
+from dpfuse.engine.buckets import in_place_bucket
+from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
+from dpfuse.engine.ownership import is_private
 from tests.distributed.test_interruptions import Fuse
 
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
-from dpfuse.buckets.accumulating_bucket import AccumulatingBucket
-from dpfuse.phase import Phase
+from dpfuse.engine.buckets.accumulating_bucket import AccumulatingBucket
+from dpfuse.engine.phase import Phase
 from tests.distributed.test_accumulation import (
     DDP,
     assert_equal,

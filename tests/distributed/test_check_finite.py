@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dpfuse
-from dpfuse import finite_check
+from dpfuse.gradients import finite as finite_module
 from tests.distributed.in_place import ALL, large_from
 
 INF, NAN = float("inf"), float("nan")
@@ -260,8 +260,8 @@ def test_what_an_interrupted_backward_has_counted_is_forgotten(ranks):
 def a_step_late(rank, size, mode, monkeypatched=True):
     """As on a GPU: counts are copied without waiting, and looked at when the next backward ends."""
     passed = []
-    real = finite_check._copied
-    finite_check._copied = lambda values: (values.clone(), SimpleNamespace(synchronize=lambda: passed.append(1)))
+    real = finite_module._copied
+    finite_module._copied = lambda values: (values.clone(), SimpleNamespace(synchronize=lambda: passed.append(1)))
     try:
         model = dpfuse.DataParallel(Net(), None, 0, 0, check_finite=mode)
         model._sync._finite.late = True
@@ -279,7 +279,7 @@ def a_step_late(rank, size, mode, monkeypatched=True):
         assert passed
         return texts
     finally:
-        finite_check._copied = real
+        finite_module._copied = real
 
 
 @pytest.mark.parametrize("mode", ["warn", "raise"])

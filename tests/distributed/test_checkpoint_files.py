@@ -9,8 +9,8 @@ import zipfile
 import pytest
 import torch
 
-from dpfuse import checkpoint_folder
-from dpfuse.checkpoint_folder import DamagedFileError, read_newest, read_whole, step_path, write_step
+from dpfuse.checkpoint import folder
+from dpfuse.checkpoint.folder import DamagedFileError, read_newest, read_whole, step_path, write_step
 from tests.distributed.processes import SCRIPTS, run
 
 
@@ -149,7 +149,7 @@ class Planted:
 
 def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
     marker = tmp_path / "marker"
-    monkeypatch.setattr(checkpoint_folder, "_check_loadable", lambda *_: None)
+    monkeypatch.setattr(folder, "_check_loadable", lambda *_: None)
     path = write_step(tmp_path, 1, {"step": 1, "model": Planted(marker)}, keep=1)
     with pytest.raises(ValueError, match=r"is no checkpoint of dpfuse.save_checkpoint: (.|\n)*mkdir"):
         read_newest(tmp_path)
@@ -165,7 +165,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
 
 def test_another_file_is_no_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as changed:
-        changed.setattr(checkpoint_folder, "FORMAT", "another")
+        changed.setattr(folder, "FORMAT", "another")
         path = write_step(tmp_path, 1, {"model": 1}, keep=1)
     with pytest.raises(ValueError, match=r"is no checkpoint of dpfuse\.save_checkpoint; load it with torch\.load"):
         read_newest(tmp_path)
@@ -175,7 +175,7 @@ def test_another_file_is_no_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_later_format_is_told_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder, "VERSION", 2)
+    monkeypatch.setattr(folder, "VERSION", 2)
     path = write_step(tmp_path, 1, {}, keep=1)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="is of format 2, expected 1: another version of dpfuse wrote it"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.plan import plan_buckets
+from dpfuse.engine.plan import plan_buckets
 from tests.distributed.random_models import (
     RandomModel,
     added_in_rank_order,

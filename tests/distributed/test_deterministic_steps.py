@@ -17,8 +17,8 @@ from torch import nn
 
 import dpfuse
 from bench.network import Network, simulated_network
-from dpfuse import collective
-from dpfuse.buckets.ordered_bucket import _OrderedSum
+from dpfuse.engine import collective
+from dpfuse.engine.buckets.ordered_bucket import _OrderedSum
 from tests.distributed.random_models import added_in_rank_order, trained
 
 
@@ -290,7 +290,7 @@ def by_hand_without_all_to_all(rank, size):
     for param in params:
         param.grad = torch.full_like(param, rank)
     text = f"rank {rank}: deterministic=True needs .*does not support"
-    with mock.patch("dpfuse.collective.start_all_to_all", refuse), pytest.raises(dpfuse.DPFuseError, match=text):
+    with mock.patch("dpfuse.engine.collective.start_all_to_all", refuse), pytest.raises(dpfuse.DPFuseError, match=text):
         dpfuse.fused_allreduce_gradients(params, deterministic=True)
     assert all(param.grad.eq(rank).all() for param in params)
     dist.barrier()

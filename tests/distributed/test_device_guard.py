@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.device_guard import DeviceGuard, guard_of
-from dpfuse.tail import ALL_WELL, Tail
+from dpfuse.engine.device_guard import DeviceGuard, guard_of
+from dpfuse.engine.report import ALL_WELL, Tail
 
 WRAPS = {
     "views": {},
@@ -32,7 +32,7 @@ def as_on_a_gpu():
         before, read[id(self)] = read.get(id(self), ALL_WELL), now
         return before
 
-    guarded = mock.patch("dpfuse.grad_sync.guard_of", side_effect=lambda params, *_: DeviceGuard(params))
+    guarded = mock.patch("dpfuse.engine.sync.guard_of", side_effect=lambda params, *_: DeviceGuard(params))
     with mock.patch.object(Tail, "report", deferred), guarded:
         yield
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse import DPFuseError
-from dpfuse.buckets.eager_bucket import LARGE
+from dpfuse.engine.buckets.eager_bucket import LARGE
 from tests.distributed.random_models import same_bits
 
 # Two large gradients and small ones in most buckets.

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse import collective
-from dpfuse.buckets.early_unpack import EarlyGradients
+from dpfuse.engine import collective
+from dpfuse.engine.buckets.early_unpack import EarlyGradients
 from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, grads, large_from, mean_over_ranks
 from tests.distributed.test_rebuild import Repeating, expected_mean
 
@@ -40,7 +40,7 @@ def switched(on):
 
     with (
         mock.patch.object(collective, "waits_on_streams", return_value=on),
-        mock.patch("dpfuse.buckets.bucket.LEAST", 0),
+        mock.patch("dpfuse.engine.buckets.bucket.LEAST", 0),
         mock.patch.object(EarlyGradients, "delivered", counted),
     ):
         yield early

@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import dpfuse.distributed as distributed
-from dpfuse.distributed.devices import cores_per_rank, cpu_count, select_gpus
-from dpfuse.distributed.failure import RankFailure, first_failure
-from dpfuse.distributed.rank import set_paddle_variables
-from dpfuse.distributed.variables import environment, read_environment
+import dpfuse.job as distributed
+from dpfuse.job.devices import cores_per_rank, cpu_count, select_gpus
+from dpfuse.job.failure import RankFailure, first_failure
+from dpfuse.job.rank import set_paddle_variables
+from dpfuse.job.variables import environment, read_environment
 from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, free_port, run, start
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

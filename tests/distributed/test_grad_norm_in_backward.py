@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dpfuse
-from dpfuse.buckets.bucket import GradBucket
-from dpfuse.device_guard import DeviceGuard
+from dpfuse.engine.buckets.bucket import GradBucket
+from dpfuse.engine.device_guard import DeviceGuard
 from tests.distributed.in_place import large_from
 from tests.distributed.test_grad_norm import CHANGES, SOME, Net, check, copies, exact_norm, unscaled
 from tests.freed import still_held
@@ -276,7 +276,7 @@ def test_asking_is_no_write_to_what_a_graph_has_saved(group):
 
 
 def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
-    monkeypatch.setattr("dpfuse.grad_sync.guard_of", lambda params, size, squares: DeviceGuard(params, squares))
+    monkeypatch.setattr("dpfuse.engine.sync.guard_of", lambda params, size, squares: DeviceGuard(params, squares))
     model = measured("views")
     model.module.extra = nn.Parameter(torch.ones(3))
     model(1)
@@ -343,7 +343,7 @@ def test_it_is_the_same_on_all_ranks_and_for_one_wrapper(ranks):
 def test_on_a_gpu_views_are_measured_on_the_side_while_backward_goes_on(group, monkeypatch):
     streams = PretendedStreams()
     streams.install(monkeypatch)
-    monkeypatch.setattr("dpfuse.collective.waits_on_streams", lambda group, device: True)
+    monkeypatch.setattr("dpfuse.engine.collective.waits_on_streams", lambda group, device: True)
     streams.initialized = False
     measure = GradBucket._measure
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.liveness.whereabouts import board_of
+from dpfuse.engine.waiting import board_of
 from tests.distributed.processes import SCRIPTS, free_port, pids_in, start
 from tests.distributed.test_two_nodes import Machines, namespaces
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from dpfuse.buckets import in_place_bucket
-from dpfuse.buckets.in_place_bucket import InPlaceBucket
+from dpfuse.engine.buckets import in_place_bucket
+from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.hooks import fused_bf16
 from tests.distributed.in_place import (
     ALL,

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse import landing
-from dpfuse.buckets.hooked_bucket import _HookWork
+from dpfuse.engine import landing
+from dpfuse.engine.buckets.hooked_bucket import _HookWork
 from tests.distributed.processes import run
 
 PROGRAM = """
@@ -19,7 +19,7 @@ from datetime import timedelta
 from threading import Thread
 import torch
 import torch.distributed as dist
-from dpfuse.landing import when_landed
+from dpfuse.engine.landing import when_landed
 
 store, groups = dist.HashStore(), {}
 make = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))})

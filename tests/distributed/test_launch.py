@@ -292,5 +292,5 @@ def test_ranks_of_a_rank_see_their_own_job():
 
 
 def test_starting_up_does_not_import_torchrun():
-    code = "import dpfuse.distributed, sys; print([m for m in sys.modules if m.startswith('torch.distributed.run')])"
+    code = "import dpfuse.job, sys; print([m for m in sys.modules if m.startswith('torch.distributed.run')])"
     assert run("-c", code).stdout == "[]\n"

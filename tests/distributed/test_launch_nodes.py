@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dpfuse.distributed import interfaces, launch
-from dpfuse.distributed.launch import main
-from dpfuse.distributed.nodes import Nodes
+from dpfuse.job import interfaces, launch
+from dpfuse.job.launch import main
+from dpfuse.job.nodes import Nodes
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "join.py")
 TWO = "10.9.8.7,10.9.8.6"
@@ -51,7 +51,7 @@ def configured(jobs, *words):
     ],
 )  # fmt: skip
 def test_paddles_flags_become_torchruns(words, expected, jobs, monkeypatch):
-    monkeypatch.setattr("dpfuse.distributed.nodes.is_own_address", lambda address: address == "10.9.8.6")
+    monkeypatch.setattr("dpfuse.job.nodes.is_own_address", lambda address: address == "10.9.8.6")
     args, _ = configured(jobs, *words)
     assert (
         args.rdzv_backend, args.rdzv_endpoint, args.nnodes, args.node_rank, args.master_addr, args.master_port
@@ -71,7 +71,7 @@ def test_paddles_flags_become_torchruns(words, expected, jobs, monkeypatch):
     ],
 )
 def test_machines_without_rank_use_c10d(words, endpoint, nnodes, conf, jobs, monkeypatch):
-    monkeypatch.setattr("dpfuse.distributed.nodes.is_own_address", lambda address: address == "10.9.8.6")
+    monkeypatch.setattr("dpfuse.job.nodes.is_own_address", lambda address: address == "10.9.8.6")
     args, _ = configured(jobs, *words)
     assert (args.rdzv_backend, args.rdzv_endpoint, args.nnodes, args.rdzv_conf) == ("c10d", endpoint, nnodes, conf)
 
@@ -124,7 +124,7 @@ def test_gloo_gets_the_interface_of_the_machines_address(jobs, monkeypatch):
 
 
 def test_a_host_name_that_is_loopback_at_home_is_not_the_machines_address(monkeypatch):
-    monkeypatch.setattr("dpfuse.distributed.nodes.address_towards", lambda host, port: "127.0.1.1")
+    monkeypatch.setattr("dpfuse.job.nodes.address_towards", lambda host, port: "127.0.1.1")
     assert Nodes("2", "node0", 29500).own_address is None
     assert Nodes("2", "127.0.0.1", 29500).own_address == "127.0.1.1"
     assert Nodes("2", "node0", 29500, local_address="10.9.8.7").own_address == "10.9.8.7"
@@ -186,8 +186,8 @@ def test_flags_that_do_not_fit_are_refused_with_a_remedy(words, texts, capsys):
     ],
 )
 def test_a_machine_that_cannot_find_itself_says_what_it_found(own, texts, monkeypatch, capsys):
-    monkeypatch.setattr("dpfuse.distributed.nodes.is_own_address", lambda address: address in own)
-    monkeypatch.setattr("dpfuse.distributed.nodes.interface_addresses", lambda: {"lo": "127.0.0.1"})
+    monkeypatch.setattr("dpfuse.job.nodes.is_own_address", lambda address: address in own)
+    monkeypatch.setattr("dpfuse.job.nodes.interface_addresses", lambda: {"lo": "127.0.0.1"})
     assert main([f"--ips={TWO}", "--nproc_per_node=1", SCRIPT]) == 2
     told = capsys.readouterr().err
     for text in [f"dpfuse.launch: --ips: got {TWO}", *texts]:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import dpfuse
-from dpfuse import agreement
-from dpfuse.distributed import interfaces, launch, spawn
-from dpfuse.distributed.launch import main
+from dpfuse.engine import votes
+from dpfuse.job import interfaces, launch, spawn
+from dpfuse.job.launch import main
 from tests.distributed.processes import ROOT, SCRIPTS, pids_in, start
 from tests.distributed.processes import launch as launched
 from tests.distributed.scripts import functions
@@ -31,9 +31,9 @@ LOADERS = {"load", "loads"}
 PICKLES = ("pickle", "torch", "numpy")
 # Each exception, with its reason.
 ALLOWED = {
-    ("dpfuse/distributed/context.py", "pickle.loads"),  # what spawn's own ranks returned, from a folder of mode 0700
-    ("dpfuse/distributed/rank.py", "exec"),  # the user's script
-    ("dpfuse/distributed/rank.py", "runpy.run_module"),  # the user's module
+    ("dpfuse/job/context.py", "pickle.loads"),  # what spawn's own ranks returned, from a folder of mode 0700
+    ("dpfuse/job/rank.py", "exec"),  # the user's script
+    ("dpfuse/job/rank.py", "runpy.run_module"),  # the user's module
 }
 
 
@@ -120,19 +120,19 @@ class Planted:
 
 def hostile(rank, size, marker):
     """Rank 1 sends a pickle wherever a text or a state is expected."""
-    group = dpfuse.collective.resolve_group(None)
+    group = dpfuse.engine.collective.resolve_group(None)
     text = pickle.dumps(Planted(marker), protocol=0).decode()
     told = []
-    for content in (text, agreement.FAILURE + text):
+    for content in (text, votes.FAILURE + text):
         try:
-            agreement.agree_on_text(content if rank == 1 else "honest", group, "the text")
+            votes.agree_on_text(content if rank == 1 else "honest", group, "the text")
         except dpfuse.DPFuseError as error:
             told.append(str(error))
     from torch import nn
 
     folder = f"{marker}-folder"
     if rank == 1:
-        dpfuse.checkpoint.torch.save = lambda _, file: file.write(pickle.dumps(Planted(marker)))
+        dpfuse.checkpoint.checkpoint.torch.save = lambda _, file: file.write(pickle.dumps(Planted(marker)))
     dpfuse.save_checkpoint(folder, nn.Linear(1, 1), step=1)
     try:
         dpfuse.load_checkpoint(folder, nn.Linear(1, 1), random_state=True)

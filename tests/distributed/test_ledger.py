@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dpfuse
-from dpfuse.buckets.in_place_bucket import LARGE
+from dpfuse.engine.buckets.in_place_bucket import LARGE
 
 STEADY = 3  # steps until buckets are rebuilt and buffers exist
 ONLY_WRITTEN = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # other functions read what they write in place

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.signature import ModelSignature
+from dpfuse.model.signature import ModelSignature
 from tests.distributed.processes import start
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from dpfuse import collective
-from dpfuse.buckets.bucket import BucketState
-from dpfuse.plan import plan_buckets, rebuild_plan
+from dpfuse.engine import collective
+from dpfuse.engine.buckets.bucket import BucketState
+from dpfuse.engine.plan import plan_buckets, rebuild_plan
 
 KB = 1 / 1024  # MB
 

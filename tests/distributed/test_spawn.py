@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from dpfuse.distributed import spawn
-from dpfuse.distributed.devices import cpu_count
 from dpfuse.errors import DPFuseError
+from dpfuse.job import spawn
+from dpfuse.job.devices import cpu_count
 from tests.distributed.processes import SCRIPTS, all_gone, is_loopback, pids_in, run, start
 from tests.distributed.scripts import functions
 
@@ -165,7 +165,7 @@ def test_no_rank_outlives_a_parent_that_is_ended(number, tmp_path):
 
 
 def test_without_a_count_every_core_gets_a_rank(monkeypatch):
-    module = importlib.import_module("dpfuse.distributed.spawn")  # the package's attribute is the function
+    module = importlib.import_module("dpfuse.job.spawn")  # the package's attribute is the function
     monkeypatch.setattr(module, "cpu_count", lambda: 1)
     assert len(spawn(functions.variable, args=("RANK",), start_method="fork").processes) == 1
 
@@ -244,7 +244,7 @@ def test_as_many_cards_as_ranks():
 
 
 def test_a_function_from_the_prompt_is_explained():
-    code = "from dpfuse.distributed import spawn\ndef f(): pass\nspawn(f, nprocs=1)"
+    code = "from dpfuse.job import spawn\ndef f(): pass\nspawn(f, nprocs=1)"
     done = run("-c", code)
     assert "func 'f' was defined at a prompt" in done.stderr
     assert "start_method='fork'" in done.stderr

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpfuse import DataParallel
-from dpfuse.state_dict import own_names, without_prefix
+from dpfuse.model.state_dict import own_names, without_prefix
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

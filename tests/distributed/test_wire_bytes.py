@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse import collective
+from dpfuse.engine import collective
 
 
 @contextmanager

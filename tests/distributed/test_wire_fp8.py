@@ -13,9 +13,9 @@ from torch import nn
 
 import dpfuse
 from bench.network import Network, simulated_network
-from dpfuse.buckets.ordered_bucket import OrderedBucket
-from dpfuse.buckets.quantized_bucket import QuantizedBucket
-from dpfuse.buckets.sparse_bucket import SparseBucket
+from dpfuse.engine.buckets.ordered_bucket import OrderedBucket
+from dpfuse.engine.buckets.quantized_bucket import QuantizedBucket
+from dpfuse.engine.buckets.sparse_bucket import SparseBucket
 from tests.distributed.random_models import same_bits
 from tests.distributed.wires import Given, alike_everywhere, sent, warnings_are_errors
 

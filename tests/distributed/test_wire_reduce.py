@@ -13,10 +13,10 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
 from bench.network import Network, simulated_network
-from dpfuse.buckets.bucket import GradBucket
-from dpfuse.buckets.in_place_bucket import InPlaceBucket
-from dpfuse.buckets.ordered_bucket import OrderedBucket
-from dpfuse.buckets.quantized_bucket import QuantizedBucket
+from dpfuse.engine.buckets.bucket import GradBucket
+from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
+from dpfuse.engine.buckets.ordered_bucket import OrderedBucket
+from dpfuse.engine.buckets.quantized_bucket import QuantizedBucket
 from tests.distributed.random_models import same_bits
 from tests.distributed.wires import Given, alike_everywhere, hard_gradients, sent, worst_share_of_bound
 
@@ -139,7 +139,7 @@ def refused(rank, size):
         raise RuntimeError("Backend does not support alltoall_base")
 
     text = rf'rank {rank}: wire_reduce="fp32" needs a back end .*does not support.*or leave wire_reduce out'
-    with mock.patch("dpfuse.collective.start_all_to_all", refuse):
+    with mock.patch("dpfuse.engine.collective.start_all_to_all", refuse):
         with pytest.raises(dpfuse.DPFuseError, match=text):
             dpfuse.fused_allreduce_gradients([param], wire_dtype=torch.float16, wire_reduce="fp32")
         # float32 travels by an all-reduce, which is all that it needs.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.buckets import accumulating_bucket
+from dpfuse.engine.buckets import accumulating_bucket
 
 pytestmark = [
     pytest.mark.gpu,

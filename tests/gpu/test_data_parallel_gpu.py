@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
-from dpfuse import collective
-from dpfuse.buckets import in_place_bucket
+from dpfuse.engine import collective
+from dpfuse.engine.buckets import in_place_bucket
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from dpfuse.distributed import spawn
+from dpfuse.job import spawn
 from tests.distributed.processes import SCRIPTS, is_loopback, launch
 from tests.distributed.scripts import functions
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse import collective, registered_memory
-from dpfuse.buckets import bucket as bucket_file
-from dpfuse.buckets.bucket import GradBucket
-from dpfuse.buckets.early_unpack import EarlyGradients
+from dpfuse.engine import collective, registered_memory
+from dpfuse.engine.buckets import bucket as bucket_file
+from dpfuse.engine.buckets.bucket import GradBucket
+from dpfuse.engine.buckets.early_unpack import EarlyGradients
 
 pytestmark = [
     pytest.mark.gpu,

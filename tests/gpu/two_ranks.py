@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.buckets import bucket, in_place_bucket
+from dpfuse.engine.buckets import bucket, in_place_bucket
 from tests.distributed.wires import sent
 
 SIZE = 2

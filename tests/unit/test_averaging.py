@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dpfuse.averaging import averaging_for
+from dpfuse.engine.averaging import averaging_for
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 1000])

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse import collective
-from dpfuse.buckets.bucket import BucketState
-from dpfuse.buckets.sparse_bucket import SparseBucket
+from dpfuse.engine import collective
+from dpfuse.engine.buckets.bucket import BucketState
+from dpfuse.engine.buckets.sparse_bucket import SparseBucket
 from dpfuse.errors import DPFuseError
 
 LEGAL = {
@@ -77,7 +77,7 @@ every_kind = pytest.mark.parametrize("kind", WRAPS)
 
 def wrapped(kind, monkeypatch):
     if kind == "in place":
-        monkeypatch.setattr("dpfuse.buckets.in_place_bucket.LARGE", 64)
+        monkeypatch.setattr("dpfuse.engine.buckets.in_place_bucket.LARGE", 64)
     torch.manual_seed(0)
     return WRAPS[kind](Net())
 

@@ -7,8 +7,8 @@ from math import inf
 
 import pytest
 
+from dpfuse.engine.waiting import Doing
 from dpfuse.liveness.diagnosis import End, Seen, Status, blame, clean, judge
-from dpfuse.liveness.whereabouts import Doing
 
 WAITS = Status(Doing.BACKWARD, step=7, bucket=2, age=20.0, waits=True, limit=8.0)
 BUSY = Status(Doing.BETWEEN, step=7, age=20.0, limit=8.0, at="eval.py:57 in evaluate")

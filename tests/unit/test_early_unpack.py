@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse import collective
-from dpfuse.buckets import early_unpack
-from dpfuse.buckets.early_unpack import EarlyGradients, SideStream
+from dpfuse.engine import collective
+from dpfuse.engine.buckets import early_unpack
+from dpfuse.engine.buckets.early_unpack import EarlyGradients, SideStream
 from tests.streams import PretendedStreams
 
 CUDA = torch.device("cuda", 0)
@@ -174,15 +174,15 @@ def group(tmp_path):
 
 def pretend(monkeypatch, streams):
     monkeypatch.setattr(collective, "waits_on_streams", lambda group, device: True)
-    monkeypatch.setattr("dpfuse.buckets.bucket.LEAST", 0)
+    monkeypatch.setattr("dpfuse.engine.buckets.bucket.LEAST", 0)
     streams.initialized = False  # of graphs there is nothing here
-    unpack = dpfuse.buckets.bucket.GradBucket._unpack
+    unpack = dpfuse.engine.buckets.bucket.GradBucket._unpack
 
     def noted(bucket, targets, *, matched=True):
         note(streams, f"unpack {bucket._label.split()[1]}")
         unpack(bucket, targets, matched=matched)
 
-    monkeypatch.setattr(dpfuse.buckets.bucket.GradBucket, "_unpack", noted)
+    monkeypatch.setattr(dpfuse.engine.buckets.bucket.GradBucket, "_unpack", noted)
 
 
 def test_a_backward_unpacks_all_but_the_last_bucket_on_the_side_and_joins_before_it_ends(streams, group, monkeypatch):
@@ -207,6 +207,6 @@ def test_views_and_small_gradients_are_not_unpacked_early(streams, group, monkey
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     model = dpfuse.DistributedDataParallel(net, bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
     assert all(bucket.early is None for bucket in model.reducer.buckets)
-    monkeypatch.setattr("dpfuse.buckets.bucket.LEAST", 1000)
+    monkeypatch.setattr("dpfuse.engine.buckets.bucket.LEAST", 1000)
     model = dpfuse.DistributedDataParallel(net, bucket_cap_mb=1e-4)
     assert all(bucket.early is None for bucket in model.reducer.buckets)

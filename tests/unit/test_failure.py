@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from dpfuse.distributed.failure import RankFailure, first_failure, read_record
-from dpfuse.distributed.rank import record_exception
+from dpfuse.job.failure import RankFailure, first_failure, read_record
+from dpfuse.job.rank import record_exception
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse import collective
+from dpfuse.engine import collective
 
 
 @pytest.fixture

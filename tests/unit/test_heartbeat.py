@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dpfuse.engine.waiting import Board, Doing, Wrapper
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.hub import STRANGERS, Hub
 from dpfuse.liveness.line import MAX_UNSENT, Line, LineError
 from dpfuse.liveness.meeting import Meeting, host_name, open_meeting
 from dpfuse.liveness.spoke import Spoke
-from dpfuse.liveness.whereabouts import Board, Doing, Wrapper
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfuse.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
-from dpfuse.plan import (
+from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
+from dpfuse.engine.plan import (
     ALIGNMENT,
     MB,
     assign_buckets,

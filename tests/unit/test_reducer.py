@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.buckets.kinds import make_buckets
-from dpfuse.canary import Canary
+from dpfuse.engine.buckets.kinds import make_buckets
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.phase import Phase
+from dpfuse.engine.plan import plan_buckets
+from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.report import Report
+from dpfuse.engine.window import Canary
 from dpfuse.errors import DPFuseError
-from dpfuse.param_spec import ParamSpec
-from dpfuse.phase import Phase
-from dpfuse.plan import plan_buckets
-from dpfuse.reducer import Reducer
-from dpfuse.tail import Report
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse.buckets.kinds import make_buckets
-from dpfuse.canary import Canary
-from dpfuse.param_spec import ParamSpec
-from dpfuse.plan import plan_buckets
-from dpfuse.registered_memory import VARIABLE, can_register
+from dpfuse.engine.buckets.kinds import make_buckets
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import plan_buckets
+from dpfuse.engine.registered_memory import VARIABLE, can_register
+from dpfuse.engine.window import Canary
 
 CUDA = torch.device("cuda", 0)
 

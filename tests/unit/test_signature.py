@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpfuse.signature import ModelSignature
+from dpfuse.model.signature import ModelSignature
 
 
 class Agreeable(nn.Parameter):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfuse.canary import ELSEWHERE, TOP, Canary, Counts
-from dpfuse.tail import ALL_WELL, Report, Tail
+from dpfuse.engine.report import ALL_WELL, Report, Tail
+from dpfuse.engine.window import ELSEWHERE, TOP, Canary, Counts
 
 
 class Told(Canary):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dpfuse
-from dpfuse.autograd import BackwardWatch, ReadyHooks
+from dpfuse.engine.autograd import BackwardWatch, ReadyHooks
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.recorder import BackwardRecorder
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.buckets import bucket as bucket_file
-from dpfuse.buckets import in_place_bucket
-from dpfuse.buckets.bucket import BucketState, GradBucket
-from dpfuse.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
-from dpfuse.buckets.in_place_bucket import InPlaceBucket
-from dpfuse.buckets.sparse_bucket import SparseBucket
-from dpfuse.writing_streams import WritingStreams, writers_on
+from dpfuse.engine.buckets import bucket as bucket_file
+from dpfuse.engine.buckets import in_place_bucket
+from dpfuse.engine.buckets.bucket import BucketState, GradBucket
+from dpfuse.engine.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
+from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
+from dpfuse.engine.buckets.sparse_bucket import SparseBucket
+from dpfuse.engine.streams import WritingStreams, writers_on
 from tests.streams import PretendedStreams
 
 CUDA = torch.device("cuda", 0)
@@ -113,7 +113,7 @@ def done(buffer):
 @pytest.mark.parametrize("prepare", [plain, hooked])
 def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, group, views, prepare, monkeypatch):
     monkeypatch.setattr(bucket_file, "writers_on", lambda device: WritingStreams(CUDA))
-    monkeypatch.setattr("dpfuse.buckets.in_place_bucket.LARGE", 64)
+    monkeypatch.setattr("dpfuse.engine.buckets.in_place_bucket.LARGE", 64)
     streams.initialized = False  # of graphs there is nothing here
     model = dpfuse.DistributedDataParallel(Net(), bucket_cap_mb=8e-5, gradient_as_bucket_view=views)
     prepare(model)

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-import dpfuse.distributed as distributed
+import dpfuse.job as distributed
 
 distributed.init_parallel_env()
 sys.stdout.write(f"pid={os.getpid()}\n")

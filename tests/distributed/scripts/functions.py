@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import dpfuse.distributed as distributed
+import dpfuse.job as distributed
 from tests.distributed.processes import family, listening_addresses
 
 

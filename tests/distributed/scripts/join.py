@@ -10,7 +10,7 @@ import os  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import dpfuse.distributed as distributed  # noqa: E402
+import dpfuse.job as distributed  # noqa: E402
 
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") < os.environ.get("TEST_FAIL_UNTIL_RESTART", "0"):
     raise RuntimeError("planted: first attempt")

@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
-import dpfuse.distributed as distributed
+import dpfuse.job as distributed
 from tests.distributed.processes import family, listening_addresses
 
 distributed.init_parallel_env()

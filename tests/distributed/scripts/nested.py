@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-import dpfuse.distributed as distributed
-from dpfuse.distributed import spawn
+import dpfuse.job as distributed
+from dpfuse.job import spawn
 from tests.distributed.scripts.functions import endpoints
 
 if __name__ == "__main__":

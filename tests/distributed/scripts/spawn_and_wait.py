@@ -2,7 +2,7 @@
 
 import sys
 
-from dpfuse.distributed import spawn
+from dpfuse.job import spawn
 from tests.distributed.scripts.functions import sleeps
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The ranks of stubborn.py, started by spawn."""
 
-from dpfuse.distributed import spawn
+from dpfuse.job import spawn
 from tests.distributed.scripts.stubborn import main
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 
 from torch.utils.data import DataLoader
 
-import dpfuse.distributed as distributed
+import dpfuse.job as distributed
 
 HOW, FAULT = [*sys.argv[1:], ""][:2]
 SLEEPER = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'.'); time.sleep(120)"

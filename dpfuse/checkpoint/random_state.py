@@ -1,0 +1,46 @@
+"""The generators of random numbers that a training uses without naming them: torch's, Python's, NumPy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["get_random_state", "set_random_state"]
+
+
+def get_random_state() -> dict[str, Any]:
+    """The state of each, as tensors, numbers and tuples; of GPUs that of the current one, where one is in use."""
+    numpys: Any = np.random.get_state()
+    kind, keys, *rest = numpys
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.tensor(keys.astype(np.int64)), *rest),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on from what `get_random_state()` returned.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.checkpoint.random_state import get_random_state, set_random_state
+        >>> before = get_random_state()
+        >>> first = torch.rand(3)
+        >>> set_random_state(before)
+        >>> torch.equal(torch.rand(3), first)
+        True
+    """
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

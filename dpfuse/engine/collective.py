@@ -1,0 +1,342 @@
+"""The only file that calls a collective. Knows flat tensors and process groups, no parameter and no plan."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from dpfuse.engine.patience import finish
+from dpfuse.engine.waiting import board_of
+from dpfuse.errors import DPFuseError
+
+__all__ = [
+    "FlatBroadcast",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_together",
+    "broadcast",
+    "broadcast_flat",
+    "check_all_to_all",
+    "group_device",
+    "resolve_group",
+    "start_all_gather",
+    "start_all_gather_into",
+    "start_all_to_all",
+    "waits_on_streams",
+]
+
+_SUM = dist.AllreduceOptions()
+_MAX = dist.AllreduceOptions()
+_MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+_NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not in every build
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # with which torch's NCCL holds up the host
+ALIGNMENT = 16  # bytes; the largest element, complex128
+LEAVE_WITHIN = timedelta(seconds=60)
+BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group to use: `group` itself, the default group, or None where none was initialised.
+
+    Raises:
+        TypeError: `group` is neither None nor a process group.
+        DPFuseError: this rank is not a member of `group`.
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise DPFuseError(
+            f"rank {dist.get_rank()} is not a member of the group it was given; expected a group that "
+            "contains this rank. Build the module only on the ranks of its group."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be None or a torch.distributed.ProcessGroup, got {type(group).__name__}; "
+            "pass what torch.distributed.new_group() returned"
+        )
+    return group
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """The device on which small tensors for `group` must live."""
+    if any(device.type == "cpu" for device in group._device_types):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM of `flat` over the ranks, in place; the returned work must be waited for.
+
+    The group is called directly: the checks of `dist.all_reduce` cost as much as a small pack, and a
+    flat buffer passes them by construction.
+    """
+    return group.allreduce([flat], _SUM)
+
+
+def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM over the ranks of each of `sums`, and of `factor` times each of `scaled`, all in place.
+
+    Args:
+        sums: contiguous tensors of one dtype and device, the same on all ranks.
+        scaled: likewise; together at least one.
+        factor: what `scaled` is multiplied with before the sum, in float32 if they are of 16 bits.
+        group: process group.
+
+    Returns:
+        One work for all of them, which must be waited for.
+    """
+    first = (*scaled, *sums)[0]
+    if not _is_nccl(group, first.device):
+        _multiply(scaled, factor)
+        return _Together([all_reduce(tensor, group) for tensor in (*scaled, *sums)])
+    options = _SUM
+    if factor != 1.0 and group.size() > 1 and first.dtype in (torch.float32, torch.float64):
+        # Multiplied where it is read: no pass over memory. In 16 bits NCCL would round the factor, too.
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    else:
+        _multiply(scaled, factor)
+    group._start_coalescing(first.device)
+    for tensor in scaled:
+        group.allreduce([tensor], options)
+    for tensor in sums:
+        group.allreduce([tensor], _SUM)
+    return group._end_coalescing(first.device)
+
+
+def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waiting for a collective of tensors on `device` holds up the current stream only, never the host."""
+    blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
+    return _is_nccl(group, device) and not blocking
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        return isinstance(group._get_backend(device), _NCCL)
+    except RuntimeError:  # a group written in Python, which has no back ends
+        return False
+
+
+def _multiply(tensors: list[Tensor], factor: float) -> None:
+    # One by one: `_foreach_mul_` would round the factor to the dtype of the tensors.
+    if factor != 1.0:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+class _Together(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them, for each of them as long as `timeout` says."""
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all of them are."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when all of them are."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
+    """The element-wise maximum of `values` over the ranks, in place, finished on return."""
+    finish(group.allreduce([values], _MAX), board_of(group), values.device.type)
+
+
+def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's `row`, by rank; all rows have the same shape and dtype."""
+    rows, work = start_all_gather(row, group)
+    finish(work, board_of(group), row.device.type)
+    return rows
+
+
+def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
+    """Start `all_gather`: the tensors that it will fill, and the work to wait for."""
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    work = dist.all_gather(rows, row, group=group, async_op=True)
+    assert work is not None
+    return rows, work
+
+
+def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send each rank its part of `flat`, and to fill `parts` with what all send to this one, by rank.
+
+    Both are flat, of one dtype and of one length, a multiple of the number of ranks; the work must be waited for.
+    """
+    return group.alltoall_base(parts, flat, [], [], dist.AllToAllOptions())
+
+
+def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `flat` with every rank's `part`, by rank; `part` may be this rank's place in it."""
+    return group._allgather_base(flat, part, AllgatherOptions())
+
+
+def check_all_to_all(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    option: str = "deterministic=True",
+) -> None:
+    """Try the collectives of sums in the order of the ranks, with tensors of `dtype`; to be called on all ranks.
+
+    Raises:
+        DPFuseError: the back end lacks one of them, for which `option` asks.
+    """
+    flat = torch.zeros(group.size(), dtype=dtype, device=device)
+    parts = torch.empty_like(flat)
+    try:
+        finish(start_all_to_all(parts, flat, group), board_of(group), device.type)
+        finish(start_all_gather_into(flat, parts[:1], group), board_of(group), device.type)
+    except DPFuseError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise DPFuseError(
+            f"rank {group.rank()}: {option} needs a back end with all-to-all and all-gather of {device.type} "
+            f"tensors, which {group.name()} did not do: {error}. Use gloo on CPUs and nccl on GPUs, or leave "
+            f"{option.partition('=')[0]} out."
+        ) from error
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensor` with that of rank `source` of the group."""
+    work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    assert work is not None
+    finish(work, board_of(group), tensor.device.type)
+
+
+class FlatBroadcast:
+    """Overwrites tensors with those of one rank of the group, all in one broadcast, as often as it is called.
+
+    They travel as bytes, through a staging buffer that is kept.
+
+    Args:
+        tensors: of any dtypes, shapes and strides, on one device; alike on all ranks.
+        group: process group.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._board = board_of(group)
+        # A group that has a back end for CPUs as well, as by default, would send them by way of the host.
+        on_gpu = bool(tensors) and _is_nccl(group, tensors[0].device)
+        self._device = tensors[0].device if on_gpu else group_device(group)
+        kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, min(tensor.dim(), 2)), []).append(tensor)
+        counts = [sum(tensor.numel() for tensor in same) for same in kinds.values()]
+        # A dtype's bytes must start where its elements may.
+        sizes = [
+            -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, (dtype, _) in zip(counts, kinds, strict=True)
+        ]
+        # Bytes know no dtype: back ends differ in what they can send (bool, complex, float8).
+        device = tensors[0].device if tensors else self._device
+        self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
+        self._scalars: list[tuple[_Scalars, Tensor]] = []
+        self._others: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._targets: list[Tensor] = []
+        self._pieces: list[Tensor] = []
+        self._sent: list[dist.Work] = []  # not waited for
+        weakref.finalize(self, _wait_for_peers, self._sent)
+        for ((dtype, dims), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
+            staged = chunk[: count * dtype.itemsize].view(dtype)
+            parts = staged.split([tensor.numel() for tensor in same])
+            pieces = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
+            if dims == 0:
+                self._scalars.append((_Scalars(same), staged))
+            elif dims == 1:
+                self._joined.append((same, staged))
+            else:
+                self._others.append((pieces, same))
+            self._targets += same
+            self._pieces += pieces
+
+    def __call__(self, source: int = 0, *, wait: bool = True) -> None:
+        """Overwrite the tensors with those of rank `source`.
+
+        Args:
+            source: a rank of the group.
+            wait: False lets that rank, on a CPU, go on while its bytes travel, until its next call or its end.
+        """
+        if not self._staging.numel():
+            return
+        while self._sent:
+            finish(self._sent.pop(), self._board, self._device.type)
+        sends = self._group.rank() == source
+        # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
+        with torch.inference_mode():
+            if sends:
+                for tensors, staged in self._joined:
+                    torch.cat(tensors, out=staged)
+                for scalars, staged in self._scalars:
+                    torch.cat(scalars.vectors(), out=staged)
+                for pieces, tensors in self._others:
+                    torch._foreach_copy_(pieces, tensors)
+            wire = self._staging.to(self._device)
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            work = self._group.broadcast([wire], options)
+            if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
+                self._sent.append(work)
+                return
+            finish(work, self._board, self._device.type)
+            if not sends:
+                if wire is not self._staging:
+                    self._staging.copy_(wire)
+                torch._foreach_copy_(self._targets, self._pieces)
+
+
+class _Scalars:
+    """Tensors without dimensions, as batch norm counts with, as vectors of one element, which one call can pack."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._addresses: list[int] = []
+        self._vectors: list[Tensor] = []
+
+    def vectors(self) -> list[Tensor]:
+        addresses = list(map(Tensor.data_ptr, self._tensors))
+        if addresses != self._addresses:  # at first, and where somebody has assigned to `.data`
+            self._addresses = addresses
+            self._vectors = [tensor.detach().view(1) for tensor in self._tensors]
+        return self._vectors
+
+
+def _wait_for_peers(sent: list[dist.Work]) -> None:
+    """Called when nobody can send again, at the latest at the end of the process: the bytes would end with it."""
+    for work in sent:
+        with suppress(RuntimeError):  # a peer that has ended, or hangs: its own error says more
+            work.wait(LEAVE_WITHIN)
+
+
+def broadcast_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensors` (any dtypes, shapes and strides, one device) with those of rank `source`, once."""
+    batch, nbytes = [], 0
+    for tensor in tensors:
+        batch.append(tensor)
+        nbytes += tensor.numel() * tensor.element_size()
+        if nbytes >= BROADCAST_BYTES:
+            FlatBroadcast(batch, group)(source)
+            batch, nbytes = [], 0
+    if batch:
+        FlatBroadcast(batch, group)(source)

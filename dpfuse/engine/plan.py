@@ -1,0 +1,406 @@
+"""Bucket planning: parameter sizes in, buckets with offsets out. Knows no tensor and no process group.
+
+The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_size`) and of torch's
+`_compute_bucket_assignment_by_size`; the rule of the manual path is Paddle's `build_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, NamedTuple
+
+from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
+from dpfuse.errors import DPFuseError
+
+__all__ = [
+    "ALIGNMENT",
+    "MB",
+    "NO_WISHES",
+    "Bucket",
+    "BucketPlan",
+    "BucketRule",
+    "Slot",
+    "assign_buckets",
+    "lay_out_slots",
+    "plan_buckets",
+    "plan_groups",
+    "rebuild_plan",
+    "size_in_bytes",
+]
+
+MB = 1 << 20
+ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
+
+
+@dataclass(frozen=True)
+class BucketRule:
+    """How buckets are made where two sizes do not say it all; the default has no wishes.
+
+    Example:
+        >>> from dpfuse.engine.plan import BucketRule
+        >>> BucketRule(caps=(1 << 20, 25 << 20))
+        BucketRule(caps=(1048576, 26214400), delayed=(), behind='')
+    """
+
+    caps: tuple[float, ...] = ()  # bytes, in the order of communication, the last repeats; in place of the sizes
+    delayed: tuple[str, ...] = ()  # parameters that get buckets of their own, behind that of
+    behind: str = ""  # this parameter
+
+
+NO_WISHES = BucketRule()
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a flat buffer: parameter index, offset and length in elements."""
+
+    param: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients share one flat buffer and one all-reduce."""
+
+    params: tuple[int, ...]  # registration indices, ascending
+    nbytes: int  # of the parameters alone
+    dtype: str
+    device: str
+    slots: tuple[Slot, ...]  # in the order of `params`
+    numel: int  # length of the flat buffer in elements, padding included
+    cap: float | None  # bytes that closed it; None: left over, or a sparse parameter alone
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets of a model, in the order in which they are communicated.
+
+    Args:
+        specs: the parameters, by registration index.
+        buckets: in communication order; the last is sent when backward is about to end.
+        comm_buffer_size: cap of every bucket but the first closed of each dtype, in bytes.
+        last_comm_buffer_size: cap of the first closed bucket of each dtype, in bytes.
+        rule: wishes beyond these two.
+        tuned: whether `dpfuse.tune` made the buckets, and not the rule.
+
+    Example:
+        >>> from dpfuse import ParamSpec, plan_buckets
+        >>> plan = plan_buckets([ParamSpec(n, (k,), "float32") for n, k in [("a", 2), ("b", 3), ("c", 5)]],
+        ...                     comm_buffer_size=32 / 2**20, last_comm_buffer_size=8 / 2**20)
+        >>> [bucket.params for bucket in plan.buckets]
+        [(1, 2), (0,)]
+    """
+
+    specs: tuple[ParamSpec, ...]
+    buckets: tuple[Bucket, ...]
+    comm_buffer_size: float
+    last_comm_buffer_size: float
+    rule: BucketRule = NO_WISHES
+    tuned: bool = False  # made for recorded times, not by the rule
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients, without padding."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def layout(self) -> str:
+        """Canonical text of the layout; equal on two ranks if and only if their collectives fit together."""
+        return ";".join(
+            f"{bucket.dtype}:{','.join(f'{slot.param}@{slot.offset}' for slot in bucket.slots)}"
+            for bucket in self.buckets
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is likely to cost time in this plan, one sentence each."""
+        if not self.buckets or self.last_comm_buffer_size >= self.comm_buffer_size:
+            return ()
+        last = self.buckets[-1]
+        heaviest = max(last.params, key=lambda index: self.specs[index].nbytes)
+        spec = self.specs[heaviest]
+        if last.cap != self.last_comm_buffer_size or spec.nbytes < self.comm_buffer_size:
+            return ()
+        return (
+            f"the bucket sent last holds {spec.name!r} of {_megabytes(spec.nbytes)} MB, where "
+            f"last_comm_buffer_size={_megabytes(self.last_comm_buffer_size)} MB asked for a small one: its "
+            f"all-reduce cannot overlap with backward. Register a small parameter first, or accept the tail.",
+        )
+
+    def explain(self) -> str:
+        """The plan as a table: order, bytes, parameters, and the cap that closed each bucket.
+
+        Returns:
+            Lines of text; sizes in MB of 1048576 bytes; warnings at the end.
+        """
+        rows = [("order", "MB", "dtype", "params", "closed by", "first … last parameter")]
+        for order, bucket in enumerate(self.buckets):
+            first, last = self.specs[bucket.params[0]].name, self.specs[bucket.params[-1]].name
+            rows.append((
+                str(order),
+                _megabytes(bucket.nbytes),
+                bucket.dtype,
+                str(len(bucket.params)),
+                self._closed_by(bucket),
+                first if len(bucket.params) == 1 else f"{first} … {last}",
+            ))  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings()])
+
+    def _closed_by(self, bucket: Bucket) -> str:
+        if self.tuned:
+            return "the planner"
+        if bucket.sparse:
+            return "sparse, alone"
+        if bucket.cap is None:
+            return "end of the model"
+        name = "last" if bucket.cap == self.last_comm_buffer_size != self.comm_buffer_size else "comm"
+        return f"{name} cap {_megabytes(bucket.cap)} MB"
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / MB:.4g}"
+
+
+def size_in_bytes(megabytes: Any, name: str) -> float:
+    """A buffer size in MB (1048576 bytes; fractions and `inf` are fine) as bytes.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative or NaN.
+
+    Example:
+        >>> from dpfuse.engine.plan import size_in_bytes
+        >>> size_in_bytes(0.5, "comm_buffer_size")
+        524288
+    """
+    if isinstance(megabytes, bool) or not isinstance(megabytes, Real):
+        raise TypeError(
+            f"{name} must be a number of MB, got {megabytes!r} of type {type(megabytes).__name__}; "
+            f"pass for example {name}=25"
+        )
+    size = float(megabytes)
+    if math.isnan(size) or size < 0:
+        raise ValueError(f"{name} must be >= 0 MB, got {megabytes!r}; 0 puts every parameter alone")
+    return size if math.isinf(size) else int(size * MB)
+
+
+class _Group(NamedTuple):
+    members: list[int]
+    cap: float | None
+
+
+def assign_buckets(
+    specs: Sequence[ParamSpec], limits: Sequence[float], order: Iterable[int] | None = None
+) -> list[_Group]:
+    """Which parameters share a bucket, in the order of the walk (communication order is the reverse).
+
+    One bucket is open per (dtype, device). A parameter is added to the open one, and the bucket closes once
+    its bytes reach the current limit, so the parameter that crosses the limit stays inside. The n-th bucket
+    that closes for a dtype uses the n-th limit, the last limit repeats. A sparse parameter forms a bucket
+    alone and closes nothing. Buckets still open at the end follow; all are sorted by their first member.
+
+    Args:
+        specs: the parameters.
+        limits: bytes, at least one.
+        order: indices into `specs` in the order of the walk; registration order by default.
+
+    Returns:
+        Groups of indices into `specs`, in the order in which they were met.
+
+    Example:
+        >>> from dpfuse import ParamSpec
+    >>> from dpfuse.engine.plan import assign_buckets
+        >>> specs = [ParamSpec(str(n), (n,), "float32") for n in (2, 3, 5)]
+        >>> [group.members for group in assign_buckets(specs, [8, 32])]
+        [[0], [1, 2]]
+    """
+    open_groups: dict[Hashable, tuple[int, list[int], int]] = {}  # first position, members, bytes
+    closed_count: dict[Hashable, int] = {}
+    groups: list[tuple[int, _Group]] = []
+    for position, index in enumerate(range(len(specs)) if order is None else order):
+        spec = specs[index]
+        if spec.sparse:
+            groups.append((position, _Group([index], None)))
+            continue
+        key = (spec.dtype, spec.device)
+        first, members, nbytes = open_groups.get(key) or (position, [], 0)
+        members.append(index)
+        nbytes += spec.nbytes
+        count = closed_count.get(key, 0)
+        limit = limits[min(count, len(limits) - 1)]
+        if nbytes >= limit:
+            groups.append((first, _Group(members, limit)))
+            closed_count[key] = count + 1
+            open_groups.pop(key, None)
+        else:
+            open_groups[key] = (first, members, nbytes)
+    groups += [(first, _Group(members, None)) for first, members, _ in open_groups.values()]
+    return [group for _, group in sorted(groups, key=lambda item: item[0])]
+
+
+def plan_buckets(
+    params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1, *, rule: BucketRule = NO_WISHES
+) -> BucketPlan:
+    """The buckets with which `DataParallel` would start.
+
+    The small cap goes to the parameters registered first, whose gradients arrive last: the bucket that is
+    sent when backward ends is small, and the unfilled remainder of the model goes first.
+
+    Args:
+        params: a module, a list of parameters, or a list of `ParamSpec`.
+        comm_buffer_size: cap of a bucket in MB (1048576 bytes); 0 puts every parameter alone, `inf` makes
+            one bucket per dtype.
+        last_comm_buffer_size: cap in MB of the first bucket closed of each dtype, the one sent last.
+        rule: a `dpfuse.engine.plan.BucketRule`: a cap for each bucket, parameters to send later.
+
+    Returns:
+        The plan; `plan.buckets` is in communication order, `print(plan.explain())` shows it as a table.
+
+    Raises:
+        TypeError, ValueError: a size that is no number, negative or NaN; no parameters in `params`.
+
+    Example:
+        >>> import torch, dpfuse
+        >>> model = torch.nn.Sequential(torch.nn.Linear(784, 512), torch.nn.Linear(512, 10))
+        >>> [bucket.params for bucket in dpfuse.plan_buckets(model).buckets]
+        [(1, 2, 3), (0,)]
+
+    Source: Paddle's `DataParallel` (`init_reducer`) and `core.eager_assign_group_by_size`.
+    """
+    cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
+    last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
+    specs = tuple(describe_parameters(params))
+    if not specs:
+        raise ValueError("params has no trainable parameter; expected at least one with requires_grad=True")
+    # Gradients come in the reverse of the order in which the parameters were made, until it is known better.
+    return _arrange(BucketPlan(specs, (), cap, last_cap, rule), range(len(specs))[::-1])
+
+
+def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+    """The plan for the order in which gradients were really seen to become ready.
+
+    Args:
+        plan: the plan under which the order was observed; its caps are kept.
+        ready_order: parameter indices, first ready first; a parameter left out never became ready.
+
+    Returns:
+        The same rules over `ready_order`, and then, sent last, buckets of the parameters that never became ready.
+
+    Raises:
+        DPFuseError: `ready_order` names a parameter twice or one that is not in the plan.
+
+    Example:
+        >>> import dpfuse
+        >>> from dpfuse.engine.plan import rebuild_plan
+        >>> specs = [dpfuse.ParamSpec(name, (4,), "float32") for name in "abc"]
+        >>> plan = dpfuse.plan_buckets(specs, comm_buffer_size=0, last_comm_buffer_size=0)
+        >>> [bucket.params for bucket in rebuild_plan(plan, [0, 2]).buckets]
+        [(0,), (2,), (1,)]
+
+    Source: the rebuild of torch's `Reducer`, with Paddle's rule.
+    """
+    seen = set(ready_order)
+    if len(seen) != len(ready_order) or not seen <= set(range(len(plan.specs))):
+        raise DPFuseError(
+            f"the ready order names {len(ready_order)} parameters, {len(seen)} distinct, of "
+            f"{len(plan.specs)}; expected each at most once. The ranks' models differ, or this is a bug."
+        )
+    return _arrange(plan, ready_order)
+
+
+def _arrange(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+    """The specs and wishes of `plan` in buckets for this order of gradients."""
+    specs, rule = plan.specs, plan.rule
+    names = {spec.name: index for index, spec in enumerate(specs)} if rule.delayed else {}
+    delayed = [names[name] for name in rule.delayed if name in names]  # some may have been frozen since
+    seen, apart = set(ready_order), set(delayed)
+    walk = [index for index in ready_order if index not in apart]
+    never = [index for index in range(len(specs)) if index not in seen and index not in apart]
+    if rule.caps:
+        groups = [*assign_buckets(specs, rule.caps, walk), *assign_buckets(specs, rule.caps[-1:], never)]
+    else:
+        limits = [plan.last_comm_buffer_size, plan.comm_buffer_size]
+        groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, limits[1:], never)[::-1]]
+    if delayed:
+        ready = {index: position for position, index in enumerate([*ready_order, *never])}
+        last = dict.fromkeys(range(len(specs)), len(specs)) | ready  # a delayed one that was never ready comes last
+        for group in assign_buckets(specs, [math.inf], delayed):
+            _put_behind(group, groups, names.get(rule.behind), last)
+    ordered = (_Group(sorted(group.members), group.cap) for group in groups)
+    return replace(plan, buckets=tuple(_lay_out(specs, ordered)))
+
+
+def _put_behind(late: _Group, groups: list[_Group], index: int | None, ready: Mapping[int, int]) -> None:
+    """Behind the group of parameter `index`, and so far behind that no other has to wait for it."""
+    due = max(ready[member] for member in late.members)
+    before = [
+        place
+        for place, group in enumerate(groups, start=1)
+        if index in group.members or max(ready[member] for member in group.members) < due
+    ]
+    groups.insert(max(before, default=0), late)
+
+
+def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
+    """The grouping of the manual path: consecutive gradients of one dtype, until the bytes reach a size.
+
+    Args:
+        specs: the gradients, in the order given by the user.
+        bucket_size: bytes.
+
+    Returns:
+        Groups in the order of `specs`, which is also the communication order.
+
+    Example:
+        >>> from dpfuse import ParamSpec
+    >>> from dpfuse.engine.plan import plan_groups
+        >>> specs = [ParamSpec("", (2,), dtype) for dtype in ("float32", "float64", "float32")]
+        >>> [bucket.params for bucket in plan_groups(specs, 1024).buckets]
+        [(0,), (1,), (2,)]
+
+    Source: Paddle's `build_groups`, used by its `fused_allreduce_gradients`.
+    """
+    groups: list[_Group] = []
+    key, nbytes = None, 0
+    for index, spec in enumerate(specs):
+        if groups and (spec.dtype, spec.device) == key and nbytes < bucket_size:
+            groups[-1].members.append(index)
+            nbytes += spec.nbytes
+        else:
+            groups.append(_Group([index], bucket_size))
+            key, nbytes = (spec.dtype, spec.device), spec.nbytes
+    return BucketPlan(tuple(specs), tuple(_lay_out(specs, groups)), bucket_size, bucket_size)
+
+
+def _lay_out(specs: Sequence[ParamSpec], groups: Iterable[_Group]) -> Iterator[Bucket]:
+    for members, cap in groups:
+        head = specs[members[0]]
+        slots, length = lay_out_slots([(index, specs[index].numel) for index in members], head.dtype)
+        nbytes = sum(slot.numel for slot in slots) * ITEM_SIZE[head.dtype]
+        yield Bucket(tuple(members), nbytes, head.dtype, head.device, tuple(slots), length, cap, head.sparse)
+
+
+def lay_out_slots(numels: Iterable[tuple[int, int]], dtype: str) -> tuple[list[Slot], int]:
+    """The slots of one flat buffer of `dtype`, each on an aligned start, and the buffer's length in elements.
+
+    Args:
+        numels: per parameter its index and its number of elements.
+        dtype: by name.
+
+    Example:
+        >>> from dpfuse.engine.plan import lay_out_slots
+        >>> slots, length = lay_out_slots([(0, 3), (1, 4)], "float32")
+        >>> [slot.offset for slot in slots], length
+        ([0, 4], 8)
+    """
+    step = max(1, ALIGNMENT // ITEM_SIZE[dtype])  # elements between possible starts
+    slots, offset = [], 0
+    for index, numel in numels:
+        slots.append(Slot(index, offset, numel))
+        offset += -(-numel // step) * step
+    return slots, offset

@@ -1,0 +1,148 @@
+"""Do all ranks hold the same thing? Canonical texts, compared; every rank raises the same error.
+
+Texts travel as length-checked UTF-8 bytes in uint8 tensors. Nothing that a peer sent is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dpfuse.engine import collective
+from dpfuse.errors import DPFuseError
+
+__all__ = [
+    "agree_on_order",
+    "agree_on_success",
+    "agree_on_text",
+    "gather_texts",
+    "report_failure",
+    "share_text",
+]
+
+FAILURE = "failed: "  # first word of the text of a rank whose own checks failed
+Result = TypeVar("Result")
+SHORT_TEXT = 62  # bytes
+SHARED_TEXT = 510  # bytes
+MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
+
+
+def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = "") -> None:
+    """Compare `text` over the ranks: one small fixed-size exchange, and the texts only if they differ.
+
+    Args:
+        text: canonical description, one fact per line.
+        group: the ranks that must agree.
+        what: what the text describes, for the error.
+        remedy: what to do about a difference.
+
+    Raises:
+        DPFuseError: on every rank with the same text, naming the first rank that differs from rank 0 and
+            the first line in which it does.
+    """
+    data = text.encode()
+    device = collective.group_device(group)
+    header = torch.tensor([len(data), *hashlib.sha256(data).digest(), text.startswith(FAILURE)], dtype=torch.int64)
+    headers = [row.tolist() for row in collective.all_gather(header.to(device), group)]
+    differing = next((rank for rank, row in enumerate(headers) if row != headers[0]), None)
+    failed = next((rank for rank, row in enumerate(headers) if row[-1]), None)
+    if failed is not None:
+        reason = _text_of(failed, headers[failed][0], data, group, device).removeprefix(FAILURE)
+        raise DPFuseError(f"{what} failed on rank {failed}: {reason}")
+    if differing is None:
+        return
+    ours = _text_of(0, headers[0][0], data, group, device).splitlines()
+    theirs = _text_of(differing, headers[differing][0], data, group, device).splitlines()
+    left, right = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing") if pair[0] != pair[1])
+    raise DPFuseError(
+        f"{what} differs between ranks: rank {differing} has {right!r}, rank 0 has {left!r}; expected the "
+        f"same on every rank. {remedy}".rstrip()
+    )
+
+
+def report_failure(error: Exception, group: dist.ProcessGroup, what: str) -> None:
+    """Take part in the `agree_on_text` of the peers, although this rank has nothing to agree on.
+
+    They raise an error with the text of `error`, instead of waiting for a rank that gave up.
+    """
+    with suppress(DPFuseError):
+        agree_on_text(FAILURE + str(error), group, what)
+
+
+def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
+    """What `function`, which communicates nothing, returns here, if it raises on no rank.
+
+    Raises:
+        DPFuseError: it raised somewhere; on every rank, naming the first such rank.
+    """
+    try:
+        result = function()
+    except Exception as error:
+        report_failure(error, group, what)
+        raise DPFuseError(f"{what} failed on rank {group.rank()}: {error}") from error
+    agree_on_text("", group, what)
+    return result
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, by rank; of at most `SHORT_TEXT` bytes."""
+    row = _row(text, SHORT_TEXT).to(collective.group_device(group))
+    return [_text_in(other) for other in collective.all_gather(row, group)]
+
+
+def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
+    """The text of rank `source`, of at most `SHARED_TEXT` bytes."""
+    row = _row(text, SHARED_TEXT).to(collective.group_device(group))
+    collective.broadcast(row, group, source)
+    return _text_in(row)
+
+
+def agree_on_order(
+    order: Sequence[int], fires: Sequence[int], group: dist.ProcessGroup, source: int = 0
+) -> tuple[list[int], list[int]]:
+    """The ready order of rank `source`, and for each parameter the largest number of ready marks on any rank.
+
+    Args:
+        order: parameter indices in the order in which they became ready here; may leave some out.
+        fires: ready marks of each parameter here.
+        group: the ranks.
+        source: the rank whose order it is to be.
+
+    Returns:
+        The order and the counts that every rank now holds.
+    """
+    device = collective.group_device(group)
+    padded = [*order, *[-1] * (len(fires) - len(order))]
+    agreed = torch.tensor(padded, dtype=torch.int32, device=device)
+    counts = torch.tensor(fires, dtype=torch.int32, device=device)
+    collective.broadcast(agreed, group, source)
+    collective.all_reduce_max(counts, group)
+    return [index for index in agreed.tolist() if index >= 0], counts.tolist()
+
+
+def _row(text: str, limit: int) -> torch.Tensor:
+    """A text in a tensor whose length is the same on all ranks: two bytes of length, then the text."""
+    data = text.encode()
+    assert len(data) <= limit
+    return torch.frombuffer(bytearray(len(data).to_bytes(2, "big") + data.ljust(limit, b"\0")), dtype=torch.uint8)
+
+
+def _text_in(row: torch.Tensor) -> str:
+    data = bytes(row.cpu().numpy())
+    return data[2 : 2 + int.from_bytes(data[:2], "big")].decode(errors="replace")
+
+
+def _text_of(rank: int, length: int, own: bytes, group: dist.ProcessGroup, device: torch.device) -> str:
+    if not 0 <= length <= MAX_TEXT:
+        raise DPFuseError(f"rank {rank} announced a text of {length} bytes; expected at most {MAX_TEXT}")
+    data = bytearray(own) if group.rank() == rank else bytearray(length)
+    # A text of no bytes cannot be viewed as a tensor; one more byte costs nothing.
+    wire = torch.frombuffer(data + b"\0", dtype=torch.uint8).to(device)
+    collective.broadcast(wire, group, source=rank)
+    return bytes(wire.cpu().numpy())[:length].decode(errors="replace")

@@ -1,0 +1,294 @@
+"""The norm of a model's gradients, and clipping by it: whole buffers where gradients lie in them. Knows no backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpfuse.engine.phase import Phase
+from dpfuse.errors import DPFuseError
+from dpfuse_kernels import PointerTable, multiply, squared_norm
+from dpfuse_kernels.squared_norm import ROW, row_norms
+
+if TYPE_CHECKING:
+    from dpfuse.engine.buckets.bucket import GradBucket
+    from dpfuse.engine.reducer import Reducer
+    from dpfuse.model.signature import ModelSignature
+
+__all__ = ["GradientReader", "Gradients", "norm_arguments", "norms_by_bucket", "norms_by_parameter"]
+
+EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
+
+
+class _Part(NamedTuple):
+    """The gradients that one buffer has delivered."""
+
+    grads: list[Tensor | None]
+    table: PointerTable | None  # of the buffer; None where it does not hold their numbers as such
+    squares: Tensor | None  # the sum of their squares, [] float64, if it is known
+
+
+class Gradients:
+    """What the `.grad` of some parameters is now, by the buffer that it may lie in.
+
+    What was done to `.grad` since backward does not matter: it is read where it is. Only where every gradient of a
+    bucket still is its view of the buffer, they are one call on the CPU. A bucket is one launch on a GPU either way.
+    Where the sum of their squares was measured in backward, none is read while it still is theirs.
+
+    Args:
+        buckets: of some of the parameters; none of them is in flight.
+        others: the parameters that are in none of them.
+    """
+
+    def __init__(self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter]) -> None:
+        self._parts: list[_Part] = []
+        self._squares = [bucket.squares for bucket in buckets if bucket.squares is not None]
+        loose: list[Tensor] = list(others)
+        for bucket in buckets:
+            table, params = bucket.untailed, bucket.fused_params
+            grads = [param.grad for param in params]
+            squares = None if bucket.squares is None else bucket.squares.of(grads)
+            if table is not None and table.dtype != getattr(torch, bucket.plan.dtype):
+                table = None  # pairs of real numbers
+            if table is None and squares is None:
+                loose += bucket.params  # nothing was ever sent
+                continue
+            self._parts.append(_Part(grads, table, squares))
+            if len(params) < len(bucket.params):
+                packed_ids = set(map(id, params))
+                loose += [param for param in bucket.params if id(param) not in packed_ids]
+        self._loose = [param.grad for param in loose if param.grad is not None]
+
+    @torch.no_grad()
+    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Their norm of that order, a scalar on their device, in float64 where some gradient is, else in float32.
+
+        Raises:
+            DPFuseError: it is NaN or infinite, and `error_if_nonfinite`.
+        """
+        norm = self._norm_of_two() if order == 2 else self._norm(order)
+        if error_if_nonfinite and not norm.isfinite():
+            raise DPFuseError(
+                f"the norm of order {order} of the gradients is {norm.item()}, expected a finite one. Skip the step, "
+                "or pass error_if_nonfinite=False; check_finite names the parameters."
+            )
+        return norm
+
+    @torch.no_grad()
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
+        factor = torch.clamp(largest / (norm + EPSILON), max=1.0)
+        if not factor.is_cuda and factor == 1.0:
+            return  # on a GPU only the device knows
+        self.multiply(factor)
+
+    @torch.no_grad()
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply them by a scalar that only the device may know."""
+        for squares in self._squares:
+            squares.forget()
+        loose = self._loose
+        for grads, table, _ in self._parts:
+            try:
+                if table is not None:
+                    multiply(grads, table, factor.to(table.flat.device))
+                    continue
+            except ValueError:
+                pass  # a gradient is of another dtype by now, or is sparse
+            loose = [*loose, *_present(grads)]
+        for group in _grouped(loose):
+            torch._foreach_mul_([_stored(grad) for grad in group], factor.to(group[0].device))
+
+    def _norm_of_two(self) -> Tensor:
+        squares: list[Tensor] = []
+        loose = self._loose
+        for grads, table, measured in self._parts:
+            try:
+                if measured is None:
+                    assert table is not None
+                    measured = squared_norm(grads, table)
+                squares.append(measured)
+            except ValueError:  # a gradient is of another dtype by now, or is sparse
+                loose = [*loose, *_present(grads)]
+        for group in _grouped(loose):
+            squares.append(row_norms([_real_numbers(grad) for grad in group]).square().sum())
+        return self._total(squares).sum().sqrt().to(self._kind())
+
+    def _norm(self, order: float) -> Tensor:
+        kind = self._kind()
+        norms: list[Tensor] = []
+        for group in _grouped([*self._loose, *(grad for part in self._parts for grad in _present(part.grads))]):
+            numbers = [_magnitudes(grad, order) for grad in group]
+            numbers = [tensor for tensor in numbers if tensor.numel()]
+            norms += torch._foreach_norm(numbers, order, dtype=kind) if numbers else ()
+        norm: Tensor = torch.linalg.vector_norm(self._total(norms), order)
+        return norm
+
+    def _total(self, parts: list[Tensor]) -> Tensor:
+        """All parts on one device, [parts]; a zero where there are none."""
+        return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(1)
+
+    def _kind(self) -> torch.dtype:
+        dtypes = {grad.dtype.to_real() for grad in self._loose}
+        dtypes |= {grads[0].dtype.to_real() for grads in map(_present, (part.grads for part in self._parts)) if grads}
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+@torch.no_grad()
+def norms_by_parameter(named: Iterable[tuple[str, Tensor]], order: float) -> dict[str, Tensor]:
+    """The norm of that order of each gradient there is, by the name of its parameter.
+
+    Each is a scalar on the device of its gradient, in float64 where that is, else in float32.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> layer(torch.tensor([3.0, 4.0])).backward()
+        >>> norms_by_parameter(layer.named_parameters(), 2.0)
+        {'weight': tensor(5.), 'bias': tensor(1.)}
+    """
+    grads = {name: param.grad for name, param in named if param.grad is not None}
+    norms: dict[int, Tensor] = {}
+    for group in _grouped(grads.values()):
+        kind = torch.promote_types(group[0].dtype.to_real(), torch.float32)
+        quick = [grad for grad in group if grad.is_cuda or order != 2 or grad.numel() <= ROW]
+        numbers = [_magnitudes(grad, order) for grad in quick]
+        norms |= zip(map(id, quick), torch._foreach_norm(numbers, order, dtype=kind) if numbers else (), strict=True)
+        for grad in group:
+            if id(grad) not in norms:
+                norms[id(grad)] = row_norms([_real_numbers(grad)]).square().sum().sqrt().to(kind)
+    return {name: norms[id(grad)] for name, grad in grads.items()}
+
+
+@torch.no_grad()
+def norms_by_bucket(norms: Mapping[str, Tensor], buckets: Iterable[Sequence[str]], order: float) -> dict[str, Tensor]:
+    """The norm of each bucket as "bucket 0" and so on; what is in none of them keeps its own name.
+
+    Args:
+        norms: by parameter, as `norms_by_parameter` returns them.
+        buckets: the names of the parameters of each.
+        order: of the norms.
+
+    Example:
+        >>> norms_by_bucket({"a": torch.tensor(3.0), "b": torch.tensor(4.0), "c": torch.tensor(1.0)}, [["a", "b"]], 2.0)
+        {'bucket 0': tensor(5.), 'c': tensor(1.)}
+    """
+    rest = dict(norms)
+    parts: dict[str, Tensor] = {}
+    for number, names in enumerate(buckets):
+        inside = [rest.pop(name) for name in names if name in rest]
+        if inside:
+            parts[f"bucket {number}"] = torch.linalg.vector_norm(torch.stack(inside), order)
+    return parts | rest
+
+
+class GradientReader:
+    """Finds a wrapped module's gradients whenever they are asked for; what does not change it looks up once.
+
+    Args:
+        module: the wrapped module.
+        signature: tells whether it is still what it was.
+        rank: of this process.
+    """
+
+    def __init__(self, module: nn.Module, signature: ModelSignature, rank: int) -> None:
+        self._module = module
+        self._signature = signature
+        self._rank = rank
+        self._looks = 0  # as of which of its looks `_others` is right
+        self._others: list[nn.Parameter] = []  # parameters that no bucket has
+
+    def read(self, reducer: Reducer, names: Sequence[str], planned: Sequence[nn.Parameter]) -> Gradients:
+        """All gradients as they are now; of a module that was changed since the last forward, none by the buffer.
+
+        Args:
+            reducer: has the buckets.
+            names: of the parameters that were planned.
+            planned: those parameters.
+
+        Raises:
+            DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
+        """
+        if reducer.phase is not Phase.IDLE:
+            raise DPFuseError(
+                f"rank {self._rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, "
+                "expected it between backwards. Ask once backward() has returned."
+            )
+        unchanged = self._signature.unchanged()
+        if not unchanged or self._looks != self._signature.looks:
+            _refuse_shards(names, planned)
+            params = list(self._module.parameters())
+            if not unchanged:
+                return Gradients((), params)
+            bucketed = {id(param) for bucket in reducer.buckets for param in bucket.params}
+            self._looks = self._signature.looks
+            self._others = [param for param in params if id(param) not in bucketed]
+        return Gradients(reducer.buckets, self._others)
+
+
+def _refuse_shards(names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+    """Raises DPFuseError where a parameter is a part of a tensor whose other parts are on other ranks."""
+    for name, param in zip(names, params, strict=True):
+        # A DTensor, or what torch took out of one when it was wrapped.
+        if hasattr(param, "to_local") or hasattr(param, "_st_info"):
+            raise DPFuseError(
+                f"parameter {name!r} is one shard of a tensor-parallel DTensor, and the norm of the whole is not known "
+                "on this rank; expected whole parameters. Add up squared norms over the tensor-parallel group, and "
+                "clip with torch.nn.utils.clip_grads_with_norm_."
+            )
+
+
+def norm_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both as numbers.
+
+    Raises:
+        TypeError, ValueError: one of them is none that can be used.
+    """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    largest, order = float(max_norm), float(norm_type)
+    if not largest >= 0:
+        raise ValueError(f"max_norm must be 0 or more, got {largest}; math.inf clips nothing")
+    if math.isnan(order):
+        raise ValueError("norm_type must be a number such as 2.0 or math.inf, got nan")
+    return largest, order
+
+
+def _present(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+def _grouped(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """By device and dtype, as calls for many tensors need them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())
+
+
+def _stored(grad: Tensor) -> Tensor:
+    """The memory of a gradient: of a sparse one, whose multiple has the multiple of each value, its values."""
+    if grad.layout is torch.strided:
+        return grad
+    return grad._values() if grad.layout is torch.sparse_coo else grad.values()
+
+
+def _real_numbers(grad: Tensor) -> Tensor:
+    """Real numbers with the same norm of order 2."""
+    if grad.layout is not torch.strided:
+        grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.values()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+def _magnitudes(grad: Tensor, order: float) -> Tensor:
+    """Real numbers with the same norm of any order."""
+    if grad.layout is not torch.strided:
+        # Zeros that a sparse gradient does not hold count in no norm of an order above 0.
+        grad = _stored(grad.coalesce() if grad.layout is torch.sparse_coo else grad) if order > 0 else grad.to_dense()
+    return grad.abs() if grad.is_complex() else grad

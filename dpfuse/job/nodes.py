@@ -1,0 +1,251 @@
+"""The machines of a job as Paddle's flags describe them, turned into torchrun's terms.
+
+Owns `--master --rank`, `--ips`, and `--cluster_node_ips --node_ip --started_port`. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import re
+from dataclasses import dataclass, replace
+
+from dpfuse.job.interfaces import address_towards, interface_addresses, is_own_address
+
+__all__ = ["MASTER_PORT", "Nodes", "add_flags", "read_nodes"]
+
+MASTER_PORT = 29500  # torchrun's, where none is given
+STARTED_PORT = 6170  # of Paddle's older launchers
+
+# Each way to describe the machines of a job, by the flag that must be there, and the flags that belong to it.
+WAYS = {
+    "--master": ("master", "rank"),
+    "--cluster_node_ips": ("cluster_node_ips", "node_ip"),
+    "--ips": ("ips",),
+}
+TORCHRUNS_WAY = ("standalone", "rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of one job, and which of them this one is."""
+
+    count: str  # as torchrun's --nnodes: "2", or "2:4" where machines may come and go
+    host: str  # where they meet
+    port: int | None  # None: any free one, since all ranks are on this machine
+    rank: int | None = None  # of this machine; None where the machines number themselves
+    addresses: tuple[str, ...] = ()  # of each machine by rank, where the command line lists them
+    position_unknown: bool = False  # each machine finds itself in `addresses`
+    local_address: str | None = None  # of this machine, where the command line says it
+
+    @property
+    def several(self) -> bool:
+        return self.count not in ("1", "1:1")
+
+    @property
+    def own_address(self) -> str | None:
+        """The address of this machine in the job, where it can be told."""
+        if self.addresses and self.rank is not None:
+            return self.addresses[self.rank]
+        if self.local_address is not None:
+            return self.local_address
+        own = address_towards(self.host, self.port or MASTER_PORT)
+        # On many machines their own host name is a loopback address, which is of no use to the others.
+        useless = own is not None and _is_loopback(own) and not _is_loopback(self.host)
+        return None if useless else own
+
+    @property
+    def serves(self) -> bool | None:
+        """Whether this machine is the one at `host`; None where torchrun should judge by host names.
+
+        By them alone torchrun finds nobody to serve where a machine's name is a loopback address.
+        """
+        if _is_loopback(self.host):
+            return None  # several launchers on this machine: torchrun sees who comes first
+        if is_own_address(self.host):
+            return True
+        return False if _is_address(self.host) else None
+
+    def located(self) -> Nodes:
+        """The same with this machine's rank, where that is its position in `addresses`.
+
+        Raises:
+            ValueError: none of the addresses is this machine's, or several are.
+        """
+        if not self.position_unknown:
+            return self
+        own = [rank for rank, address in enumerate(self.addresses) if is_own_address(address)]
+        listed = ",".join(self.addresses)
+        if not own:
+            found = ", ".join(f"{address} ({name})" for name, address in interface_addresses().items())
+            raise ValueError(
+                f"--ips: got {listed}, but none of them is an address of this machine, which has {found or 'none'}. "
+                f"Correct the list, or say which one it is: --cluster_node_ips={listed} --node_ip=…"
+            )
+        if len(own) > 1:
+            several = ", ".join(self.addresses[rank] for rank in own)
+            raise ValueError(
+                f"--ips: got {listed}, of which {several} are all addresses of this machine; expected one. "
+                f"Say which one it is: --cluster_node_ips={listed} --node_ip=…"
+            )
+        return replace(self, rank=own[0], position_unknown=False)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add Paddle's flags for several machines, in both spellings, as torchrun has them."""
+
+    def add(*names: str, **what: object) -> None:
+        spellings = [spelling for name in names for spelling in (name, name.replace("_", "-"))]
+        parser.add_argument(*dict.fromkeys(spellings), default=None, **what)  # type: ignore[arg-type]
+
+    add(
+        "--master",
+        help="host:port of node 0, where the machines of a job meet (29500 where the port is left out). Needs "
+        "--nnodes; with --rank, or without it if the machines shall number themselves.",
+    )
+    add("--rank", type=int, help="with --master: the number of this machine, from 0; the master is node 0.")
+    add(
+        "--ips",
+        help="the IP addresses of all machines, such as 10.0.0.1,10.0.0.2: the same command on each, which finds "
+        "itself in the list. The first one is node 0.",
+    )
+    add("--cluster_node_ips", help="as --ips, but each machine is told its own address by --node_ip.")
+    add("--node_ip", help="with --cluster_node_ips: this machine's address in the list.")
+    add(
+        "--started_port",
+        "--start_port",
+        help=f"with --ips or --cluster_node_ips: the port of node 0, where the machines meet. Default: {STARTED_PORT}.",
+    )
+
+
+def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
+    """What Paddle's flags say about the machines of the job; None where none of them is used.
+
+    Args:
+        args: the parsed command line.
+        given: the names in `args` that the user wrote.
+
+    Raises:
+        ValueError: flags that contradict each other or lack a companion, or a value that makes no sense.
+    """
+    smallest, largest = _node_range(args.nnodes)
+    used = [way for way, flags in WAYS.items() if given.intersection(flags)]
+    if args.started_port is not None and not {"--ips", "--cluster_node_ips"}.intersection(used):
+        raise ValueError("--started_port: needs --ips or --cluster_node_ips; with --master write host:port")
+    if not used:
+        return None
+    if len(used) > 1:
+        raise ValueError(f"{used[0]} and {used[1]} are two ways to describe the machines of a job; use one of them")
+    foreign = [name for name in TORCHRUNS_WAY if name in given]
+    if foreign:
+        raise ValueError(
+            f"{used[0]} cannot be mixed with --{foreign[0]}, which is torchrun's way to describe the machines of a "
+            "job; use one of them"
+        )
+    if used == ["--master"]:
+        return _by_master(args, given, smallest, largest)
+    return _by_addresses(args, given, used[0])
+
+
+def _node_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    smallest = int(match[1]) if match else 0
+    largest = int(match[2] or match[1]) if match else 0
+    if not 1 <= smallest <= largest:
+        raise ValueError(f"--nnodes: got {text!r}, expected a number of machines from 1 on, or a range such as 2:4")
+    return smallest, largest
+
+
+def _by_master(args: argparse.Namespace, given: set[str], smallest: int, largest: int) -> Nodes:
+    if args.master is None:
+        raise ValueError(
+            f"--rank: got {args.rank}, but no --master; expected the place where the machines meet as well: "
+            "--master host:port --nnodes N"
+        )
+    host, port = _host_and_port(args.master)
+    if largest == 1 and "nnodes" not in given:
+        raise ValueError(
+            f"--master: got {args.master!r}, but --nnodes is missing; expected the number of machines as well. "
+            "Leave --master out if this is the only one."
+        )
+    rank = None if args.rank == -1 else args.rank  # -1 is Paddle's own default
+    if rank is not None and smallest != largest:
+        raise ValueError(
+            f"--rank: got {rank} with --nnodes {args.nnodes}; machines that come and go number themselves. "
+            "Leave --rank out, or give one number of machines."
+        )
+    if rank is not None and not 0 <= rank < largest:
+        raise ValueError(f"--rank: got {rank}, expected 0 to {largest - 1}, since --nnodes is {largest}")
+    return Nodes(args.nnodes, host, port or MASTER_PORT, rank, local_address=args.local_addr)
+
+
+def _by_addresses(args: argparse.Namespace, given: set[str], flag: str) -> Nodes:
+    if flag == "--cluster_node_ips" and args.cluster_node_ips is None:
+        raise ValueError(
+            f"--node_ip: got {args.node_ip!r}, but no --cluster_node_ips; expected the addresses of all machines as "
+            "well: --cluster_node_ips=10.0.0.1,10.0.0.2"
+        )
+    text = args.ips if flag == "--ips" else args.cluster_node_ips
+    addresses = tuple(_address(part, flag) for part in text.split(","))
+    twice = sorted({address for address in addresses if addresses.count(address) > 1})
+    if twice:
+        raise ValueError(f"{flag}: {', '.join(twice)} is named twice in {text!r}; name each machine once")
+    if "nnodes" in given and args.nnodes not in (str(len(addresses)), f"{len(addresses)}:{len(addresses)}"):
+        raise ValueError(
+            f"{flag} names {len(addresses)} machine(s), but --nnodes is {args.nnodes}; expected the same number. "
+            "Leave --nnodes out."
+        )
+    port = None if args.started_port is None else _port(args.started_port, "--started_port")
+    if len(addresses) > 1:
+        port = port or STARTED_PORT
+    nodes = Nodes(str(len(addresses)), addresses[0], port, addresses=addresses, position_unknown=True)
+    if flag == "--ips":
+        return nodes
+    if args.node_ip is None:
+        raise ValueError(
+            f"{flag}: got {text!r}, but --node_ip is missing; expected which of them this machine is. "
+            f"--ips={text} finds that out by itself."
+        )
+    own = _address(args.node_ip, "--node_ip")
+    if own not in addresses:
+        raise ValueError(f"--node_ip: got {own}, expected one of --cluster_node_ips={text}")
+    return replace(nodes, rank=addresses.index(own), position_unknown=False)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    """ "10.0.0.1:29500", a bare host, "[::1]:29500", or Paddle's http:// before them."""
+    place = text.removeprefix("http://").rstrip("/")
+    if _is_address(place):
+        return place, None  # an IPv6 address has colons of its own
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+)(?::([^/:]*))?", place)
+    if not match:
+        raise ValueError(
+            f"--master: got {text!r}, expected host:port of node 0, such as 10.0.0.1:29500 (no other service, such "
+            "as etcd, is needed)"
+        )
+    return match[1].strip("[]"), None if match[2] is None else _port(match[2], "--master")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _address(text: str, flag: str) -> str:
+    address = ipaddress.ip_address(text.strip()) if _is_address(text.strip()) else None
+    if address is None or address.is_unspecified or address.is_multicast:
+        raise ValueError(f"{flag}: got {text.strip()!r}, expected the IP address of a machine, such as 10.0.0.1")
+    return str(address)
+
+
+def _port(text: str, flag: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise ValueError(f"{flag}: got port {text!r}, expected a number from 1 to 65535")
+    return int(text)

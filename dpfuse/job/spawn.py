@@ -1,0 +1,295 @@
+"""`spawn`: one function on several ranks of this machine. Processes are torch.multiprocessing's."""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import os
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessContext, start_processes
+
+from dpfuse.job import rank as rank_program
+from dpfuse.job.context import RankFolder, SpawnContext, error_path, result_path
+from dpfuse.job.devices import (
+    check_backend,
+    choose_backend,
+    cores_per_rank,
+    cpu_count,
+    select_gpus,
+)
+from dpfuse.job.variables import environment, one_machine_variables
+
+__all__ = ["spawn"]
+
+SECONDS_TO_END = 8.0  # for a rank that has failed
+OPTIONS = ("start_method", "backend", "gpus")
+OLDER_NAMES_OF_GPUS = ("selected_gpus", "selected_devices")
+MACHINES = "spawn starts ranks on this machine only; for several use `python -m dpfuse.launch --ips=…`"
+# Options of Paddle's spawn that do nothing here, and what to do instead.
+OTHERS_OF_PADDLE = {
+    "ips": MACHINES,
+    "cluster_node_ips": MACHINES,
+    "node_ip": MACHINES,
+    "started_port": "spawn takes a free port by itself; leave the option out",
+    "use_paddlecloud": "leave the option out",
+    "xpus": "the ranks run on GPUs (name cards with gpus=) or on the CPU",
+    "print_config": "leave the option out, and print ParallelEnv() in the function",
+}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every rank of one spawn is told; the rank's own number comes beside it."""
+
+    variables: dict[str, str]
+    folder: str
+    parent: int  # the pid to die with, 0 where that cannot be promised
+    gpus: int  # how many the ranks see
+    forked: bool
+    threads: int  # for torch on the CPU; 0 leaves torch's own choice
+
+
+def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if job.forked:
+        # Leftovers of the parent, such as a store with threads that this process does not have, must not be
+        # collected here.
+        gc.freeze()
+    if job.parent:
+        rank_program.die_with_parent(job.parent)
+    os.environ.update(job.variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    host = job.variables["MASTER_ADDR"]
+    rank_program.set_paddle_variables(os.environ, job.gpus, (host,), host)
+    record = error_path(job.folder, rank)
+    # An exception that torch or the user's program records goes to the same place.
+    os.environ["TORCHELASTIC_ERROR_FILE"] = record
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    try:
+        result = func(*args)
+        try:
+            data = pickle.dumps(result)
+        except Exception as error:
+            raise TypeError(
+                f"rank {rank}: func returned a {type(result).__name__}, which cannot be sent back ({error}); "
+                "return something that pickle can handle, such as numbers, lists or tensors."
+            ) from error
+        # The name appears when the content is whole.
+        draft = result_path(job.folder, rank).with_suffix(".part")
+        draft.write_bytes(data)
+        draft.rename(result_path(job.folder, rank))
+    except SystemExit as error:
+        if error.code is not None and error.code != 0:
+            rank_program.record_exception(error, record)
+            rank_program.end_within(SECONDS_TO_END, error.code if isinstance(error.code, int) else 1)
+            raise
+    except Exception as error:
+        rank_program.record_exception(error, record)
+        rank_program.end_within(SECONDS_TO_END, 1)
+        # Raised on, torch would pickle the traceback into a file in a folder that everybody can write to.
+        sys.exit(1)
+    rank_program.end_process(forked=job.forked)
+
+
+def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under their present names."""
+    checked = {}
+    for name, value in options.items():
+        if name in OTHERS_OF_PADDLE:
+            raise ValueError(
+                f"spawn: the option {name!r} of Paddle's spawn has no effect here: {OTHERS_OF_PADDLE[name]}."
+            )
+        if name in OLDER_NAMES_OF_GPUS:
+            if len({"gpus", *OLDER_NAMES_OF_GPUS}.intersection(options)) > 1:
+                raise ValueError(f"spawn: got {name} beside another name of gpus; name the cards once, with gpus=")
+            warnings.warn(
+                f"spawn: {name} is Paddle's older name of gpus; write gpus=", DeprecationWarning, stacklevel=3
+            )
+            name = "gpus"
+        elif name not in OPTIONS:
+            close = difflib.get_close_matches(name, (*OPTIONS, "func", "args", "nprocs", "join", "daemon"), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ValueError(f"spawn: got the option {name!r}, expected only {', '.join(OPTIONS)}{hint}")
+        checked[name] = value
+    return checked
+
+
+def _visible_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _count_ranks(nprocs: int, cards: Sequence[str] | None, backend: str) -> int:
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int):
+        raise TypeError(f"spawn: nprocs must be an integer, got {nprocs!r}")
+    if nprocs < 1 and nprocs != -1:
+        raise ValueError(f"spawn: nprocs must be at least 1, or -1 for all GPUs (else all cores), got {nprocs}")
+    gpus = _visible_gpus()
+    if cards is not None:
+        if nprocs not in (-1, len(cards)):
+            raise ValueError(
+                f"spawn: gpus names {len(cards)} card(s), but nprocs is {nprocs}; expected the same number. "
+                "Leave nprocs out, or name one card for each rank."
+            )
+        return len(cards)
+    if nprocs == -1:
+        return gpus or cpu_count()
+    if "nccl" in backend and nprocs > gpus:
+        raise ValueError(
+            f"spawn: nprocs is {nprocs}, but only {gpus} GPU(s) are visible and NCCL needs one for each "
+            "rank. Start fewer ranks, or pass backend='gloo' to let ranks share a GPU."
+        )
+    return nprocs
+
+
+def _check_func(func: object, start_method: str) -> None:
+    if not callable(func):
+        raise TypeError(f"spawn: func must be callable, got {type(func).__name__}")
+    if start_method not in mp.get_all_start_methods():
+        raise ValueError(
+            f"spawn: got start_method={start_method!r}, expected one of {', '.join(mp.get_all_start_methods())}"
+        )
+    if start_method == "fork":
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            raise ValueError(
+                "spawn: start_method='fork' cannot be used once CUDA is in use in this process: a forked "
+                "process cannot use it. Leave start_method out."
+            )
+    elif getattr(func, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"spawn: func {getattr(func, '__qualname__', func)!r} was defined at a prompt, in a notebook "
+            "or with -c, where new processes cannot import it. Put it into a module, or pass "
+            "start_method='fork'."
+        )
+
+
+def spawn(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = -1,
+    join: bool = True,
+    daemon: bool = False,
+    **options: Any,
+) -> SpawnContext:
+    """Run `func(*args)` on several ranks of this machine.
+
+    func gets no rank argument: it calls `init_parallel_env()` (torch's own `init_process_group()` works as
+    well) and asks `get_rank()`. The ranks meet on 127.0.0.1 only. A rank that fails ends the others within
+    seconds. On Linux no rank outlives this process where the call is made from its main thread.
+
+    Args:
+        func: a function that other processes can import: at the top level of a module, no lambda.
+        args: its arguments.
+        nprocs: number of ranks; -1 is one for each visible GPU, without GPUs one for each core.
+        join: wait for all ranks; False returns at once.
+        daemon: end the ranks when this process ends by itself, without waiting for them.
+        **options: `start_method` ("spawn" by default, else "fork" or "forkserver"); `backend` ("nccl",
+            "gloo", …: what `init_parallel_env` uses; by default NCCL with GPUs, else gloo); `gpus`
+            (physical cards for the ranks, "0,1" or [0, 1]; `selected_gpus` and `selected_devices`, Paddle's
+            older names, are deprecated).
+
+    Returns:
+        A context with `processes`, `join(timeout=None)` and `return_queues`:
+        `context.return_queues[r].get()` is what func returned on rank r.
+
+    Raises:
+        ValueError: a wrong number, option, backend, card, or a func that cannot be sent to another process.
+        TypeError: func is not callable, nprocs no integer, args no sequence.
+        DPFuseError: a rank failed (only with join=True; else `context.join()` raises it). Names rank and
+            exception.
+
+    Example:
+        >>> import math, dpfuse.job as distributed
+        >>> context = distributed.spawn(math.sqrt, args=(16.0,), nprocs=1)
+        >>> [queue.get() for queue in context.return_queues]
+        [4.0]
+
+    Source: Paddle's `paddle.distributed.spawn`, built on `torch.multiprocessing.start_processes`.
+    """
+    options = _check_options(options)
+    start_method = options.get("start_method") or "spawn"
+    _check_func(func, start_method)
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(f"spawn: args must be a tuple or a list of arguments, got {args!r}; write args=(value,)")
+    asked_backend, asked_gpus = options.get("backend"), options.get("gpus")
+    backend = choose_backend() if asked_backend is None else check_backend(asked_backend, "spawn: backend")
+    cards = None if asked_gpus is None else select_gpus(asked_gpus, "spawn: gpus")
+    count = _count_ranks(nprocs, cards, backend)
+
+    context = _begin(func, tuple(args), count, daemon, start_method, asked_backend, cards)
+    if join:
+        while not context.join():
+            pass
+    return context
+
+
+def _begin(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    count: int,
+    daemon: bool,
+    start_method: str,
+    backend: str | None,
+    cards: Sequence[str] | None,
+) -> SpawnContext:
+    from dpfuse.job.rendezvous import HOST, loopback_store
+
+    store = loopback_store()
+    folder = RankFolder()
+    threads = 0 if "OMP_NUM_THREADS" in os.environ or count == 1 else cores_per_rank(count)
+    variables = {
+        **one_machine_variables(),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        # Ranks connect to the store of this process; otherwise rank 0 would serve one on every interface.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if backend is not None:
+        variables["DPFUSE_BACKEND"] = backend
+    if cards is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+    # The kernel watches the thread that forks: one that ends before the ranks would take them along. A fork
+    # server is not this process at all.
+    mortal = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
+    gpus = _visible_gpus() if cards is None else min(len(cards), _visible_gpus())
+    job = _Job(variables, folder.name, os.getpid() if mortal else 0, gpus, start_method == "fork", threads)
+    # Inherited too, since the ranks import torch and the user's module before they run any line of ours.
+    with environment(variables):
+        return SpawnContext(_start(func, args, count, daemon, start_method, job), folder, store)
+
+
+def _start(
+    func: Callable[..., Any], args: tuple[Any, ...], count: int, daemon: bool, start_method: str, job: _Job
+) -> ProcessContext:
+    before = set(mp.active_children())
+    try:
+        context = start_processes(
+            _run_rank, (job, func, args), count, join=False, daemon=daemon, start_method=start_method
+        )
+    except BaseException as error:
+        # Ranks that did start wait for those that never will.
+        for process in set(mp.active_children()) - before:
+            process.kill()
+            process.join()
+        if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+            raise ValueError(
+                f"spawn: func {getattr(func, '__qualname__', func)!r} or its args cannot be sent to another "
+                f"process ({error}); expected a function at the top level of a module (no lambda, no "
+                "function inside a function) and arguments that pickle can handle."
+            ) from error
+        raise
+    assert isinstance(context, ProcessContext)
+    return context

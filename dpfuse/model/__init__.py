@@ -1,0 +1,5 @@
+"""The wrapped module: may it be wrapped, is it the same on every rank, and was it changed since?
+
+Read `options` and `check` first, then `agreement` (the ranks start with one model), `signature` and `change` (the
+module was changed), `buffers` and `state_dict`.
+"""

@@ -1,0 +1,45 @@
+"""All ranks begin with the same model: compared as text, then rank 0's values. Knows no bucket and no hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpfuse.engine import collective, votes
+from dpfuse.engine.plan import BucketPlan
+from dpfuse.liveness.lookout import watch
+from dpfuse.model.check import describe_model, describe_options, tensors_of
+from dpfuse.model.options import SyncOptions
+
+__all__ = ["agree_on_model", "send_tensors"]
+
+
+def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
+    """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
+
+    Raises:
+        DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
+    """
+    lines = [*describe_options(options), *describe_model(module, plan, options)]
+    params, buffers = tensors_of(module, options)
+    votes.agree_on_text(
+        "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
+    )
+    watch(group, options.stall_timeout)
+    device = next(iter(params.values())).device
+    if options.deterministic:
+        collective.check_all_to_all(group, device)
+    if options.wire.probe is not None:
+        collective.check_all_to_all(group, device, *options.wire.probe)
+    tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
+    send_tensors(tensors, group)
+
+
+def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensors` with those of rank `source`, in as few broadcasts as they have devices."""
+    with torch.no_grad():
+        for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
+            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)

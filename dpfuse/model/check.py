@@ -1,0 +1,163 @@
+"""Can a module be synchronised, and what is it, in words? Checks and describes; sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.param_spec import describe_parameters
+from dpfuse.engine.plan import BucketPlan, plan_buckets
+from dpfuse.version import __version__
+
+if TYPE_CHECKING:
+    from dpfuse.model.options import SyncOptions
+
+__all__ = ["check_module", "describe_model", "describe_options", "tensors_of"]
+
+
+def check_module(
+    module: nn.Module, options: SyncOptions, group: dist.ProcessGroup | None, ours: Collection[int] = ()
+) -> BucketPlan:
+    """The plan of a module that can be synchronised.
+
+    Args:
+        module: to be checked.
+        options: of the wrapper.
+        group: process group, if there is one.
+        ours: ids of parameters on which the wrapper has hooks already.
+
+    Raises:
+        TypeError, ValueError: an option, parameter, dtype or device that cannot be used; the text names it.
+    """
+    options.check()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"layers must be a torch.nn.Module, got {type(module).__name__}; pass the model instance")
+    params, buffers = tensors_of(module, options)
+    for name, param in params.items():
+        if not param.is_leaf:
+            raise ValueError(
+                f"parameter {name!r} is the result of a computation, as functional_call() puts it there; expected a "
+                "leaf, which accumulates gradients. Replace all parameters by such results, or by leaves, at a time."
+            )
+        _check_data(f"parameter {name!r}", param)
+    for name, buffer in buffers.items():
+        _check_data(f"buffer {name!r}", buffer)
+    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    _check_alone({name: param for name, param in trainable.items() if id(param) not in ours}, options)
+    if not trainable:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to "
+            "average; use the module without the wrapper"
+        )
+    specs = [spec for spec in describe_parameters(module) if spec.name in trainable]
+    plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size, rule=options.rule)
+    devices = {str(param.device): name for name, param in reversed(trainable.items())}
+    if len(devices) > 1:
+        raise ValueError(
+            "the parameters are on several devices: "
+            + ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+            + "; expected one device per process. Move the module to one, or wrap its parts."
+        )
+    device = next(iter(trainable.values())).device
+    if group is not None and all(device.type != usable.type for usable in group._device_types):
+        raise ValueError(
+            f"the parameters are on {device}, but the {dist.get_backend(group)} group reduces tensors on "
+            f"{', '.join(usable.type for usable in group._device_types)}; move the module, or use another "
+            "backend (gloo for the CPU, nccl for GPUs)"
+        )
+    for spec in plan.specs:
+        try:
+            averaging_for(spec.dtype, 1)
+        except TypeError as error:
+            raise TypeError(f"parameter {spec.name!r}: {error}") from None
+        if spec.sparse and spec.dtype.startswith("complex"):
+            raise TypeError(
+                f"parameter {spec.name!r} has sparse gradients of dtype {spec.dtype}; expected real ones. Build its "
+                "embedding with sparse=False."
+            )
+    return plan
+
+
+def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
+    """Raises ValueError where two wrappers would both reduce a gradient, and one of them spoils what the other does.
+
+    The mean of means is the mean, so those do no harm; a sum over a sum counts every rank twice, what one has taken
+    into its buckets is missing in `.grad` for the other, and what one has measured the other may write.
+    """
+    for name, param in trainable.items():
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            alone = getattr(hook, "alone", None)
+            if alone is not None and (alone or options.wants_params_alone):
+                raise ValueError(
+                    f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
+                    "gradient_scale, accumulate_in_buckets or grad_norm_in_backward set; expected one wrapper. Delete "
+                    "the old one first."
+                )
+
+
+def _check_data(what: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that rank 0's data cannot be written into."""
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{what} is uninitialized (a lazy module); expected a known shape. Run one forward with a sample batch "
+            "before wrapping."
+        )
+    if tensor.is_meta:
+        raise ValueError(
+            f"{what} is on the meta device; expected data. Use module.to_empty(device=…) and initialise it before "
+            "wrapping."
+        )
+    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if shared or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{what} is {'expanded' if shared else 'a conjugate or negative view'}, with strides {tensor.stride()}; "
+            "expected memory of its own for each element, since rank 0's data is written into it. Register a "
+            ".clone(memory_format=torch.contiguous_format) of it, after .resolve_conj() where it is complex."
+        )
+
+
+def describe_options(options: SyncOptions) -> list[str]:
+    """One line for the version, and for each option."""
+    lines = [f"dpfuse {__version__}"]
+    for name, value in asdict(options).items():
+        # 25 and 25.0 are one size, and a set has no order of its own.
+        value = float(value) if type(value) is int else sorted(value) if isinstance(value, frozenset) else value
+        lines.append(f"option {name} = {value}")
+    return lines
+
+
+def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *, buffers: bool = True) -> list[str]:
+    """One line per parameter and buffer; equal on two ranks if and only if their models are alike, but for values."""
+    lines = [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name in options.ignored:
+            continue
+        if id(param) in first:
+            lines.append(f"parameter {name} is tied to {first[id(param)]}")
+            continue
+        first[id(param)] = name
+        lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
+    if buffers:
+        _, others = tensors_of(module, options)
+        lines += [f"buffer {name} {_facts(buffer)} device={buffer.device.type}" for name, buffer in others.items()]
+    return lines
+
+
+def tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Parameters and buffers by name, without those to ignore."""
+    params = {name: param for name, param in module.named_parameters() if name not in options.ignored}
+    return params, {name: buffer for name, buffer in module.named_buffers() if name not in options.ignored}
+
+
+def _facts(tensor: Tensor) -> str:
+    # The stride of a dimension of one element addresses nothing and may differ.
+    stride = tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"shape={tuple(tensor.shape)} strides={stride} dtype={dtype}"
