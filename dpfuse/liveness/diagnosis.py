@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import groupby
 from math import inf, isfinite
 from typing import Any
 
-from dpfuse.engine.waiting import Doing
+from dpfuse.engine.waiting import Doing, describe_place
 
-__all__ = ["End", "Finding", "Seen", "Status", "blame", "clean", "judge"]
+__all__ = ["End", "EndKind", "Finding", "Seen", "Status", "blame", "clean", "end_with", "judge"]
 
 SILENT = 3.0  # seconds without a heartbeat after which a rank counts as silent; two come in each
 DIED_GRACE = 1.0  # seconds that a rank still waits for one that died, whose last message may be on its way
@@ -18,6 +19,8 @@ LEFT_GRACE = 5.0  # the same for one that ended normally, whose last data may be
 WARN_AFTER = 10.0  # seconds of waiting
 MAX_TEXT = 400  # characters of a peer's text in a message
 MAX_LINES = 12  # of a report
+# The texts with which back ends report that a peer is gone; the peer's own error says more.
+ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 @dataclass(frozen=True)
@@ -58,22 +61,7 @@ class Status:
         return cls(Doing(doing), step, bucket, wrapper, float(age), waits, limit, clean(at), clean(call), blocked)
 
     def __str__(self) -> str:
-        which = f" of wrapper {self.wrapper}" if self.wrapper else ""
-        where = {
-            Doing.BETWEEN: f"is between steps{which}, before step {self.step}",
-            Doing.FORWARD: f"runs the forward{which} of step {self.step}",
-            Doing.LOSS: f"is between forward and backward{which} of step {self.step}",
-            Doing.BACKWARD: f"runs the backward{which} of step {self.step}",
-        }[self.doing]
-        if self.waits:
-            where = {
-                Doing.BETWEEN: f"waits for the other ranks between steps{which}, before step {self.step}",
-                Doing.FORWARD: f"waits for the other ranks in the forward{which} of step {self.step}",
-                Doing.LOSS: f"waits for the other ranks before the backward{which} of step {self.step}",
-                Doing.BACKWARD: f"waits for bucket {self.bucket} in the backward{which} of step {self.step}",
-            }[self.doing]
-        elif self.doing is Doing.BACKWARD and self.bucket >= 0:
-            where += f" and has sent bucket {self.bucket}"
+        where = describe_place(self.wrapper, self.doing, self.step, self.bucket, waits=self.waits)
         if self.call:
             where += f" and is blocked in torch.distributed's {self.call}"
         if self.age >= 1:
@@ -81,23 +69,55 @@ class Status:
         return where + (f", at {self.at}" if self.at else "")
 
 
+class EndKind(IntEnum):
+    """How a rank stopped taking part in a group."""
+
+    NORMAL = 0  # its process ended without an error, or destroyed the group
+    FAILED = 1  # its process ended with an error, or suddenly
+    LEFT = 2  # its process lives, but joins no further collective of the group
+
+
 @dataclass(frozen=True)
 class End:
-    """How a rank ended."""
+    """The end of a rank's part in a group."""
 
-    died: bool  # by an exception or suddenly; else it said goodbye
-    error: str = ""  # "ValueError: …", where it could say it
-    echo: bool = False  # whether it ended because another rank had
+    kind: EndKind
+    error: str = ""  # "ValueError: …", if the rank could send it
+    echo: bool = False  # whether another rank's end is the reason
     ago: float = 0.0  # seconds
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error or a sudden end is the reason."""
+        return self.kind is not EndKind.NORMAL
+
     def __str__(self) -> str:
+        if self.kind is EndKind.LEFT:
+            return f"left its process group: {self.error}"
         if self.error:
             return f"ended with {self.error}"
         return (
-            "ended without a word (killed, or its machine is gone)"
-            if self.died
-            else "ended without an error, or has destroyed the process group"
+            "ended without an error, or has destroyed the process group"
+            if self.kind is EndKind.NORMAL
+            else "ended suddenly (killed, or its machine is gone)"
         )
+
+
+def end_with(error: BaseException, kind: EndKind = EndKind.FAILED) -> End:
+    """Return the end of a rank of which `error` is the reason."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return End(kind, text.partition("\n")[0][:MAX_TEXT], _is_echo(error))
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Whether an exception only says that another rank has ended."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if getattr(error, "ranks", ()) or (isinstance(error, RuntimeError) and any(t in str(error) for t in ECHOES)):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass(frozen=True)
@@ -161,7 +181,7 @@ def judge(seen: Mapping[int, Seen], *, whole_job: bool) -> Finding | None:
     if isfinite(limit):
         causes = _causes(seen)
         ends = [end for rank in causes if (end := seen[rank].end) is not None]
-        grace = min(DIED_GRACE if any(end.died for end in ends) else LEFT_GRACE, limit)
+        grace = min(DIED_GRACE if any(end.failed for end in ends) else LEFT_GRACE, limit)
         if ends and min(waited, max(end.ago for end in ends)) >= grace:
             return found(True, causes, f"{_listed(causes)} {ends[0]}")
         silent = [rank for rank, one in seen.items() if one.status and not one.end and one.silence >= limit]
@@ -229,7 +249,7 @@ def _deadlocked(seen: Mapping[int, Seen], limit: float, whole_job: bool) -> list
 def _causes(seen: Mapping[int, Seen]) -> list[int]:
     """Ranks that ended, and not because others had; the first to do so first."""
     ended = {rank: one.end for rank, one in seen.items() if one.end is not None}
-    kinds = {rank: 2 if end.echo else 0 if end.died else 1 for rank, end in ended.items()}
+    kinds = {rank: 2 if end.echo else 0 if end.failed else 1 for rank, end in ended.items()}
     causes = [rank for rank, kind in kinds.items() if kind == min(kinds.values())]
     return sorted(causes, key=lambda rank: -ended[rank].ago)
 
@@ -240,7 +260,7 @@ def _gist(one: Seen) -> str:
     if status is None:
         return "never"
     place = (status.doing, status.step, status.bucket, status.wrapper, status.waits, status.at, status.call)
-    end = None if one.end is None else (one.end.died, one.end.error)
+    end = None if one.end is None else (one.end.kind, one.end.error)
     return repr((end, one.alive, place))
 
 

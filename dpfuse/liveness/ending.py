@@ -8,18 +8,17 @@ import sys
 from contextlib import suppress
 from multiprocessing import util
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dpfuse.engine.waiting import forget_unfinished_works, has_unfinished_works
+from dpfuse.liveness.diagnosis import End, EndKind, end_with
 
 if TYPE_CHECKING:
     from dpfuse.liveness.heartbeat import Heartbeat
 
-__all__ = ["leave", "leave_behind", "publish", "say_goodbye_of"]
-
-# What the back ends say of a peer that is gone: its own error says more.
-ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+__all__ = ["leave", "publish", "say_goodbye_of"]
 
 _heartbeats: list[Heartbeat] = []
-_left_behind: list[Any] = []  # works that never end
 _installed = False
 _told_code = False  # whether somebody has told the exit code, who will also see to it
 
@@ -43,28 +42,10 @@ def say_goodbye_of(heartbeat: Heartbeat) -> None:
     util.Finalize(None, _at_exit, exitpriority=0)  # children of multiprocessing run these alone
 
 
-def leave_behind(work: Any) -> None:
-    """Note a work that will never end, which would keep Python from ending, too."""
-    _left_behind.append(work)
-
-
 def publish(error: BaseException) -> None:
     """Tell the peers that this process ends with an exception."""
-    echo = is_echo(error)
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     for heartbeat in _heartbeats:
-        heartbeat.say_last_words(text, echo=echo)
-
-
-def is_echo(error: BaseException | None) -> bool:
-    """Whether an exception only tells that another rank has ended."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if getattr(error, "ranks", ()) or (isinstance(error, RuntimeError) and any(t in str(error) for t in ECHOES)):
-            return True
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return False
+        heartbeat.announce(end_with(error))
 
 
 def leave(code: int = 0) -> None:
@@ -80,14 +61,15 @@ def leave(code: int = 0) -> None:
 
 def _leave(code: int) -> None:
     for heartbeat in _heartbeats:
-        heartbeat.say_last_words(f"exit code {code}" if code else heartbeat.last_error)
+        error = f"exit code {code}" if code else heartbeat.last_error
+        heartbeat.announce(End(EndKind.FAILED if error else EndKind.NORMAL, error))
         heartbeat.stop()
     _heartbeats.clear()
 
 
 def _at_exit() -> None:
     _leave(0)
-    if _told_code or not any(not work.is_completed() for work in _left_behind):
+    if _told_code or not has_unfinished_works():
         return
     # Python would now wait for threads of the back end, which wait for a peer that does not answer.
     for stream in (sys.stdout, sys.stderr):
@@ -101,4 +83,4 @@ def _forget() -> None:
     for heartbeat in _heartbeats:
         heartbeat.abandon()
     _heartbeats.clear()
-    _left_behind.clear()
+    forget_unfinished_works()

@@ -13,11 +13,12 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from math import isfinite
 from time import monotonic
 from typing import Any, NoReturn
 
-from dpfuse.engine.waiting import Board, Doing, Verdict
-from dpfuse.liveness.diagnosis import MAX_TEXT, Finding, Seen, Status, blame
+from dpfuse.engine.waiting import Board, Doing, PeerFailure
+from dpfuse.liveness.diagnosis import DIED_GRACE, End, EndKind, Finding, Seen, Status, blame, end_with
 from dpfuse.liveness.sighting import Sighting, sight
 
 __all__ = ["Heartbeat"]
@@ -59,7 +60,7 @@ class Heartbeat:
         self._since = monotonic()
         self._look = Sighting()
         self._blocked_since: float | None = None
-        self._last_words: list[Any] | None = None
+        self._own_end: tuple[End, float] | None = None  # with the time
         self._said = threading.Event()
         self._news = threading.Condition()
         self._asked = False
@@ -68,11 +69,11 @@ class Heartbeat:
         self.status = Status()
         self._fatal_at = 0.0  # when the last verdict came
         self._fatal_for = self._moved  # and where this rank was
-        board.explain = self._explain
         self._thread = threading.Thread(target=self._run, name="dpfuse-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
+        self._board.heartbeat = self
         self._thread.start()
 
     @property
@@ -85,12 +86,16 @@ class Heartbeat:
         """What has ended a forward, if nothing was done since."""
         return self._board.error if self._board.place[1] is Doing.FORWARD else ""
 
-    def say_last_words(self, error: str = "", *, echo: bool = False, within: float = 0.5) -> None:
-        """Tell the peers that this rank ends: normally, or with this error. Called by another thread."""
-        if self._last_words is None and self._thread.is_alive():
-            self._last_words = [bool(error), error.partition("\n")[0][:MAX_TEXT], echo]
+    def announce(self, end: End, within: float = 0.5) -> None:
+        """Tell the peers that this rank ends, and how; the first end counts. Called by another thread."""
+        if self._own_end is None and self._thread.is_alive():
+            self._own_end = (end, monotonic())
             self._wake()
             self._said.wait(within)
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the peers that this rank takes part in no further collective of the group. Called by another thread."""
+        self.announce(end_with(error, EndKind.LEFT))
 
     def stop(self, within: float = 1.0) -> None:
         """End the thread. Called by another one."""
@@ -104,7 +109,7 @@ class Heartbeat:
             key.fileobj.close()  # type: ignore[union-attr]
         self._waker.close()
         self._selector.close()
-        self._board.explain = lambda: None
+        self._board.heartbeat = None
 
     def _run(self) -> None:
         try:
@@ -112,7 +117,7 @@ class Heartbeat:
         except Exception as error:  # nothing that happens here may cost the job anything
             self._print(f"the heartbeat of rank {self._rank} has stopped: {type(error).__name__}: {error}")
         finally:
-            self._board.explain = lambda: None
+            self._board.heartbeat = None
             self._said.set()
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -129,14 +134,14 @@ class Heartbeat:
             if self._asked:
                 self._asked = False
                 self._ask()
-            if self._last_words is not None and not self._said.is_set():
+            if self._own_end is not None and not self._said.is_set():
                 self._see_myself(now)
-                self._part(self._last_words)
+                self._part(self._own_end[0])
                 self._said.set()
             if self._stopping:
                 return
             if not self._alive():
-                self._part([False, "", False])
+                self._part(End(EndKind.NORMAL))
                 return
             if now >= last + self._interval:
                 if now - last > self._interval + GAP:
@@ -145,6 +150,7 @@ class Heartbeat:
                 last = now
                 self._see_myself(now)
                 self._beat(now)
+                self._give_up_if_left(now)
                 self._end_if_stuck(now)
 
     def _see_myself(self, now: float) -> None:
@@ -171,22 +177,22 @@ class Heartbeat:
 
     def _overdue(self, age: float) -> bool:
         """Whether collectives that nobody waits for on the CPU have not come to an end."""
-        reached = self._board.reached
-        if reached is None or age < QUERY_AFTER:
+        device_done = self._board.device_done
+        if device_done is None or age < QUERY_AFTER:
             return False
         try:
-            done = reached()
+            done = device_done()
         except RuntimeError:
             done = True  # its own error says more
-        if done and self._board.reached is reached:
-            self._board.reached = None
+        if done and self._board.device_done is device_done:
+            self._board.device_done = None
         return not done
 
     def _act(self, finding: Finding, now: float) -> None:
         """Warn; or tell the thread that trains not to wait any longer."""
         if finding.fatal:
-            if self._board.verdict is None and self.status.waits:
-                self._board.verdict = Verdict(finding.text, finding.ranks)
+            if self._board.peer_failure is None and self.status.waits:
+                self._board.peer_failure = PeerFailure(finding.text, finding.ranks)
                 self._fatal_at, self._fatal_for = now, self._moved
                 with self._news:
                     self._news.notify_all()
@@ -194,13 +200,21 @@ class Heartbeat:
             self._warned = now
             self._print(f"after {finding.waited:.0f} s {finding.text}")
 
+    def _give_up_if_left(self, now: float) -> None:
+        """After this rank has left its group, end a wait for a collective that the peers do not join."""
+        if self._own_end is None or self._own_end[0].kind is not EndKind.LEFT:
+            return
+        if self.status.waits and self.status.age >= DIED_GRACE and isfinite(self.status.limit):
+            text = f"it {self._own_end[0]}; expected no further collective in it. Make a new process group"
+            self._act(Finding(True, (self._rank,), self.status.age, text), now)
+
     def _end_if_stuck(self, now: float) -> None:
         """Leave, if the thread that trains cannot; and take back a verdict that has come too late."""
-        verdict = self._board.verdict
-        if verdict is not None and self._moved != self._fatal_for:
-            self._board.verdict = None  # it has raised an error, or what it waited for has come after all
-        elif verdict is not None and self.status.waits and now >= self._fatal_at + GRACE:
-            self._end(verdict.text)
+        failure = self._board.peer_failure
+        if failure is not None and self._moved != self._fatal_for:
+            self._board.peer_failure = None  # it has raised an error, or what it waited for has come after all
+        elif failure is not None and self.status.waits and now >= self._fatal_at + GRACE:
+            self._end(failure.text)
         elif self._board.gave_up and self._look.call == DESTROY and self.status.blocked >= GRACE:
             self._end("its process group does not let itself be destroyed")
 
@@ -211,19 +225,19 @@ class Heartbeat:
                 stream.flush()
         os._exit(1)
 
-    def _explain(self) -> Verdict | None:
+    def explain(self) -> PeerFailure | None:
         """Why a collective has just failed; waits a moment for the news. Called by the thread that trains."""
         self._asked = True
         self._wake()
         with self._news:
             self._news.wait_for(self._knows_cause, EXPLAIN_WITHIN)
-        if self._board.verdict is not None:
-            return self._board.verdict
+        if self._board.peer_failure is not None:
+            return self._board.peer_failure
         finding = blame(self._seen(monotonic()))
-        return None if finding is None else Verdict(finding.text, finding.ranks)
+        return None if finding is None else PeerFailure(finding.text, finding.ranks)
 
     def _knows_cause(self) -> bool:
-        return self._board.verdict is not None or any(
+        return self._board.peer_failure is not None or any(
             one.end is not None and not one.end.echo for one in self._seen(monotonic()).values()
         )
 
@@ -243,7 +257,7 @@ class Heartbeat:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _part(self, words: list[Any]) -> None:
+    def _part(self, end: End) -> None:
         raise NotImplementedError
 
     def _beat(self, now: float) -> None:

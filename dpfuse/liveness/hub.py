@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from dpfuse.liveness.diagnosis import MAX_TEXT, End, Seen, Status, clean, judge
+from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, Seen, Status, clean, judge
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.line import Line, LineError
 from dpfuse.liveness.meeting import Meeting
@@ -112,15 +112,17 @@ class Hub(Heartbeat):
             try:
                 match message:
                     case ["beat", status]:
-                        peer.status, peer.heard = Status.from_message(status), monotonic()
+                        status = Status.from_message(status)
+                        if peer.end is None:  # a rank that has left its group goes on beating
+                            peer.status, peer.heard = status, monotonic()
                     case ["help"]:
                         peer.asks = True
                         for other, one in list(self._peers.items()):
                             if one.end is not None:
                                 self._send(peer, self._news_of(other, one))
-                    case ["end", bool(died), str(error), bool(echo), status] if len(error) <= MAX_TEXT:
+                    case ["end", int(kind), str(error), bool(echo), status] if len(error) <= MAX_TEXT:
                         peer.status, peer.heard = Status.from_message(status), monotonic()
-                        self._note_end(rank, peer, End(died, clean(error), echo))
+                        self._note_end(rank, peer, End(EndKind(kind), clean(error), echo))
                     case _:
                         raise ValueError("a message has another form")
             except ValueError as error:
@@ -136,7 +138,7 @@ class Hub(Heartbeat):
         if peer.end is not None:
             return
         if error.closed:
-            self._note_end(rank, peer, End(died=True))
+            self._note_end(rank, peer, End(EndKind.FAILED))
         elif error.__cause__ is None or not isinstance(error.__cause__, OSError):
             peer.status = None  # it spoke nonsense: nothing is known of it, and it is never called silent
 
@@ -145,9 +147,9 @@ class Hub(Heartbeat):
             return
         peer.end, peer.ended = end, monotonic()
         news = self._news_of(rank, peer)
-        self._deaths += end.died
+        self._deaths += end.failed
         for other in list(self._peers.values()):
-            if other.asks or (end.died and self._deaths <= MAX_DEATHS):
+            if other.asks or (end.failed and self._deaths <= MAX_DEATHS):
                 self._send(other, news)
         with self._news:
             self._news.notify_all()
@@ -156,7 +158,7 @@ class Hub(Heartbeat):
         assert peer.end is not None
         status = None if peer.status is None else peer.status.message()
         times = [round(monotonic() - peer.ended, 2), round(peer.ended - peer.heard, 2)]
-        return ["end", rank, peer.end.died, peer.end.error, peer.end.echo, *times, status]
+        return ["end", rank, int(peer.end.kind), peer.end.error, peer.end.echo, *times, status]
 
     def _send(self, peer: _Peer, message: Any) -> None:
         if peer.line is not None:
@@ -178,9 +180,9 @@ class Hub(Heartbeat):
         if finding is not None:
             self._act(finding, now)
 
-    def _part(self, words: list[Any]) -> None:
+    def _part(self, end: End) -> None:
         for peer in list(self._peers.values()):
-            self._send(peer, ["end", 0, *words, 0.0, 0.0, self.status.message()])
+            self._send(peer, ["end", 0, int(end.kind), end.error, end.echo, 0.0, 0.0, self.status.message()])
 
     def _forgive(self, seconds: float) -> None:
         super()._forgive(seconds)
@@ -190,6 +192,9 @@ class Hub(Heartbeat):
     def _seen(self, now: float) -> dict[int, Seen]:
         seen = {rank: Seen() for rank in range(self._size)}
         seen[0] = Seen(self.status)
+        if self._own_end is not None:
+            end, when = self._own_end
+            seen[0] = replace(seen[0], end=replace(end, ago=now - when))
         for rank, peer in list(self._peers.items()):
             if peer.end is None:
                 seen[rank] = Seen(peer.status, now - peer.heard)

@@ -8,8 +8,7 @@ import weakref
 import torch.distributed as dist
 
 from dpfuse.engine import votes
-from dpfuse.engine.patience import patient_devices
-from dpfuse.engine.waiting import Board, board_of, put_board
+from dpfuse.engine.waiting import Board, board_of, interruptible_devices, put_board
 from dpfuse.liveness import ending
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.hub import Hub
@@ -32,7 +31,7 @@ def watch(group: dist.ProcessGroup, stall_timeout: float) -> Board:
     if board is not None:
         return board
     rank, size = group.rank(), group.size()
-    board = Board(rank, patient_devices(group), stall_timeout)
+    board = Board(rank, interruptible_devices(group), stall_timeout)
     put_board(group, board)
     if size == 1:
         return board

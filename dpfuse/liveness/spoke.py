@@ -9,7 +9,7 @@ from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
-from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, Finding, Seen, Status, clean, judge
+from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, EndKind, Finding, Seen, Status, clean, judge
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.line import Line, LineError
 from dpfuse.liveness.meeting import Meeting
@@ -72,7 +72,7 @@ class Spoke(Heartbeat):
             self._line = None
             if isinstance(error, LineError) and error.closed:
                 now = monotonic()
-                self._note_end(0, End(died=True), Seen(self._hub, now - self._heard), now)
+                self._note_end(0, End(EndKind.FAILED), Seen(self._hub, now - self._heard), now)
             elif not isinstance(error.__cause__, OSError):
                 raise LineError(f"rank 0 says what cannot be understood: {error}", closed=False) from error
 
@@ -84,9 +84,9 @@ class Spoke(Heartbeat):
             case ["fatal", list(ranks), str(text)]:
                 self._heard = now
                 self._act(Finding(True, tuple(int(rank) for rank in ranks), 0.0, clean(text, lines=True)), now)
-            case ["end", int(rank), bool(died), str(error), bool(echo), float(ago), float(silence), status]:
+            case ["end", int(rank), int(kind), str(error), bool(echo), float(ago), float(silence), status]:
                 last = None if status is None else Status.from_message(status)
-                self._note_end(rank, End(died, clean(error[:MAX_TEXT]), echo), Seen(last, silence), now - ago)
+                self._note_end(rank, End(EndKind(kind), clean(error[:MAX_TEXT]), echo), Seen(last, silence), now - ago)
             case _:
                 raise ValueError("a message has another form")
 
@@ -105,8 +105,8 @@ class Spoke(Heartbeat):
             if finding is not None:
                 self._act(finding, now)
 
-    def _part(self, words: list[Any]) -> None:
-        self._say(["end", *words, self.status.message()])
+    def _part(self, end: End) -> None:
+        self._say(["end", int(end.kind), end.error, end.echo, self.status.message()])
 
     def _ask(self) -> None:
         self._say(["help"])

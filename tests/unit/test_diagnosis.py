@@ -8,7 +8,8 @@ from math import inf
 import pytest
 
 from dpfuse.engine.waiting import Doing
-from dpfuse.liveness.diagnosis import End, Seen, Status, blame, clean, judge
+from dpfuse.errors import DPFuseError
+from dpfuse.liveness.diagnosis import End, EndKind, Seen, Status, blame, clean, end_with, judge
 
 WAITS = Status(Doing.BACKWARD, step=7, bucket=2, age=20.0, waits=True, limit=8.0)
 BUSY = Status(Doing.BETWEEN, step=7, age=20.0, limit=8.0, at="eval.py:57 in evaluate")
@@ -20,7 +21,7 @@ def judged(*seen: Seen, whole_job: bool = True):
 
 
 def test_nobody_waits():
-    assert judged(Seen(BUSY), Seen(BUSY, silence=100.0), Seen(BUSY, end=End(died=True))) is None
+    assert judged(Seen(BUSY), Seen(BUSY, silence=100.0), Seen(BUSY, end=End(EndKind.FAILED))) is None
 
 
 def test_a_short_wait_is_no_news():
@@ -57,7 +58,7 @@ def test_a_long_evaluation_and_a_blip_are_not_a_stall():
 
 def test_without_a_limit_nothing_is_fatal():
     waits = replace(WAITS, limit=inf)
-    for other in (Seen(BUSY, silence=1e4), Seen(BUSY, end=End(died=True, ago=100.0)), Seen(BLOCKED)):
+    for other in (Seen(BUSY, silence=1e4), Seen(BUSY, end=End(EndKind.FAILED, ago=100.0)), Seen(BLOCKED)):
         assert not judged(Seen(waits), other).fatal
 
 
@@ -69,24 +70,41 @@ def test_a_rank_that_was_never_heard_of_is_never_called_silent():
 
 def test_a_death_is_fatal_after_a_moment():
     waits = replace(WAITS, age=1.5)
-    assert judged(Seen(waits), Seen(BUSY, end=End(died=True, ago=0.5))) is None
-    finding = judged(Seen(waits), Seen(BUSY, end=End(died=True, error="ValueError: planted", ago=1.2)))
+    assert judged(Seen(waits), Seen(BUSY, end=End(EndKind.FAILED, ago=0.5))) is None
+    finding = judged(Seen(waits), Seen(BUSY, end=End(EndKind.FAILED, "ValueError: planted", ago=1.2)))
     assert finding.fatal
     assert "rank 1 ended with ValueError: planted" in finding.text
 
 
+def test_a_rank_that_left_its_group_is_named_although_it_lives():
+    left = end_with(RuntimeError("planted\nmore"), EndKind.LEFT)
+    waits = replace(WAITS, age=1.5)
+    assert judged(Seen(waits), Seen(BUSY, end=replace(left, ago=0.5))) is None
+    finding = judged(Seen(waits), Seen(BUSY, end=replace(left, ago=1.2)))
+    assert (finding.fatal, finding.ranks) == (True, (1,))
+    assert finding.text.startswith("rank 1 left its process group: RuntimeError: planted\n")
+
+
+def test_an_error_that_names_another_rank_is_an_echo():
+    named = DPFuseError("rank 2 ended")
+    named.ranks = (2,)
+    assert end_with(named).echo
+    assert end_with(RuntimeError("[gloo] Connection closed by peer")).echo
+    assert not end_with(RuntimeError("planted")).echo
+
+
 def test_a_goodbye_is_fatal_once_its_last_data_must_have_come():
     waits = replace(WAITS, limit=60.0)
-    assert not judged(Seen(waits), Seen(BUSY, end=End(died=False, ago=4.0))).fatal
-    finding = judged(Seen(waits), Seen(BUSY, end=End(died=False, ago=5.5)))
+    assert not judged(Seen(waits), Seen(BUSY, end=End(EndKind.NORMAL, ago=4.0))).fatal
+    finding = judged(Seen(waits), Seen(BUSY, end=End(EndKind.NORMAL, ago=5.5)))
     assert finding.fatal
     assert "rank 1 ended without an error" in finding.text
 
 
 def test_the_cause_is_named_and_not_its_echo():
-    cause = Seen(BUSY, end=End(died=True, error="ValueError: planted", ago=2.0))
-    echo = Seen(BUSY, end=End(died=True, error="DPFuseError: rank 2 ended", echo=True, ago=3.0))
-    left = Seen(BUSY, end=End(died=False, ago=9.0))
+    cause = Seen(BUSY, end=End(EndKind.FAILED, "ValueError: planted", ago=2.0))
+    echo = Seen(BUSY, end=End(EndKind.FAILED, "DPFuseError: rank 2 ended", echo=True, ago=3.0))
+    left = Seen(BUSY, end=End(EndKind.NORMAL, ago=9.0))
     assert judged(Seen(WAITS), echo, cause, left).ranks == (2,)
     assert blame({0: Seen(WAITS), 1: echo, 2: cause, 3: left}).ranks == (2,)
     assert blame({0: Seen(WAITS), 1: echo, 3: left}).ranks == (3,)
@@ -95,7 +113,7 @@ def test_the_cause_is_named_and_not_its_echo():
 
 
 def test_of_two_deaths_the_first_is_the_cause():
-    first, second = (Seen(BUSY, end=End(died=True, ago=ago)) for ago in (3.0, 2.0))
+    first, second = (Seen(BUSY, end=End(EndKind.FAILED, ago=ago)) for ago in (3.0, 2.0))
     assert blame({0: Seen(WAITS), 1: second, 2: first}).ranks == (2,)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dpfuse.engine.waiting import Board, Doing, Wrapper
+from dpfuse.engine.waiting import Board, Doing, Wrapper, leave
+from dpfuse.liveness.diagnosis import End, EndKind, end_with
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.hub import STRANGERS, Hub
 from dpfuse.liveness.line import MAX_UNSENT, Line, LineError
@@ -75,49 +76,80 @@ def test_the_hub_knows_where_every_rank_is(job):
 
 
 def test_last_words_reach_everybody(job):
-    job.beats[1].say_last_words("ValueError: planted")
+    job.beats[1].announce(end_with(ValueError("planted")))
     job.beats[1].stop()
     until(lambda: job.seen(2, 1) is not None)
     for rank in (0, 2):
         end = job.seen(rank, 1).end
-        assert (end.died, end.error, end.echo) == (True, "ValueError: planted", False)
-        assert job.boards[rank].explain().ranks == (1,)
+        assert (end.kind, end.error, end.echo) == (EndKind.FAILED, "ValueError: planted", False)
+        assert job.boards[rank].heartbeat.explain().ranks == (1,)
 
 
 def test_last_words_of_the_hub_reach_everybody(job):
-    job.hub.say_last_words("ValueError: planted")
+    job.hub.announce(end_with(ValueError("planted")))
     job.hub.stop()
     for rank in (1, 2):
         until(lambda rank=rank: job.seen(rank, 0).end is not None)
-        assert job.boards[rank].explain().text.startswith("rank 0 ended with ValueError: planted")
+        assert job.boards[rank].heartbeat.explain().text.startswith("rank 0 ended with ValueError: planted")
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_goes_on_beating_and_its_end_stays(job, leaver):
+    leave(job.boards[leaver], RuntimeError("planted"))
+    assert job.beats[leaver].beats
+    for rank in {0, 1, 2} - {leaver}:
+        until(lambda rank=rank: job.seen(rank, leaver) is not None and job.seen(rank, leaver).end is not None)
+        failure = job.boards[rank].heartbeat.explain()
+        assert failure.ranks == (leaver,)
+        assert failure.text.startswith(f"rank {leaver} left its process group: RuntimeError: planted; 0.")
+    job.beats[leaver].announce(End(EndKind.NORMAL))
+    job.beats[leaver].stop()
+    assert all(job.seen(rank, leaver).end.kind is EndKind.LEFT for rank in {0, 1, 2} - {leaver})
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_waits_after_it_left_is_told_so(job, leaver):
+    board = job.boards[leaver]
+    board.place = (Wrapper(0, 60.0), Doing.BACKWARD, 3, 0)
+    leave(board, RuntimeError("planted"))
+    assert board.peer_failure is None
+    board.waits += 1
+    until(lambda: board.peer_failure is not None, 3.0)
+    assert board.peer_failure.ranks == (leaver,)
+    assert board.peer_failure.text.startswith("it left its process group: RuntimeError: planted; expected no further")
+
+
+def test_leaving_without_a_heartbeat_does_nothing():
+    leave(None, RuntimeError("planted"))
+    leave(Board(0), RuntimeError("planted"))
 
 
 def test_a_goodbye_is_told_to_those_who_ask(job):
-    job.beats[1].say_last_words()
+    job.beats[1].announce(End(EndKind.NORMAL))
     job.beats[1].stop()
     until(lambda: job.seen(0, 1).end is not None)
     assert job.seen(2, 1) is None
-    verdict = job.boards[2].explain()
-    assert verdict.ranks == (1,)
-    assert "ended without an error" in verdict.text
+    failure = job.boards[2].heartbeat.explain()
+    assert failure.ranks == (1,)
+    assert "ended without an error" in failure.text
 
 
 def test_a_connection_that_ends_without_a_word_is_a_death(job):
     job.beats[1].stop()
     until(lambda: job.seen(2, 1) is not None)
-    assert "ended without a word" in str(job.seen(2, 1).end)
+    assert "ended suddenly" in str(job.seen(2, 1).end)
 
 
 def test_a_group_that_was_destroyed_is_left(job):
     job.living = False
     until(lambda: not any(beat.beats for beat in job.beats))
     ends = [job.seen(rank, 0).end for rank in (1, 2) if job.seen(rank, 0).end is not None]
-    assert not any(end.died for end in ends)
+    assert not any(end.failed for end in ends)
 
 
 def test_no_cause_is_made_up(job):
     begin = time.monotonic()
-    assert job.boards[1].explain() is None
+    assert job.boards[1].heartbeat.explain() is None
     assert time.monotonic() - begin < 3
 
 
@@ -211,7 +243,7 @@ def test_collectives_that_do_not_end_are_waiting():
     board = Board(0)
     beat = Hub(2, Meeting("", ()), board=board, whole_job=True, alive=lambda: True)
     answers = [False, True]
-    board.reached = lambda: answers.pop(0)
+    board.device_done = lambda: answers.pop(0)
     beat._see_myself(time.monotonic())
     assert not beat.status.waits  # it has just moved: its device is left in peace
     assert len(answers) == 2
@@ -220,7 +252,7 @@ def test_collectives_that_do_not_end_are_waiting():
     assert beat.status.waits
     beat._see_myself(time.monotonic())
     assert not beat.status.waits
-    assert board.reached is None
+    assert board.device_done is None
     beat.abandon()
 
 
