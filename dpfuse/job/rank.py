@@ -120,9 +120,9 @@ def set_paddle_variables(
 
 def record_exception(error: BaseException, path: str | None) -> None:
     """Leave a note on why this rank fails, in torchrun's form, for the launcher to read."""
-    ending = sys.modules.get("dpfuse.liveness.ending")
-    if ending is not None:
-        ending.publish(error)  # to its peers
+    process_exit = sys.modules.get("dpfuse.liveness.process_exit")
+    if process_exit is not None:
+        process_exit.announce_error(error)  # to the other ranks
     if not path:
         return
     name = type(error).__name__
@@ -170,9 +170,9 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     peer joins.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
-    ending = sys.modules.get("dpfuse.liveness.ending")
-    if ending is not None:
-        ending.leave(code)
+    process_exit = sys.modules.get("dpfuse.liveness.process_exit")
+    if process_exit is not None:
+        process_exit.announce_exit(code)
     if not forked:
         atexit._run_exitfuncs()
     distributed = sys.modules.get("torch.distributed")

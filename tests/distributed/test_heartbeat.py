@@ -68,7 +68,7 @@ def test_a_rank_that_is_a_forward_ahead_with_its_buffers_is_a_deadlock():
     for rank, told in enumerate(job.finish()):
         seconds, text = error_of(told)
         assert seconds < 3 + 3
-        assert "all ranks have waited for 3 s, which is stall_timeout, and not for the same" in text, rank
+        assert "all ranks have waited for 3 s, which is stall_timeout, but not for the same" in text, rank
     assert job.codes == [1, 1]
 
 
@@ -116,7 +116,9 @@ def test_a_frozen_rank_is_reported_and_given_up():
     seconds, text = error_of(told[0])
     assert 3 < seconds < 6
     assert "rank 1 sent no heartbeat for 4 s, which is stall_timeout" in text
-    warning = re.search(r"dpfuse: after [23] s (rank 0 still waits|ranks 0-1 still wait) for others:", told[0])  # at half the limit
+    warning = re.search(
+        r"dpfuse: after [23] s (rank 0 still waits|ranks 0-1 still wait) for others:", told[0]
+    )  # at half the limit
     assert warning, told[0]
     warned = warning.start()
     assert "rank 1 has sent no heartbeat for 4 s: it runs no Python" in told[0]
@@ -138,7 +140,7 @@ def test_a_rank_that_stays_in_a_collective_of_its_own_is_a_deadlock():
     told = job.finish()
     seconds, text = error_of(told[0])
     assert seconds < 2 + 3
-    assert "all ranks have waited for 2 s, which is stall_timeout, and not for the same" in text
+    assert "all ranks have waited for 2 s, which is stall_timeout, but not for the same" in text
     assert "rank 1 is between steps, before step 4 and is blocked in torch.distributed's barrier" in told[0]
     assert job.codes == [1, 1]
 
@@ -162,7 +164,7 @@ def test_a_rank_whose_collectives_never_end_is_ended(what, limit, why):
     job = Job(what, limit)
     told = job.finish(but=1 if what == "lame-freeze" else None)
     assert job.codes[0] == 1
-    assert f"dpfuse: rank 0 ends, for it cannot go on: rank 1 {why}" in told[0]
+    assert f"dpfuse: rank 0 ends because it cannot go on: rank 1 {why}" in told[0]
     assert "Traceback" not in told[0]
     assert time.monotonic() - begin < 40  # it would sleep as long
 

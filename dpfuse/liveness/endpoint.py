@@ -1,4 +1,4 @@
-"""Where the ranks of a group find their first one: addresses that it listens on, and a secret. Opens listeners only."""
+"""Where the first rank of a group listens for the heartbeats of the others: its addresses and a secret token."""
 
 from __future__ import annotations
 
@@ -15,39 +15,43 @@ from typing import Any
 
 from dpfuse.job.interfaces import address_towards, interface_addresses, is_own_address
 
-__all__ = ["Meeting", "host_name", "open_meeting"]
+__all__ = ["Endpoint", "host_id", "open_endpoint"]
 
 LOOPBACK = "127.0.0.1"
 MAX_ADDRESSES = 4
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What a rank has to know to talk to the first one."""
+class Endpoint:
+    """What a rank must know to connect to the first rank."""
 
-    token: str  # only who knows it is heard
-    places: tuple[tuple[str, int], ...]  # host and port, the likeliest first
-    listeners: list[socket.socket] = field(default_factory=list, compare=False)  # on the first rank
+    token: str  # the first rank accepts only connections that send it
+    addresses: tuple[tuple[str, int], ...]  # host and port, the most likely to work first
+    listeners: list[socket.socket] = field(default_factory=list, compare=False)  # on the first rank only
 
     def text(self) -> str:
-        """As it travels through the group."""
-        return json.dumps([self.token, self.places])
+        """Return token and addresses as a text that the group can send."""
+        return json.dumps([self.token, self.addresses])
 
     @classmethod
-    def from_text(cls, text: str) -> Meeting:
-        """Raises ValueError for a text that is none."""
+    def from_text(cls, text: str) -> Endpoint:
+        """Return the endpoint that a text describes.
+
+        Raises:
+            ValueError: the text describes none.
+        """
         try:
-            token, places = json.loads(text)
-            found = tuple((str(ipaddress.ip_address(host)), int(port)) for host, port in places)
+            token, addresses = json.loads(text)
+            found = tuple((str(ipaddress.ip_address(host)), int(port)) for host, port in addresses)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{text!r:.80} names no meeting") from error
+            raise ValueError(f"{text!r:.80} describes no endpoint") from error
         if not isinstance(token, str) or not all(0 < port < 1 << 16 for _, port in found):
-            raise ValueError(f"{text!r:.80} names no meeting")
+            raise ValueError(f"{text!r:.80} describes no endpoint")
         return cls(token, found[:MAX_ADDRESSES])
 
 
-def host_name() -> str:
-    """Equal on two ranks if one reaches the other by loopback: the same machine, started once, and the same network."""
+def host_id() -> str:
+    """Return a text that is equal on two ranks if loopback connects them: same machine, boot and network namespace."""
     facts = [socket.gethostname(), str(uuid.getnode())]
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -56,11 +60,11 @@ def host_name() -> str:
     return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:32]
 
 
-def open_meeting(*, one_host: bool) -> Meeting:
-    """Listen: on loopback only if all ranks are on one host, else on the addresses by which others may reach it.
+def open_endpoint(*, one_host: bool) -> Endpoint:
+    """Listen on free ports: on loopback if all ranks are on one host, else on the addresses that other hosts may reach.
 
     Raises:
-        OSError: that cannot be done here.
+        OSError: no address of this machine can be listened on.
     """
     listeners: list[socket.socket] = []
     for address in [LOOPBACK] if one_host else _addresses():
@@ -75,17 +79,17 @@ def open_meeting(*, one_host: bool) -> Meeting:
         listeners.append(listener)
     if not listeners:
         raise OSError("no address of this machine can be listened on")
-    return Meeting(secrets.token_hex(16), tuple(listener.getsockname()[:2] for listener in listeners), listeners)
+    return Endpoint(secrets.token_hex(16), tuple(listener.getsockname()[:2] for listener in listeners), listeners)
 
 
 def _addresses() -> list[str]:
-    """This machine's own, the likeliest to be reached from others first."""
+    """Return this machine's own addresses, the most likely to be reached from other hosts first."""
     own = interface_addresses()
     wished = os.environ.get("GLOO_SOCKET_IFNAME", "") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     found: list[Any] = [own.get(name.strip()) for name in wished.split(",")]
     master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if master:
-        # Its own name for itself where it is the master, else what the master sees of it.
+        # The master's own name resolves to its address. On another host, the address that the master sees is used.
         found += [_own(master), address_towards(master, int(port) if port.isdecimal() else 1)]
     found += [_own(socket.gethostname()), *own.values()]
     usable = [host for host in dict.fromkeys(found) if host and not ipaddress.ip_address(host).is_loopback]

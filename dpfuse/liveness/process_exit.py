@@ -1,4 +1,4 @@
-"""The end of this process: says goodbye to its peers, or why not, and lets nothing keep it from ending."""
+"""The end of this process: tell the peers how it ends, and make sure that it does end."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import sys
 from contextlib import suppress
 from multiprocessing import util
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from dpfuse.engine.waiting import forget_unfinished_works, has_unfinished_works
 from dpfuse.liveness.diagnosis import End, EndKind, end_with
+from dpfuse.liveness.heartbeat import Heartbeat
 
-if TYPE_CHECKING:
-    from dpfuse.liveness.heartbeat import Heartbeat
-
-__all__ = ["leave", "publish", "say_goodbye_of"]
+__all__ = ["announce_by", "announce_error", "announce_exit"]
 
 _heartbeats: list[Heartbeat] = []
 _installed = False
-_told_code = False  # whether somebody has told the exit code, who will also see to it
+_caller_exits = False  # whether a caller of `announce_exit` ends the process
 
 
-def say_goodbye_of(heartbeat: Heartbeat) -> None:
-    """Have the peers of a heartbeat told how this process ends, and its thread stopped before Python ends."""
+def announce_by(heartbeat: Heartbeat) -> None:
+    """Tell the peers of a heartbeat when this process ends, and stop its thread before Python ends."""
     global _installed
     _heartbeats[:] = [one for one in _heartbeats if one.beats]
     _heartbeats.append(heartbeat)
@@ -32,34 +29,36 @@ def say_goodbye_of(heartbeat: Heartbeat) -> None:
         _installed = True
         before = sys.excepthook
 
-        def publish_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            publish(error)
+        def announce_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            announce_error(error)
             before(kind, error, trace)
 
-        sys.excepthook = publish_and_print
+        sys.excepthook = announce_and_print
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_forget)
-    util.Finalize(None, _at_exit, exitpriority=0)  # children of multiprocessing run these alone
+    util.Finalize(None, _at_exit, exitpriority=0)  # a child of multiprocessing runs these, and not atexit
 
 
-def publish(error: BaseException) -> None:
+def announce_error(error: BaseException) -> None:
     """Tell the peers that this process ends with an exception."""
     for heartbeat in _heartbeats:
         heartbeat.announce(end_with(error))
 
 
-def leave(code: int = 0) -> None:
-    """Say goodbye, unless more was said, and stop all heartbeats; for who then ends the process by itself.
+def announce_exit(code: int = 0) -> None:
+    """Tell the peers that this process ends, unless an error was announced, and stop all heartbeats.
+
+    The caller then ends the process.
 
     Args:
         code: the exit code.
     """
-    global _told_code
-    _told_code = True
-    _leave(code)
+    global _caller_exits
+    _caller_exits = True
+    _stop(code)
 
 
-def _leave(code: int) -> None:
+def _stop(code: int) -> None:
     for heartbeat in _heartbeats:
         error = f"exit code {code}" if code else heartbeat.last_error
         heartbeat.announce(End(EndKind.FAILED if error else EndKind.NORMAL, error))
@@ -68,8 +67,8 @@ def _leave(code: int) -> None:
 
 
 def _at_exit() -> None:
-    _leave(0)
-    if _told_code or not has_unfinished_works():
+    _stop(0)
+    if _caller_exits or not has_unfinished_works():
         return
     # Python would now wait for threads of the back end, which wait for a peer that does not answer.
     for stream in (sys.stdout, sys.stderr):
@@ -79,7 +78,7 @@ def _at_exit() -> None:
 
 
 def _forget() -> None:
-    """In a fork: these threads and works are its parent's."""
+    """In a fork: the threads and works belong to the parent."""
     for heartbeat in _heartbeats:
         heartbeat.abandon()
     _heartbeats.clear()
