@@ -14,7 +14,7 @@ import dpfuse
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import Timeline, paddle_plan
 
-__all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_twins"]
+__all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_duplicates"]
 
 Sizes = tuple[float, float]  # comm_buffer_size and last_comm_buffer_size in MB
 DEFAULT: Sizes = (25.0, 1.0)
@@ -74,7 +74,7 @@ def contenders(grid: Iterable[Sizes], tuned: BucketPlan | None, *, find_unused: 
     ]
 
 
-def without_twins(grid: Iterable[Sizes], timeline: Timeline) -> list[Sizes]:
+def without_duplicates(grid: Iterable[Sizes], timeline: Timeline) -> list[Sizes]:
     """The default and the grid; of those that make the same buckets for gradients in this order, the simplest."""
     kept: dict[str, Sizes] = {}
     for sizes in sorted({DEFAULT, *grid}, key=lambda sizes: (changes(sizes), sizes)):

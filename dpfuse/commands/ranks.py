@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpfuse.commands.target import Target, build
+from dpfuse.commands.user_model import Target, build
 from dpfuse.engine.collective import group_device, resolve_group
 from dpfuse.engine.votes import agree_on_success
 from dpfuse.errors import DPFuseError

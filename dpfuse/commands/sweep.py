@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 import dpfuse
-from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_twins
-from dpfuse.commands.proof import prove_mean
+from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_duplicates
+from dpfuse.commands.mean_check import check_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
-from dpfuse.commands.report import Run, here
-from dpfuse.commands.target import Target
-from dpfuse.commands.tune import tune_wrapped
+from dpfuse.commands.report_file import Run, here
+from dpfuse.commands.tune_command import tune_wrapped
+from dpfuse.commands.user_model import Target
 from dpfuse.engine import collective
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import paddle_plan
@@ -93,7 +93,7 @@ def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -
     assert tuning.plan is not None
     assert tuning.timeline is not None
     del model
-    tried = without_twins(grid, tuning.timeline)
+    tried = without_duplicates(grid, tuning.timeline)
     if twins := len({DEFAULT, *grid}) - len(tried):
         say(f"{twins} of the sizes are left out: they make the same buckets as others do")
     made = {paddle_plan(tuning.timeline, *sizes).layout for sizes in tried}
@@ -141,7 +141,7 @@ def _prove(contender: Contender, target: Target, group: dist.ProcessGroup) -> in
         if number == 1:
             contender.use_plan(wrapped)
         if contender.averages:
-            prove_mean(contender.name, target.module, partial(target.backward, wrapped), group)
+            check_mean(contender.name, target.module, partial(target.backward, wrapped), group)
         else:
             target.step(wrapped)
     return len(wrapped.bucket_plan.buckets) if isinstance(wrapped, dpfuse.DataParallel) else None

@@ -25,7 +25,7 @@ def worker_log(folder: str, local_rank: int) -> str:
 class WorkerLogs(DefaultLogsSpecs):
     """`folder/workerlog.N` for each local rank N; torchrun's own files stay in `log_dir`.
 
-    Only stdout is sent there: two streams opened on one file would overwrite each other, so rank.py lets stderr
+    Only stdout is sent there: two streams opened on one file would overwrite each other, so rank_program.py lets stderr
     follow.
 
     Args:

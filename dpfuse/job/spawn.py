@@ -17,8 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from dpfuse.job import rank as rank_program
-from dpfuse.job.context import RankFolder, SpawnContext, error_path, result_path
+from dpfuse.job import rank_program
 from dpfuse.job.devices import (
     check_backend,
     choose_backend,
@@ -26,6 +25,7 @@ from dpfuse.job.devices import (
     cpu_count,
     select_gpus,
 )
+from dpfuse.job.spawn_context import RankFolder, SpawnContext, error_path, result_path
 from dpfuse.job.variables import environment, one_machine_variables
 
 __all__ = ["spawn"]

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from dpfuse.commands import proof
-from dpfuse.commands.proof import prove_mean
-from dpfuse.commands.target import build
+from dpfuse.commands import mean_check
+from dpfuse.commands.mean_check import check_mean
+from dpfuse.commands.user_model import build
 from dpfuse.errors import DPFuseError
 from tests.commands.models import PLACE, Uneven
 
@@ -27,7 +27,7 @@ def right(rank, size, name):
     }[name]
     wrapped = wrap(target.module)
     for _ in range(3):
-        prove_mean(name, target.module, lambda: target.backward(wrapped), dist.group.WORLD)
+        check_mean(name, target.module, lambda: target.backward(wrapped), dist.group.WORLD)
     assert all(param.grad is None and not param._backward_hooks for param in target.module.parameters())
 
 
@@ -39,7 +39,7 @@ def test_right_means_pass_with_dropout(ranks, name):
 def endless(rank, size):
     target = build(f"{PLACE}:infinite")
     with pytest.raises(DPFuseError, match=r"the mean gradient of 'weight' holds NaN or infinity.*expected a batch"):
-        prove_mean("nobody", target.module, lambda: target.backward(target.module), dist.group.WORLD)
+        check_mean("nobody", target.module, lambda: target.backward(target.module), dist.group.WORLD)
 
 
 def test_what_cannot_be_compared_is_said(ranks):
@@ -52,7 +52,7 @@ def uneven(rank, size):
     wrapped = dpfuse.DataParallel(module, find_unused_parameters=True)
     for step in range(3):
         tokens = torch.arange(4) + rank + step
-        prove_mean("dpfuse", module, lambda tokens=tokens: wrapped(tokens).sum().backward(), dist.group.WORLD)
+        check_mean("dpfuse", module, lambda tokens=tokens: wrapped(tokens).sum().backward(), dist.group.WORLD)
 
 
 def test_sparse_unused_and_repeated_parameters_pass(ranks):
@@ -70,7 +70,7 @@ def kept_from_a_rank(rank, size):
             module.sometimes.weight.grad = None
 
     with pytest.raises(DPFuseError, match=r"the gradient of 'sometimes\.weight' is not the mean"):
-        prove_mean("dpfuse", module, backward, dist.group.WORLD)
+        check_mean("dpfuse", module, backward, dist.group.WORLD)
 
 
 def test_a_rank_that_did_not_use_a_parameter_gets_its_mean_too(ranks):
@@ -91,7 +91,7 @@ class Transposed(nn.Module):
 def strided(rank, size):
     module = Transposed()
     wrapped = dpfuse.DataParallel(module, find_unused_parameters=True)
-    prove_mean("dpfuse", module, lambda: wrapped(torch.randn(8, 4)).backward(), dist.group.WORLD)
+    check_mean("dpfuse", module, lambda: wrapped(torch.randn(8, 4)).backward(), dist.group.WORLD)
 
 
 def test_strides_do_no_harm(ranks):
@@ -114,7 +114,7 @@ def repeated(rank, size):
     module, x = Repeated(), torch.randn(4, 8, requires_grad=True)
     wrapped = dpfuse.DataParallel(module)
     for _ in range(3):
-        prove_mean("dpfuse", module, lambda: wrapped(x).square().sum().backward(), dist.group.WORLD)
+        check_mean("dpfuse", module, lambda: wrapped(x).square().sum().backward(), dist.group.WORLD)
 
 
 def test_several_contributions_are_added(ranks):
@@ -141,7 +141,7 @@ def wrong(rank, size, how):
 
     names = "'weight' and 1 more is" if how in ("local", "sum") else "'bias' is"
     with wrapped.no_sync(how == "local"), pytest.raises(DPFuseError, match=f"the proof of ours failed .*{names}"):
-        prove_mean("ours", module, backward, dist.group.WORLD)
+        check_mean("ours", module, backward, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("how", ["local", "sum", "last bit", "missing"])
@@ -153,9 +153,9 @@ def test_wrong_means_raise_on_every_rank(ranks, how):
 def test_with_more_ranks_only_rounding_is_forgiven(dtype):
     expected = torch.tensor([1000.0, 1e-3, 0.0], dtype=dtype)
     eps = torch.finfo(dtype).eps
-    assert proof._equal(expected * (1 + 2 * eps), expected, 3)
-    assert not proof._equal(expected * (1 + 2 * eps), expected, 2)
-    assert not proof._equal(expected * (1 + 30 * eps), expected, 3)
-    assert not proof._equal(expected * 3, expected, 3)
-    assert not proof._equal(torch.full_like(expected, torch.nan), expected, 3)
-    assert proof._equal(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype), 3)
+    assert mean_check._equal(expected * (1 + 2 * eps), expected, 3)
+    assert not mean_check._equal(expected * (1 + 2 * eps), expected, 2)
+    assert not mean_check._equal(expected * (1 + 30 * eps), expected, 3)
+    assert not mean_check._equal(expected * 3, expected, 3)
+    assert not mean_check._equal(torch.full_like(expected, torch.nan), expected, 3)
+    assert mean_check._equal(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype), 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpfuse.commands.target import build, find_factory
+from dpfuse.commands.user_model import build, find_factory
 from dpfuse.errors import DPFuseError
 from tests.commands import models
 from tests.commands.models import PLACE

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import dpfuse
-from dpfuse.checkpoint.checkpoint import Checkpoint
+from dpfuse.checkpoint.save_load import Checkpoint
 
 STEPS, INTERRUPTED, PER_EPOCH = 12, 7, 5  # the interruption is within the second epoch
 

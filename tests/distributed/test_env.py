@@ -13,7 +13,7 @@ import torch.distributed as dist
 import dpfuse.job as distributed
 from dpfuse.job.devices import cores_per_rank, cpu_count, select_gpus
 from dpfuse.job.failure import RankFailure, first_failure
-from dpfuse.job.rank import set_paddle_variables
+from dpfuse.job.rank_program import set_paddle_variables
 from dpfuse.job.variables import environment, read_environment
 from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, free_port, run, start
 
@@ -284,7 +284,7 @@ def test_cards_are_checked_against_the_visible_ones(monkeypatch, visible, gpus, 
 
 
 def test_every_variable_in_the_code_is_in_the_documentation():
-    sources = "".join(path.read_text() for path in (ROOT / "dpfuse" / "distributed").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "dpfuse" / "job").glob("*.py"))
     sources = re.sub('"(LOOPBACK_HOSTS|CLEANUP_SECONDS)"', "", sources)  # exported names
     names = set(re.findall(r'"((?:[A-Z]+_[A-Z_]+|RANK|FLAGS_selected_gpus))"', sources))
     assert len(names) > 15

@@ -1,6 +1,6 @@
 """What runs in a rank around the user's program. Standard library only.
 
-The launcher starts each rank as `python rank.py <Launch as JSON> script|module <target> <arguments>`: by
+The launcher starts each rank as `python rank_program.py <Launch as JSON> script|module <target> <arguments>`: by
 its path, so that torch is not imported before the script's own first lines, which may set variables that
 torch reads.
 """

@@ -42,15 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     # Each command imports what it needs: a plan is there in no time.
     if options.command == "plan":
-        from dpfuse.commands.plan import show_plan
+        from dpfuse.commands.plan_command import show_plan
 
         return show_plan(options.model, options.comm_buffer_size, options.last_comm_buffer_size)
     if options.command == "tune":
-        from dpfuse.commands.tune import tune
+        from dpfuse.commands.tune_command import tune
 
         caps = options.comm_buffer_size, options.last_comm_buffer_size
         return tune(options.model, options.nproc_per_node, options.steps, caps, options.out, arguments)
-    from dpfuse.commands.bench import Effort, bench
+    from dpfuse.commands.bench_command import Effort, bench
 
     grid = [(comm, last) for comm in options.comm_buffer_sizes for last in options.last_comm_buffer_sizes]
     effort = Effort(options.rounds, options.steps)

@@ -1,7 +1,7 @@
 """`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
 Owns the command line. Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`); what
-runs inside a rank is in rank.py, what Paddle's flags say about other machines in nodes.py.
+runs inside a rank is in rank_program.py, what Paddle's flags say about other machines in nodes.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from dpfuse.job import rank as rank_program
+from dpfuse.job import rank_program
 from dpfuse.job.devices import cores_per_rank, select_gpus
 from dpfuse.job.failure import RankFailure, first_failure, read_record
 from dpfuse.job.interfaces import interface_of, public_address
@@ -262,7 +262,7 @@ def _run(args: argparse.Namespace) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
-    from dpfuse.job.ending import ranks_end_within
+    from dpfuse.job.shutdown import ranks_end_within
 
     config, command, arguments = config_from_args(args)
     if args.worker_logs is not None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
 
-__all__ = ["prove_mean"]
+__all__ = ["check_mean"]
 
 ROUNDINGS = 4  # of each rank's gradient, and of the sum after it
 
 
-def prove_mean(name: str, module: nn.Module, backward: Callable[[], None], group: dist.ProcessGroup) -> None:
+def check_mean(name: str, module: nn.Module, backward: Callable[[], None], group: dist.ProcessGroup) -> None:
     """Run `backward` and compare each gradient with the mean of what the ranks' engines computed in it.
 
     Since it is the same backward, dropout and kernels that are never the same twice do no harm. A wrapper of torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpfuse.commands.target import build
+from dpfuse.commands.user_model import build
 from dpfuse.engine.plan import MB, BucketPlan, BucketRule, plan_buckets
 
 __all__ = ["show_plan"]

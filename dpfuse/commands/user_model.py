@@ -61,7 +61,7 @@ def find_factory(place: str) -> Callable[[], Any]:
         DPFuseError: `place` is not of the form `module:factory`, or there is nothing to call there.
 
     Example:
-        >>> from dpfuse.commands.target import find_factory
+        >>> from dpfuse.commands.user_model import find_factory
         >>> find_factory("torch.nn:Identity")()
         Identity()
     """
@@ -110,7 +110,7 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
         DPFuseError: there is no such factory, or it returned something else.
 
     Example:
-        >>> from dpfuse.commands.target import build
+        >>> from dpfuse.commands.user_model import build
         >>> build("torch.nn:PReLU", needs_loss=False).module
         PReLU(num_parameters=1)
     """
