@@ -1,7 +1,7 @@
 """`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
 Owns the command line. Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`); what
-runs inside a rank is in rank_program.py, what Paddle's flags say about other machines in nodes.py.
+runs inside a rank is in rank_program.py. nodes.py reads Paddle's flags that describe other machines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dpfuse.job.variables import LOOPBACK_HOSTS, environment, one_machine_variab
 __all__ = ["main"]
 
 PROGRAM = "dpfuse.launch"
-SHUTDOWN_SECONDS = 8  # for ranks that shall end, before they are killed; torchrun's own is 30
-# What word processors and web pages make of a hyphen or two.
+SHUTDOWN_SECONDS = 8  # that ranks get to end before they are killed; torchrun gives 30
+# The dashes into which word processors and web pages turn hyphens.
 TYPOGRAPHIC_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plain(word: str) -> str:
-    """`word` as a flag is written: two hyphens, whatever dashes it begins with, and no value."""
+    """Return `word` as a flag: two hyphens in place of its dashes, and no value."""
     return "--" + word.lstrip("-" + TYPOGRAPHIC_DASHES).partition("=")[0]
 
 
@@ -72,7 +72,7 @@ def _suggestion(word: str, flags: Sequence[str]) -> str:
 
 
 def _misspelt(word: str, flags: Sequence[str]) -> str | None:
-    """What is wrong with a word that looks like a flag but cannot be one."""
+    """Return what is wrong with a word that looks like a flag but cannot be one; None if nothing is."""
     if word.lstrip("-")[:1] in tuple(TYPOGRAPHIC_DASHES):
         return (
             f"{word!r} begins with a typographic dash, not with the hyphens of a flag (copied from a page?)."
@@ -84,7 +84,7 @@ def _misspelt(word: str, flags: Sequence[str]) -> str | None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The parsed command line; whatever is wrong with it ends the program with exit code 2."""
+    """Return the parsed command line; an error in it ends the program with exit code 2."""
     parser = _parser()
     flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
     for word in arguments:
@@ -92,7 +92,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         if problem:
             parser.error(problem)
         if word in ("-m", "--module", "--no-python", "--no_python") or word.endswith(".py"):
-            break  # what follows belongs to the program, or is its name
+            break  # the words from here on are the program and its arguments
     args, unknown = parser.parse_known_args(arguments)
     problem = _misspelt(args.training_script, flags)
     if problem:
@@ -101,7 +101,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"unknown flag {unknown[0]!r}.{_suggestion(unknown[0], flags)}")
     if not (args.module or args.no_python) and not os.path.isfile(args.training_script):
         parser.error(f"there is no script {args.training_script!r} (to run a module, put -m before its name)")
-    # Parsed once more without defaults: what is there then was written by the user.
+    # Parsed once more without defaults: the values that are set then were written by the user.
     written = argparse.Namespace(**{action.dest: None for action in parser._actions})
     parser.parse_known_args(arguments, written)
     try:
@@ -114,7 +114,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _settle_ranks(args: argparse.Namespace) -> None:
-    """Decide how many ranks start here (a string, for torchrun); `args.gpus` becomes the list of cards."""
+    """Set the number of ranks on this machine (as text, for torchrun), and turn `args.gpus` into a list of cards."""
     import torch
     from torch.distributed.run import determine_local_world_size
 
@@ -148,7 +148,7 @@ def _settle_ranks(args: argparse.Namespace) -> None:
 
 
 def _settle_end(args: argparse.Namespace) -> None:
-    """Decide how long ranks that were asked to end, or have failed, may take: `args.seconds_to_end`."""
+    """Set `args.seconds_to_end`: how long a rank may take to end after it failed or was asked to end."""
     seconds: Any = getattr(args, "shutdown_timeout", None)  # a flag of torch 2.12
     source = "--shutdown_timeout"
     if seconds is None:
@@ -163,17 +163,17 @@ def _settle_end(args: argparse.Namespace) -> None:
 
 
 def _on_one_machine(args: argparse.Namespace) -> bool:
-    """Whether nothing on the command line speaks of another machine."""
+    """Whether the command line describes a job on this machine alone."""
     if args.standalone:
         return True
     if args.nnodes not in ("1", "1:1") or args.rdzv_backend != "static" or args.rdzv_endpoint:
         return False
-    # torchrun ignores the address and the node's rank where no port is given.
+    # torchrun ignores the address and the node's rank if no port is given.
     return args.master_port is None or (int(args.node_rank) == 0 and args.master_addr in LOOPBACK_HOSTS)
 
 
 def _apply(nodes: Nodes, own: str, args: argparse.Namespace) -> None:
-    """Say in torchrun's terms where the machines meet; `own` is the address of this one, where it is known."""
+    """Translate the nodes of the job into torchrun's flags; `own` is the address of this machine, or empty."""
     args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, "static", ""
     args.nnodes, args.node_rank, args.master_port = nodes.count, nodes.rank or 0, nodes.port
     host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
@@ -186,19 +186,20 @@ def _apply(nodes: Nodes, own: str, args: argparse.Namespace) -> None:
         serves = nodes.serves
         if serves is not None and "is_host" not in args.rdzv_conf:
             args.rdzv_conf = f"{args.rdzv_conf},is_host={int(serves)}".lstrip(",")
-        # Else torchrun lets the ranks meet at this machine's host name, which others may not know.
+        # Without it torchrun uses this machine's host name, which others may be unable to resolve.
         args.local_addr = own or None
 
 
 def _warn_of_public_address(args: argparse.Namespace) -> None:
     place = args.rdzv_endpoint
-    # An IPv6 address has brackets where a port follows.
+    # An IPv6 address has brackets if a port follows.
     host = re.sub(r":\d*$", "", place) if place else args.master_addr
     address = public_address(host.strip("[]"))
     if address is not None:
         _say(
-            f"warning: {address} is a public address, and torch's store there lets in whoever connects, who may then "
-            "run code in every rank. Let the machines meet in a private network, or have a firewall admit only them."
+            f"warning: {address} is a public address, and torch's store there accepts every connection, which can then "
+            "run code in every rank. Use an address in a private network, or a firewall that admits only the machines "
+            "of the job."
         )
 
 
@@ -211,7 +212,7 @@ def _visible_gpus(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) -> None:
-    """Turn our command line into torchrun's, and set what its ranks inherit."""
+    """Turn the command line into torchrun's, and set the variables that its ranks inherit."""
     variables: dict[str, str] = {}
     hosts: tuple[str, ...] = ()
     own = ""
@@ -230,7 +231,7 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
     else:
         _warn_of_public_address(args)
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own)):
-            # gloo would take the address that the host name resolves to.
+            # Without it gloo uses the address to which the host name resolves.
             variables["GLOO_SOCKET_IFNAME"] = interface
     if args.master_port is None:
         args.master_port = MASTER_PORT
@@ -240,13 +241,13 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
     if args.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(args.gpus)
     cleanup.enter_context(environment(variables))
-    ours = not (args.no_python or args.run_path)
+    wrapped = not (args.no_python or args.run_path)  # whether rank_program runs the program
     unredirected = args.redirects == args.tee == "0"
-    args.worker_logs = args.log_dir if unredirected and ours and not args.logs_specs else None
+    args.worker_logs = args.log_dir if unredirected and wrapped and not args.logs_specs else None
     if args.worker_logs is not None or (unredirected and args.log_dir is None):
-        # torchrun keeps the ranks' error notes there and would leave the folder behind.
+        # torchrun keeps the ranks' error records in a folder, and would not remove it.
         args.log_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dpfuse-launch-"))
-    if ours:
+    if wrapped:
         kind = "module" if args.module else "script"
         launch = rank_program.Launch(
             os.getpid(), _visible_gpus(args), hosts, own, args.worker_logs is not None, args.seconds_to_end
@@ -258,7 +259,7 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
 
 
 def _run(args: argparse.Namespace) -> None:
-    """What torchrun's own `run` does, with our logs and our way to end ranks."""
+    """Run the job as torchrun's own `run` does, with our logs and with `ranks_end_within`."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
@@ -285,9 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None takes `sys.argv`.
 
     Returns:
-        The exit code: 0 when every rank ended well; else that of the rank that failed first (128 + n where
-        signal n killed it); 128 + n where the launcher itself got signal n; 1 where the job could not be
-        started; 2 where this machine is not in the list of `--ips`.
+        The exit code: 0 if every rank ended well; else that of the rank that failed first (128 + n if signal n
+        killed it); 128 + n if the launcher itself got signal n; 1 if the job could not be started; 2 if this
+        machine is not in the list of `--ips`.
 
     Raises:
         SystemExit: code 2 for a wrong command line, 0 for `--help`.
@@ -300,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...     print(end.code)
         2
 
-    Source: PyTorch's torchrun, whose flags all work; those that name cards and machines are Paddle's launchers'.
+    Source: PyTorch's torchrun, whose flags all work. The flags that name cards and machines are those of Paddle's launchers.
     """
     args = _parse(list(sys.argv[1:] if arguments is None else arguments))
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -343,13 +344,15 @@ def _report(failures: Mapping[int, Any], args: argparse.Namespace) -> int:
     first = first_failure(told)
     trace = log = ""
     if args.worker_logs is not None:
-        from dpfuse.job.logs import tail, worker_log
+        from dpfuse.job.logs import last_lines, worker_log
 
         path = worker_log(args.worker_logs, int(failures[first.rank].local_rank))
         log = f" Its log is {path}."
-        trace = f"\n{first.traceback or tail(path)}"
+        trace = f"\n{first.traceback or last_lines(path)}"
     elif args.redirects != "0":
-        # On the console the rank has printed its traceback itself.
+        # Without redirection the rank has printed its traceback on the console.
         trace = f"\n{first.traceback}"
-    _say(f"{first}; it was the first rank to fail, the others were ended. Exit code {first.shell_code}.{log}{trace}")
+    _say(
+        f"{first}; it was the first rank to fail, and the others were ended. Exit code {first.shell_code}.{log}{trace}"
+    )
     return first.shell_code

@@ -1,8 +1,8 @@
-"""What runs in a rank around the user's program. Standard library only.
+"""What runs in a rank around the user's program. Imports the standard library only.
 
-The launcher starts each rank as `python rank_program.py <Launch as JSON> script|module <target> <arguments>`: by
-its path, so that torch is not imported before the script's own first lines, which may set variables that
-torch reads.
+The launcher starts each rank as `python rank_program.py <Launch as JSON> script|module <target> <arguments>`. It
+starts the file by its path, so that torch is not imported before the first lines of the user's script: these may set
+variables that torch reads.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ PADDLE_VARIABLES = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher tells a rank beside torch's variables."""
+    """What the launcher tells a rank in addition to torch's variables."""
 
     pid: int  # of the launcher
-    gpus: int  # how many are visible, 0 where there is none
-    hosts: Sequence[str] = ()  # the address of every node, by node rank, where all are known
-    host: str = ""  # the address of this node, where it is known
-    one_log: bool = False  # stderr goes where stdout goes
-    seconds_to_end: float = 8.0  # for a rank that has failed
+    gpus: int  # the number that is visible
+    hosts: Sequence[str] = ()  # the address of every node, by node rank, if all are known
+    host: str = ""  # the address of this node, if it is known
+    one_log: bool = False  # whether stderr goes into the file of stdout
+    seconds_to_end: float = 8.0  # that a rank gets to end after it has failed
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends. Linux only."""
+    """Ask the kernel to kill this process when its parent ends, for any reason. Linux only."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -90,7 +90,7 @@ def _paddle_variables(environ: Mapping[str, str], gpus: int, hosts: Sequence[str
         put["PADDLE_DISTRI_BACKEND"] = "gloo"
     if host:
         put["PADDLE_CURRENT_ENDPOINT"] = _endpoint(host, port + local_rank)
-    # A rank knows how many there are on its own node only: are there as many on each?
+    # A rank knows only the number of ranks on its own node. The list is right only if every node has as many.
     if len(hosts) * local_size == size and int(environ["GROUP_RANK"]) * local_size + local_rank == rank:
         endpoints = [_endpoint(name, port + number) for name in hosts for number in range(local_size)]
         put["PADDLE_TRAINER_ENDPOINTS"] = ",".join(endpoints)
@@ -100,14 +100,14 @@ def _paddle_variables(environ: Mapping[str, str], gpus: int, hosts: Sequence[str
 def set_paddle_variables(
     environ: MutableMapping[str, str], gpus: int, hosts: Sequence[str] = (), host: str = ""
 ) -> None:
-    """Say in Paddle's variables what torch's say; those of a job around this one go away.
+    """Set Paddle's variables to what torch's say, and remove those of a surrounding job.
 
     Args:
         environ: holds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR
             and MASTER_PORT.
-        gpus: how many are visible, 0 where there is none.
-        hosts: the address of every node, by node rank; empty where they are not known.
-        host: the address of this node; empty where it is not known.
+        gpus: the number that is visible.
+        hosts: the address of every node, by node rank; empty if they are not known.
+        host: the address of this node; empty if it is not known.
 
     Example: rank 3 of two nodes with two ranks each, hosts a and b, MASTER_ADDR a, MASTER_PORT 6170 ->
     PADDLE_TRAINER_ID 3, PADDLE_TRAINER_ENDPOINTS a:6170,a:6171,b:6170,b:6171, PADDLE_CURRENT_ENDPOINT b:6171.
@@ -119,7 +119,12 @@ def set_paddle_variables(
 
 
 def record_exception(error: BaseException, path: str | None) -> None:
-    """Leave a note on why this rank fails, in torchrun's form, for the launcher to read."""
+    """Record why this rank fails, in torchrun's format, for the launcher; and tell the other ranks.
+
+    Args:
+        error: the reason.
+        path: of the file; None or empty for none.
+    """
     process_exit = sys.modules.get("dpfuse.liveness.process_exit")
     if process_exit is not None:
         process_exit.announce_error(error)  # to the other ranks
@@ -127,7 +132,7 @@ def record_exception(error: BaseException, path: str | None) -> None:
         return
     name = type(error).__name__
     now = time.time()
-    # What the process will end with, unless a launcher that saw a peer fail ends it on its way out.
+    # The exit code of the process, unless the launcher ends it first because a peer has failed.
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     note = {
@@ -138,14 +143,14 @@ def record_exception(error: BaseException, path: str | None) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": note}, file)
     except OSError as problem:
-        # The exception itself is what the user must see.
+        # A warning only: the user must see the exception itself.
         print(f"dpfuse: could not write {path}: {problem}", file=sys.stderr)
 
 
 def end_within(seconds: float, code: int) -> None:
-    """See to it that this process, which has failed, ends with `code` within so many seconds.
+    """Make sure that this process, which has failed, ends with `code` within `seconds`.
 
-    Otherwise one thread or worker that does not end would keep the whole job from failing.
+    Otherwise a single thread or worker that does not end would keep the whole job running.
     """
 
     def end() -> None:
@@ -161,15 +166,14 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
 
     Args:
         code: the exit code.
-        forked: whether it is a fork. Then what its parent wants done at its own end, such as removing the folders
-            that it uses, is not for this process to do.
+        forked: whether it is a fork. Then it does not run the exit functions of its parent, which for instance
+            remove folders that the parent uses.
 
-    Python does not take itself and the libraries apart any more: there, now and then, a thread of one of them still
-    runs, and a rank aborts after all its work is done, or, after a failure, hides its exit code behind the signal.
-    The process group is destroyed before, but never after a failure: NCCL could wait for a collective that no
-    peer joins.
+    Python's finalization is skipped: threads of libraries may still run then, and abort a rank whose work is done, or
+    replace the exit code of a failed rank by a signal. The process group is destroyed first, but not after a failure:
+    NCCL could wait for a collective that no peer joins.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the end of Python does
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does at its end
     process_exit = sys.modules.get("dpfuse.liveness.process_exit")
     if process_exit is not None:
         process_exit.announce_exit(code)
@@ -179,14 +183,14 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
     for stream in (sys.stdout, sys.stderr):
-        # Closed, or a pipe that nobody reads any more.
+        # The stream is closed, or a pipe without a reader.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
 def _run_script(path: str) -> None:
-    # A real __main__, as `python path` has it: runpy would take it away again while threads still use it.
+    # A real __main__ module, as under `python path`: runpy would remove it while threads still use it.
     module = ModuleType("__main__")
     module.__file__ = os.path.abspath(path)
     sys.modules["__main__"] = module
@@ -213,7 +217,7 @@ def main() -> None:
     set_paddle_variables(os.environ, launch.gpus, launch.hosts, launch.host)
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
     sys.argv = [target, *arguments]
-    # Python put this file's folder first; the program expects its own there.
+    # Python has put this file's folder first; the program expects its own folder there.
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
         sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
     try:
@@ -227,7 +231,7 @@ def main() -> None:
         if error.code is not None and error.code != 0:
             record_exception(error, record)
             if not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)  # as Python does with a text
+                print(error.code, file=sys.stderr)  # as Python does with a SystemExit that has a text
             code = error.code if isinstance(error.code, int) else 1
             end_within(launch.seconds_to_end, code)
             end_process(code)

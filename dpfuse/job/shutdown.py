@@ -1,8 +1,8 @@
-"""How the launcher ends ranks: asks, waits for some seconds, then kills them and whatever they started.
+"""How the launcher ends ranks: it asks, waits for some seconds, then kills them and all processes they have started.
 
-torchrun gives a rank that ignores SIGTERM 30 seconds where a peer has failed, whatever its `--shutdown_timeout` says,
-and leaves the processes that a dead rank had started, such as the workers of a DataLoader. Imported only when a job
-is started: torchrun is not part of `import torch`.
+After a failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does
+not end the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job
+starts, because `import torch` does not import torchrun.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ranks_end_within"]
 
 
 def _kill_groups(leaders: list[int]) -> None:
-    """Each rank leads a group of its own, which lasts as long as anybody in it."""
+    """Kill what is left of the process groups that the ranks lead; a group exists until its last process ends."""
     deadline = time.monotonic() + CLEANUP_SECONDS
     while leaders:
         late = time.monotonic() > deadline
@@ -38,10 +38,10 @@ def _kill_groups(leaders: list[int]) -> None:
 
 @contextmanager
 def ranks_end_within(seconds: int) -> Iterator[None]:
-    """In this context, torchrun's ranks get so many seconds to end once they are asked to, in every case.
+    """Give torchrun's ranks `seconds` to end after they are asked to, whatever the reason.
 
-    A second signal, such as Ctrl-C again, while they are waited for ends them at once. What a rank has started is
-    killed after it, unless all ranks ended well.
+    A second signal during this time, such as another Ctrl-C, ends them at once. The processes that ranks have started
+    are killed after them, unless all ranks ended well.
     """
     close = SubprocessContext._close
 

@@ -1,4 +1,4 @@
-"""What `spawn` gives back: the running ranks, how they end, what they return. Starts nothing."""
+"""The result of `spawn`: the running ranks, how they end, what they return. Starts nothing."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dpfuse.job.failure import RankFailure, first_failure, read_record
 
 __all__ = ["RankFolder", "ReturnQueue", "SpawnContext", "error_path", "result_path"]
 
-# After a rank fails, its peers get this long to end by themselves, and again after SIGTERM, before SIGKILL.
+# After a rank fails, its peers get this time to end by themselves, then the same after SIGTERM; then comes SIGKILL.
 GRACE_SECONDS = 2.0
-LOOK_SECONDS = 2.0  # from one look at what the ranks have started to the next
+POLL_SECONDS = 2.0  # between two searches for processes that the ranks have started
 
-# A context that nobody keeps must live as long as its ranks: it serves their store.
+# A context must live as long as its ranks, because it serves their store; the caller may not keep it.
 _running: set[SpawnContext] = set()
 
 
 class RankFolder:
-    """A folder that only this user can open, removed when nobody needs it any more.
+    """A folder that only this user can open; the process that made it removes it when this object is collected.
 
-    Not TemporaryDirectory: it warns when it is left to the garbage collector, and a forked rank that drops its
-    copy would empty the folder of all.
+    Not TemporaryDirectory: it warns when it is garbage-collected, and a forked rank that drops its copy would empty
+    the folder of all ranks.
     """
 
     def __init__(self) -> None:
@@ -46,28 +46,32 @@ def _remove(name: str, owner: int) -> None:
 
 
 def result_path(folder: str, rank: int) -> Path:
-    """Where a rank leaves what func returned."""
+    """Return the path of the file in which a rank leaves the value that func returned."""
     return Path(folder, f"result-{rank}.pickle")
 
 
 def error_path(folder: str, rank: int) -> str:
-    """Where a rank leaves a note on its exception."""
+    """Return the path of the file in which a rank records its exception."""
     return os.path.join(folder, f"error-{rank}.json")
 
 
 class ReturnQueue:
-    """Holds what func returned on one rank; `get()` reads it as often as wanted.
+    """Holds the value that func returned on one rank; `get()` may be called any number of times.
 
-    A file rather than a pipe: a rank with a large result can then end before anybody reads it.
+    It reads a file and not a pipe: so a rank with a large result can end before its result is read.
     """
 
     def __init__(self, process: Any, rank: int, folder: RankFolder) -> None:
         self._process = process
         self._rank = rank
-        self._folder = folder  # lives as long as somebody may read from it
+        self._folder = folder  # must exist as long as this queue
 
     def get(self) -> Any:
-        """The value, once the rank has ended; DPFuseError where it ended without one."""
+        """Wait until the rank has ended, and return the value.
+
+        Raises:
+            DPFuseError: the rank ended without a value.
+        """
         self._process.join()
         path = result_path(self._folder.name, self._rank)
         if not path.exists():
@@ -91,10 +95,10 @@ class SpawnContext:
         self._folder = folder
         self._store = store
         self.processes: list[Any] = list(context.processes)
-        # Where torch would look for a rank's traceback, which it unpickles: in a folder that everybody can write to.
-        # Ranks leave theirs as text in ours.
+        # torch unpickles the tracebacks of ranks from a folder that every user can write to. These paths do not exist:
+        # the ranks leave their tracebacks as text in `folder`.
         context.error_files = [os.path.join(folder.name, "none") for _ in self.processes]
-        self._started: dict[int, set[Descendant]] = {}  # by the rank with this pid, when somebody looked last
+        self._started: dict[int, set[Descendant]] = {}  # by pid of the rank, as of the last search
         self.return_queues = [ReturnQueue(process, rank, folder) for rank, process in enumerate(self.processes)]
         _running.add(self)
 
@@ -105,14 +109,14 @@ class SpawnContext:
             timeout: seconds to wait at most; None waits as long as it takes.
 
         Returns:
-            True when all ranks have ended well, False while some still run: call it in a loop, as Paddle's
-            and torch's.
+            True if all ranks have ended well, False while some still run. Call it in a loop, as in Paddle and
+            torch.
 
         Raises:
-            DPFuseError: a rank failed. The text names the rank that failed first and shows its traceback; the
-                cause is torch's ProcessExitedException for the rank whose end it saw first, which may be that of a
-                peer that found the connection closed.
-            KeyboardInterrupt: Ctrl-C; the ranks were ended.
+            DPFuseError: a rank failed. The text names the rank that failed first and shows its traceback. The
+                error's `__cause__` is torch's ProcessExitedException for the rank that torch saw end first; that
+                may be a peer whose connection was closed.
+            KeyboardInterrupt: the user pressed Ctrl-C; the ranks were ended.
         """
         try:
             self._watch(timeout)
@@ -130,11 +134,11 @@ class SpawnContext:
                     " (is the call under `if __name__ == '__main__':`?)"
                 )
             raise DPFuseError(
-                f"spawn: {first}{hint}; it was the first of {len(self.processes)} ranks to fail, the others "
+                f"spawn: {first}{hint}; it was the first of {len(self.processes)} ranks to fail, and the others "
                 f"were ended.{trace}"
             ) from error
         except BaseException:
-            # Ctrl-C, mostly: without this, Python would wait at its end for ranks that nobody ends.
+            # Mostly Ctrl-C. Python waits at its own end for the ranks, so they must end.
             self._end()
             raise
         if done:
@@ -142,18 +146,21 @@ class SpawnContext:
         return bool(done)
 
     def _watch(self, timeout: float | None) -> None:
-        """Wait until some rank ends, and see meanwhile what each has started: of one that is gone nobody knows."""
+        """Wait until some rank ends, and meanwhile record which processes the ranks have started.
+
+        The descendants of a rank cannot be found after it has ended.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._context.sentinels:
-            left = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, deadline - time.monotonic())
+            left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             ended = wait(self._context.sentinels, max(0.0, left))
             for process in self.processes:
                 known = {each for each in self._started.get(process.pid, ()) if each.running}
                 self._started[process.pid] = known | descendants([process.pid])
                 if process.exitcode and process.sentinel not in ended:
-                    # Its own forks, such as workers, keep the pipe open that tells of its end.
+                    # Its forks, such as workers, keep the pipe open that signals its end.
                     kill_descendants(self._started[process.pid])
-            if ended or left < LOOK_SECONDS:
+            if ended or left < POLL_SECONDS:
                 return
 
     def _end(self) -> None:
@@ -164,7 +171,7 @@ class SpawnContext:
         try:
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
-        finally:  # Ctrl-C again: then at once
+        finally:  # also at another Ctrl-C, which ends the waiting
             for process in self.processes:
                 if process.is_alive():
                     process.kill()
@@ -177,7 +184,7 @@ class SpawnContext:
         _running.discard(self)
 
     def _first(self, error: Any) -> RankFailure:
-        # torch has waited GRACE_SECONDS for peers before it sends any signal of its own.
+        # torch waits GRACE_SECONDS for the peers before it sends a signal itself.
         before_signals = time.time() - GRACE_SECONDS
         failures = []
         for rank, process in enumerate(self.processes):
@@ -186,7 +193,7 @@ class SpawnContext:
             if record is not None:
                 failure = record.explains(failure)
             elif rank == error.error_index:
-                # Processes are watched all the time here, so a sudden end that was noticed first came first.
+                # The processes are watched without a pause, so a sudden end that was noticed first also came first.
                 return failure
             if failure.exit_code != 0:
                 failures.append(failure)
