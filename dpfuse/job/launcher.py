@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...     print(end.code)
         2
 
-    Source: PyTorch's torchrun, whose flags all work. The flags that name cards and machines are those of Paddle's launchers.
+    Source: PyTorch's torchrun, whose flags all work, and Paddle's launchers, whose flags name cards and machines.
     """
     args = _parse(list(sys.argv[1:] if arguments is None else arguments))
     from torch.distributed.elastic.multiprocessing.api import SignalException

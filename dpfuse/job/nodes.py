@@ -115,7 +115,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--started_port",
         "--start_port",
-        help=f"with --ips or --cluster_node_ips: the port of node 0, to which the machines connect. Default: {STARTED_PORT}.",
+        help="with --ips or --cluster_node_ips: the port of node 0, to which the machines connect. Default: "
+        f"{STARTED_PORT}.",
     )
 
 
@@ -172,8 +173,8 @@ def _by_master(args: argparse.Namespace, given: set[str], smallest: int, largest
     rank = None if args.rank == -1 else args.rank  # -1 is Paddle's own default
     if rank is not None and smallest != largest:
         raise ValueError(
-            f"--rank: got {rank} with --nnodes {args.nnodes}; machines that join and leave get their numbers by themselves. "
-            "Leave --rank out, or give one number of machines."
+            f"--rank: got {rank} with --nnodes {args.nnodes}; machines that join and leave get their numbers by "
+            "themselves. Leave --rank out, or give one number of machines."
         )
     if rank is not None and not 0 <= rank < largest:
         raise ValueError(f"--rank: got {rank}, expected 0 to {largest - 1}, since --nnodes is {largest}")

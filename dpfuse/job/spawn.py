@@ -35,7 +35,7 @@ OPTIONS = ("start_method", "backend", "gpus")
 OLDER_NAMES_OF_GPUS = ("selected_gpus", "selected_devices")
 MACHINES = "spawn starts ranks on this machine only; for several machines use `python -m dpfuse.launch --ips=…`"
 # Options of Paddle's spawn that have no effect here, and what to do instead.
-PADDLE_OPTIONS_WITHOUT_EFFECT = {
+UNUSED_OPTIONS = {
     "ips": MACHINES,
     "cluster_node_ips": MACHINES,
     "node_ip": MACHINES,
@@ -102,9 +102,9 @@ def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options under their present names."""
     checked = {}
     for name, value in options.items():
-        if name in PADDLE_OPTIONS_WITHOUT_EFFECT:
+        if name in UNUSED_OPTIONS:
             raise ValueError(
-                f"spawn: the option {name!r} of Paddle's spawn has no effect here: {PADDLE_OPTIONS_WITHOUT_EFFECT[name]}."
+                f"spawn: the option {name!r} of Paddle's spawn has no effect here: {UNUSED_OPTIONS[name]}."
             )
         if name in OLDER_NAMES_OF_GPUS:
             if len({"gpus", *OLDER_NAMES_OF_GPUS}.intersection(options)) > 1:
