@@ -1,7 +1,7 @@
-"""Saving and resuming a training: model, optimizer and all else that the next step depends on, in one file.
+"""Save and resume a training: model, optimizer and everything else that the next step depends on, in one file.
 
-Rank 0 reads and writes; the others send it what differs between ranks and get what it has read, as bytes. No pickle of
-a peer is ever loaded without `weights_only=True`.
+Rank 0 reads and writes the file. The other ranks send it the state that differs between ranks, and receive the bytes
+that it has read. Data from a peer is only loaded with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 class Checkpoint:
     """What `load_checkpoint` found."""
 
-    step: int  # the number that was saved; 0 where there was nothing to load
-    path: Path | None  # of the file, as rank 0 knows it; None where there was nothing to load
-    extra: Any = None  # what was saved as `extra`
+    step: int  # the number that was saved; 0 if there was nothing to load
+    path: Path | None  # of the file, as seen by rank 0; None if there was nothing to load
+    extra: Any = None  # the value that was saved as `extra`
 
 
 def save_checkpoint(
@@ -60,30 +60,30 @@ def save_checkpoint(
 ) -> Path:
     """Save a training between two steps, in `folder/step-<step>.pt`; every rank calls it.
 
-    Rank 0 writes the file under another name, flushes it to the disk and renames it, so that being killed at any moment
-    loses no checkpoint; the others wait for it. Beside what the arguments name, the file holds the random states of
-    every rank (torch, the current GPU, `random`, NumPy). It is one that `torch.load(path, weights_only=True)` reads.
+    Rank 0 writes the file under another name, flushes it to the disk and renames it, so that a kill at any moment loses
+    no checkpoint. The other ranks wait for it. The file holds the states that the arguments name, and the random states
+    of every rank (torch, the current GPU, `random`, NumPy). `torch.load(path, weights_only=True)` can read it.
 
     Args:
-        folder: made if it is not there; only rank 0's disk matters.
-        model: wrapped by dpfuse or by torch, or not at all: the names in the file are the bare module's.
-        optimizer: its state, rank 0's.
+        folder: made if it does not exist; only rank 0 uses it.
+        model: wrapped by dpfuse or by torch, or not wrapped. The names in the file are those of the bare module.
+        optimizer: rank 0 saves its state.
         step: the number of steps done; not below that of any file in the folder.
         scheduler: of the learning rate, or anything with `state_dict()`.
         scaler: a GradScaler, or anything with `state_dict()`.
-        sampler: something with `state_dict()`, each rank's own, or with an `epoch`, such as a DistributedSampler.
-        extra: anything else: tensors, numbers, texts, and lists and dicts of them; rank 0's.
-        keep: how many files stay, the newest ones; None keeps all.
-        group: of the ranks that train this model; None is the wrapper's, else the whole job.
+        sampler: an object with `state_dict()`, saved for each rank, or with an `epoch`, such as a DistributedSampler.
+        extra: any other values of rank 0: tensors, numbers, texts, and lists and dicts of them.
+        keep: the number of files to keep, the newest ones; None keeps all.
+        group: of the ranks that train this model; None means the group of the wrapper, else the whole job.
 
     Returns:
         The path of the file.
 
     Raises:
-        ValueError, TypeError: a wrong argument; an entry that cannot be loaded again with `weights_only=True`; a folder
-            with a later step.
-        DPFuseError: it failed on another rank, or the disk refused: the same text on every rank. The checkpoints before
-            are untouched.
+        ValueError, TypeError: an argument is wrong; an entry cannot be loaded with `weights_only=True`; the folder
+            has a later step.
+        DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
+            Earlier checkpoints are not changed.
 
     Example:
         >>> import dpfuse, tempfile, torch
@@ -138,27 +138,28 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load the newest checkpoint of a folder, or one file; every rank calls it.
 
-    Rank 0 reads the file and sends it to the others, so all ranks load the same, or none loads anything. A file that is
-    cut short or has flipped bits is told of and put aside (`….damaged`), and the one before it is loaded.
+    Rank 0 reads the file and sends it to the others, so all ranks load the same content, or none loads anything. A file
+    that is cut short or has flipped bits causes a warning and is renamed to `….damaged`; the file before it is loaded.
 
     Args:
-        path: the folder that was given to `save_checkpoint`, or a file in it. A folder without checkpoints, or none at
-            all, is no error: training begins with step 0.
-        model: as in `save_checkpoint`; its parameters stay the same objects. Its error feedback begins at zero.
-        optimizer: over the parameters of `model`; None loads the model only, and so on for the others.
-        scheduler: given back its state, as all those below.
+        path: the folder that was given to `save_checkpoint`, or a file in it. If the folder does not exist or has no
+            checkpoint, nothing is loaded, and the returned step is 0.
+        model: as in `save_checkpoint`; its parameters stay the same objects. Loading resets its error-feedback
+            residuals.
+        optimizer: over the parameters of `model`; None does not load this part, and so for the next three.
+        scheduler: of the learning rate.
         scaler: a GradScaler.
-        sampler: something with `load_state_dict()`, or with an `epoch`.
-        random_state: whether random numbers go on where they were, each rank's own; None: if there is an optimizer.
+        sampler: an object with `load_state_dict()`, or with an `epoch`.
+        random_state: whether to restore each rank's random states; None restores them if there is an optimizer.
         group: as in `save_checkpoint`.
 
     Returns:
-        The step, the path and what was saved as `extra`.
+        The step, the path and the value that was saved as `extra`.
 
     Raises:
-        FileNotFoundError: `path` names a file that is not there.
-        ValueError, TypeError: it does not fit the model, the optimizer or the sampler; nothing was loaded.
-        DPFuseError: it failed on another rank, or every checkpoint is damaged: the same text on every rank.
+        FileNotFoundError: `path` names a file that does not exist.
+        ValueError, TypeError: the file does not fit the model, the optimizer or the sampler; nothing was loaded.
+        DPFuseError: loading failed on another rank, or every checkpoint is damaged. The text is the same on every rank.
 
     Example:
         >>> import dpfuse, torch
@@ -221,7 +222,18 @@ def _together(
     what: str,
     describe: Callable[[Result], str] = lambda _: "",
 ) -> Result:
-    """What `work` returns here; where it fails on some rank, or results differ by `describe`, every rank raises."""
+    """Return what `work` returns on this rank.
+
+    Args:
+        work: called on every rank.
+        group: of the ranks; None for one rank.
+        what: the public function, for error texts.
+        describe: turns a result into a text that must be equal on all ranks.
+
+    Raises:
+        DPFuseError: `work` failed on some rank, or the texts differ; raised on every rank.
+        ValueError, TypeError, FileNotFoundError: `work` raised it on this rank.
+    """
     error: Exception | None = None
     try:
         result = work()
@@ -261,7 +273,7 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 
 def _gather(own: bytes, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """What every rank has, by rank, as bytes that nobody looks into but the rank itself."""
+    """Return the bytes of every rank, by rank; only the rank itself decodes them."""
     row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     if group is None:
         return [row]
@@ -280,7 +292,7 @@ def _gather(own: bytes, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 def _send(path: Path | None, group: dist.ProcessGroup) -> bytearray | None:
-    """Rank 0 sends its file; the others get its bytes, or None where it has none."""
+    """Send the file of rank 0; return its bytes on the other ranks, or None if rank 0 has no file."""
     device = collective.group_device(group)
     if group.rank() == 0:
         size = torch.tensor(-1 if path is None else path.stat().st_size, device=device)
@@ -304,18 +316,18 @@ def _send(path: Path | None, group: dist.ProcessGroup) -> bytearray | None:
 
 
 def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any, with_random: bool) -> dict[str, Any]:
-    """What this rank itself saved; of another number of ranks, what is common to all."""
+    """Return the part that this rank saved; if the number of ranks has changed, only what is common to all ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     same = len(parts) == size
     own: dict[str, Any] = torch.load(io.BytesIO(parts[rank if same else 0].numpy().tobytes()), weights_only=True)
     if sampler is not None and own["sampler"] is None:
-        raise ValueError("sampler: the checkpoint was saved without one; save it, too, or leave it out here")
+        raise ValueError("sampler: the checkpoint was saved without one; save it as well, or leave it out here")
     if same:
         return own
     if with_random:
         warnings.warn(
-            f"the checkpoint is of {len(parts)} rank(s), this job has {size}: random numbers begin anew, and batches "
-            "are other ones. Pass random_state=False if that is meant.",
+            f"the checkpoint is of {len(parts)} rank(s), this job has {size}: random states are not restored, and the "
+            "batches will differ. Pass random_state=False if this is intended.",
             UserWarning,
             stacklevel=4,
         )

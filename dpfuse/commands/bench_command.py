@@ -32,17 +32,17 @@ def bench(
 
     Args:
         place: `module:factory`.
-        count: ranks to start, or None.
-        grid: sizes to try, beside the default.
-        effort: how much to time.
+        count: ranks to start; None takes the default.
+        grid: sizes to try in addition to the default.
+        effort: the number of rounds and steps.
         folder: for the report.
         arguments: of the command line.
-        find_unused: what torch's DDP is told.
+        find_unused: torch's `find_unused_parameters`.
 
     Raises:
-        DPFuseError: nothing could be measured, or what was to be timed does not average.
+        DPFuseError: nothing could be measured, or a contender does not average.
     """
-    find_factory(place)  # here, where an error is short
+    find_factory(place)  # before ranks start: an error is shorter here
     if reports_here():
         make_folder(folder)
     found: Sweep | None = run_on_ranks(partial(sweep, find_unused=find_unused), (place, grid, effort), count)
@@ -74,7 +74,7 @@ def _report(found: Sweep, place: str, folder: Path, arguments: list[str]) -> Non
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """The rows as lines of text, fastest first; times in ms."""
+    """Return the rows as a text, the fastest first; times in ms."""
     default = next(row for row in rows if row.sizes == DEFAULT and row.name != TUNED)
     lines: list[tuple[str, ...]] = [("sizes", "buckets", "step", "turns from", "to", "over default")]
     for row in sorted(rows, key=lambda row: row.median):

@@ -1,4 +1,4 @@
-"""The command line `dpfuse`: flags, their checks, exit codes. What a command does is in the file of its name."""
+"""The command line `dpfuse`: flags, their checks, exit codes. The commands are in `*_command.py`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the name of the program; None: those of this process.
+        arguments: without the name of the program; None takes those of this process.
 
     Returns:
-        0; 1 where something failed. A command line that is wrong ends the process with 2.
+        0, or 1 if the command failed. A wrong command line ends the process with exit code 2.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
@@ -34,13 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(options, arguments)
     except DPFuseError as error:
         if dist.is_initialized():
-            raise  # this is a rank, and its launcher names it and the exception
+            raise  # this process is a rank; its launcher names the rank and the exception
         print(f"dpfuse {options.command}: {error}", file=sys.stderr)
         return 1
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    # Each command imports what it needs: a plan is there in no time.
+    # Each command imports only what it needs, so that `dpfuse plan` starts quickly.
     if options.command == "plan":
         from dpfuse.commands.plan_command import show_plan
 
@@ -59,13 +59,13 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: look, tune, measure.")
+    parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: show, tune, measure.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="plan | tune | bench")
     plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
-    tune = _command(commands, "tune", "record some backwards, find the best buckets for them, and try these")
+    tune = _command(commands, "tune", "record some backwards, find the best buckets for them, and try them")
     _ranks_and_folder(tune)
     _flag(tune, "steps", _at_least_one, 5, "N", "backwards to record with the old and with the new buckets")
     _flag(tune, "comm_buffer_size", _size, float("inf"), "MB", "limit of a bucket")
@@ -74,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     _ranks_and_folder(bench)
     _flag(bench, "comm_buffer_sizes", _sizes, COMM_SIZES, "MB,MB", "one axis of the grid")
     _flag(bench, "last_comm_buffer_sizes", _sizes, LAST_SIZES, "MB,MB", "the other axis")
-    _flag(bench, "rounds", _at_least_one, 7, "N", "turns of every contender, each in a new random order")
+    _flag(bench, "rounds", _at_least_one, 7, "N", "rounds, in which every contender has one turn, in random order")
     _flag(bench, "steps", _at_least_one, 10, "N", "timed steps per turn")
     bench.add_argument(
         *_spellings("find_unused_parameters"),
         action="store_true",
-        help="some parameters get no gradient; DDP needs to know",
+        help="tell torch's DDP that some parameters get no gradient",
     )
     return parser
 
@@ -110,7 +110,7 @@ def _flag(
 
 
 def _spellings(name: str) -> list[str]:
-    """With underscores, as Python and torchrun have them, and with hyphens."""
+    """Return a flag with underscores, as in Python and torchrun, and with hyphens."""
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
@@ -120,7 +120,7 @@ def _size(text: str) -> float:
         size_in_bytes(size, "a buffer size")
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected MB from 0 on, such as 25 or 0.5 (0 sends every gradient alone, inf all together)"
+            f"got {text!r}, expected MB from 0 on, such as 25 or 0.5 (0 sends each gradient alone, inf all together)"
         ) from None
     return size
 

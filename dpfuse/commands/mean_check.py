@@ -1,4 +1,4 @@
-"""The proof before the timing: after a backward every `.grad` is the mean over the ranks, to the last bit at two."""
+"""The check before the timing: after a backward every `.grad` is the mean over the ranks."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from dpfuse.engine import collective, votes
 
 __all__ = ["check_mean"]
 
-ROUNDINGS = 4  # of each rank's gradient, and of the sum after it
+ROUNDINGS = 4  # allowed for each rank: its own gradient is rounded, and so is the sum
 
 
 def check_mean(name: str, module: nn.Module, backward: Callable[[], None], group: dist.ProcessGroup) -> None:
     """Run `backward` and compare each gradient with the mean of what the ranks' engines computed in it.
 
-    Since it is the same backward, dropout and kernels that are never the same twice do no harm. A wrapper of torch
-    and one of dpfuse that both pass hold the same gradients. A mean over one or two ranks has one value; with more it
-    depends on the order of the sum, and the tolerance is that of its rounding. Gradients are dropped afterwards.
+    The mean and the gradients come from the same backward, so dropout and nondeterministic kernels do not matter. If a
+    wrapper of torch and one of dpfuse both pass, they give the same gradients. On one or two ranks the comparison is
+    exact. With more ranks the sum depends on its order, and the tolerance allows for its rounding. The gradients are
+    set to None afterwards.
 
     Args:
         name: of the wrapper, for the error.
-        module: whose parameters are looked at.
+        module: with the parameters to check.
         backward: a forward and a backward of the wrapped module.
         group: over which it averages.
 
     Raises:
-        DPFuseError: some gradient differs, on some rank; on every rank.
+        DPFuseError: a gradient differs on some rank; raised on every rank.
     """
     with _recorded(module) as local:
         backward()
 
     differing: list[str] = []
-    endless: list[str] = []
+    not_finite: list[str] = []
     for key, param in module.named_parameters():
         if not param.requires_grad:
             continue
         zeros = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        expected = local.pop(key, zeros).contiguous()  # elements in the same order, whatever the strides of a rank
+        expected = local.pop(key, zeros).contiguous()  # the same order of elements on ranks with other strides
         expected *= 1 / group.size()
         collective.all_reduce(expected, group).wait()
         if not torch.isfinite(expected).all():
-            endless.append(key)
+            not_finite.append(key)
         got = torch.zeros_like(expected) if param.grad is None else _dense(param.grad)
         if not _equal(got, expected, group.size()):
             differing.append(key)
         param.grad = None
 
     def check() -> None:
-        if endless:
+        if not_finite:
             raise ValueError(
-                f"the mean gradient of {endless[0]!r} holds NaN or infinity, which cannot be compared; expected a "
+                f"the mean gradient of {not_finite[0]!r} holds NaN or infinity, which cannot be compared; expected a "
                 "batch on which the loss has finite gradients"
             )
         if differing:
@@ -65,7 +66,7 @@ def check_mean(name: str, module: nn.Module, backward: Callable[[], None], group
                 "torch's DDP must be told"
             )
 
-    votes.agree_on_success(check, group, f"the proof of {name}")
+    votes.agree_on_success(check, group, f"the check of {name}")
 
 
 def _equal(got: Tensor, expected: Tensor, ranks: int) -> bool:
@@ -79,7 +80,7 @@ def _equal(got: Tensor, expected: Tensor, ranks: int) -> bool:
 
 @contextmanager
 def _recorded(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What the engine is about to accumulate, by parameter; some get several contributions."""
+    """Record the gradients that the autograd engine accumulates, summed by parameter."""
     found: dict[str, Tensor] = {}
 
     def saver(key: str) -> Callable[[Tensor], None]:

@@ -1,4 +1,4 @@
-"""`dpfuse plan`: the buckets of a model, beside those of torch's DDP. Needs no job and runs no backward."""
+"""`dpfuse plan`: the buckets of a model, and those of torch's DDP. Starts no ranks and runs no backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DDP_CAPS = (1, 25)  # MB: DDP's first bucket, and all others
 
 
 def show_plan(place: str, comm_buffer_size: float, last_comm_buffer_size: float) -> int:
-    """Print both plans.
+    """Print both plans of a model.
 
     Args:
         place: `module:factory`.

@@ -1,4 +1,4 @@
-"""A command's folder: the JSON with its head, and pictures where matplotlib is there. Measures and decides nothing."""
+"""The folder of a command's results: a JSON report, and pictures if matplotlib is installed. Measures nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPORT = "report.json"
 
 @dataclass(frozen=True)
 class Run:
-    """Where something was measured."""
+    """Where and when something was measured."""
 
     date: str  # ISO 8601, UTC
     ranks: int
@@ -36,7 +36,7 @@ class Run:
 
 
 def here() -> Run:
-    """This run, seen from this rank."""
+    """Return the facts about this run, as seen from this rank."""
     group = dist.group.WORLD
     assert group is not None
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -44,10 +44,10 @@ def here() -> Run:
 
 
 def make_folder(path: Path) -> None:
-    """The folder of the report, before anything is measured.
+    """Make the folder of the report, before anything is measured.
 
     Raises:
-        DPFuseError: it cannot be made, or a report in it cannot be written.
+        DPFuseError: the folder cannot be made, or a report cannot be written into it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -58,15 +58,15 @@ def make_folder(path: Path) -> None:
 
 
 def write_report(path: Path, command: str, arguments: list[str], place: str, run: Run, facts: dict[str, Any]) -> None:
-    """Write what `json.load` reads.
+    """Write the report as JSON.
 
     Args:
         path: of the file.
         command: such as `tune`.
-        arguments: of the command line, to repeat it.
+        arguments: of the command line, so that it can be repeated.
         place: `module:factory`.
         run: where it was measured.
-        facts: what was found.
+        facts: the results.
     """
     head = {
         "format": f"dpfuse {command} 1",
@@ -78,7 +78,7 @@ def write_report(path: Path, command: str, arguments: list[str], place: str, run
 
 
 def save_picture(save: Callable[[Path], None], path: Path) -> str:
-    """Where the picture is, or why there is none."""
+    """Save a picture. Return its path, or why there is none."""
     try:
         save(path)
     except ImportError:
@@ -87,7 +87,7 @@ def save_picture(save: Callable[[Path], None], path: Path) -> str:
 
 
 def buckets_of(plan: BucketPlan) -> list[dict[str, Any]]:
-    """The buckets for JSON, in the order of sending, with the names of their parameters."""
+    """Return the buckets as JSON values, in the order of sending, with the names of their parameters."""
     return [
         {
             "params": [plan.specs[index].name for index in bucket.params],
@@ -99,5 +99,5 @@ def buckets_of(plan: BucketPlan) -> list[dict[str, Any]]:
 
 
 def size_of(megabytes: float) -> float | str:
-    """A buffer size for JSON, which knows no infinity."""
+    """Return a buffer size as a JSON value: JSON has no infinity."""
     return megabytes if math.isfinite(megabytes) else "inf"

@@ -1,4 +1,4 @@
-"""`dpfuse tune`: runs `autotune` on a user's own model to its end, and reports what it found."""
+"""`dpfuse tune`: run `autotune` on a user's own model, and report the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Tuned", "tune", "tune_wrapped"]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What rank 0 has found."""
+    """The results on rank 0."""
 
     run: Run
     tuning: Tuning
@@ -29,7 +29,7 @@ class Tuned:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the buckets in use, as recorded; with sparse gradients, as expected."""
+        """The schedule of the buckets in use, as recorded; with sparse gradients, as expected."""
         recorded = self.tuning.new if self.tuning.kept else self.tuning.old
         schedule = recorded or self.tuning.expected
         assert schedule is not None
@@ -43,7 +43,7 @@ def tune(
 
     Args:
         place: `module:factory`.
-        count: ranks to start, or None.
+        count: ranks to start; None takes the default.
         steps: to record, before and after.
         caps: limits of a bucket, and of the one sent last, in MB.
         folder: for the report.
@@ -52,7 +52,7 @@ def tune(
     Raises:
         DPFuseError: nothing could be tuned.
     """
-    find_factory(place)  # here, where an error is short
+    find_factory(place)  # before ranks start: an error is shorter here
     if reports_here():
         make_folder(folder)
     found: Tuned | None = run_on_ranks(_tune, (place, steps, caps), count)
@@ -65,7 +65,7 @@ def tune_wrapped(target: Target, model: dpfuse.DataParallel, steps: int, caps: t
     """Run backwards until `autotune` is done.
 
     Raises:
-        DPFuseError: it has changed nothing because something failed, or it came to no end.
+        DPFuseError: `autotune` failed and changed nothing, or it did not finish.
     """
     tuning = autotune(model, steps, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
     most = 10 * steps + 20  # it takes 2 * steps + 3, unless backwards fail on a GPU
@@ -98,7 +98,7 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str]) -> Non
     print(f"{tuning.explain()}\n\nbuckets in use\n{found.in_use.explain()}")
     print(f"\nplans for these times, by calculation; ms\n{comparison.explain()}\n")
     if tuning.kept:
-        print('to train like this: DataParallel(model, comm_buffer_size="auto"); `dpfuse bench` tells what it is worth')
+        print('to train like this: DataParallel(model, comm_buffer_size="auto"); `dpfuse bench` measures the gain')
     else:
         print("keep the default sizes")
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A user's own model and loss, found by `module:factory`. Knows no process group."""
+"""A user's own model and loss, given as `module:factory`. Knows no process group."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Loss = Callable[[nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """What a factory returned, checked.
+    """The result of a factory, checked.
 
     Args:
         place: `module:factory`.
-        module: has something to train.
-        loss: runs a module, or a wrapper around it, on one batch, to a scalar.
+        module: has a parameter to train.
+        loss: runs the module, or a wrapper around it, on one batch, and returns a scalar.
     """
 
     place: str
@@ -38,7 +38,7 @@ class Target:
     loss: Loss
 
     def backward(self, model: nn.Module) -> None:
-        """One forward and backward of the module, or of a wrapper around it."""
+        """Run one forward and backward of the module, or of a wrapper around it."""
         value = self.loss(model)
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
             raise DPFuseError(
@@ -48,17 +48,17 @@ class Target:
         value.backward()
 
     def step(self, model: nn.Module) -> None:
-        """The same, and the gradients dropped; nothing is trained."""
+        """Run one forward and backward, then set the gradients to None; nothing is trained."""
         self.backward(model)
         for param in self.module.parameters():
             param.grad = None
 
 
 def find_factory(place: str) -> Callable[[], Any]:
-    """The function at `place`, importable from the current folder or from `sys.path`.
+    """Return the function at `place`, imported from the current folder or from `sys.path`.
 
     Raises:
-        DPFuseError: `place` is not of the form `module:factory`, or there is nothing to call there.
+        DPFuseError: `place` is not of the form `module:factory`, or names nothing that can be called.
 
     Example:
         >>> from dpfuse.commands.user_model import find_factory
@@ -73,14 +73,14 @@ def find_factory(place: str) -> Callable[[], Any]:
         )
     if not (name and function):
         raise DPFuseError(f"got {place!r}, expected module:factory, such as mymodel:build")
-    # A console script has its own folder there, where `python -m` has the current one.
+    # sys.path begins with the folder of a console script, but with the current folder under `python -m`.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # what the user's module itself imports
+            raise  # a module that the user's module imports is missing
         raise DPFuseError(
             f"{place}: there is no module {error.name!r} in {os.getcwd()} or on the Python path; run this where "
             f"`import {name}` works"
@@ -99,15 +99,15 @@ def find_factory(place: str) -> Callable[[], Any]:
 
 
 def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = True) -> Target:
-    """Call the factory and check what it returns.
+    """Call the factory and check its result.
 
     Args:
         place: `module:factory`.
-        device: where tensors lie that the factory makes without naming one.
+        device: of the tensors for which the factory names none.
         needs_loss: False accepts a module alone.
 
     Raises:
-        DPFuseError: there is no such factory, or it returned something else.
+        DPFuseError: there is no such factory, or its result is something else.
 
     Example:
         >>> from dpfuse.commands.user_model import build

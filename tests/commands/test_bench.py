@@ -55,7 +55,7 @@ def test_the_door_measures_and_writes(tmp_path):
     assert table(tuple(rows)) in done.stdout
     assert report["recommended"]["reason"] in done.stdout
     assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
-    assert "contenders hold the same gradients" in done.stderr
+    assert "contenders give the same gradients" in done.stderr
 
 
 def swept(rank, size, name, find_unused):
@@ -104,7 +104,7 @@ def refused(rank, size, name, text):
 
 
 def test_without_it_the_proof_says_so(ranks):
-    text = r"the proof of torch DDP failed on rank \d: .*Pass --find_unused_parameters"
+    text = r"the check of torch DDP failed on rank \d: .*Pass --find_unused_parameters"
     assert ranks(refused, "uneven", text) == [0, 1]
 
 

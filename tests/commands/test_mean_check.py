@@ -1,4 +1,4 @@
-"""The proof that comes before the timing: it finds every wrong mean, and lets right ones pass."""
+"""The check before the timing: it finds every wrong mean, and accepts right ones."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def wrong(rank, size, how):
             module.bias.grad = None
 
     names = "'weight' and 1 more is" if how in ("local", "sum") else "'bias' is"
-    with wrapped.no_sync(how == "local"), pytest.raises(DPFuseError, match=f"the proof of ours failed .*{names}"):
+    with wrapped.no_sync(how == "local"), pytest.raises(DPFuseError, match=f"the check of ours failed .*{names}"):
         check_mean("ours", module, backward, dist.group.WORLD)
 
 
