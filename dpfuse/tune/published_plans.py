@@ -1,4 +1,4 @@
-"""The published ways to make buckets, on a recorded timeline. They are compared with; nothing is decided here."""
+"""Makes the plans of published rules on a timeline, for comparison with the optimal plan. Decides nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CAPS = tuple(1 << power for power in range(10))  # MB
 
 
 def ddp_plan(timeline: Timeline, first_size: float = 1, size: float = 25) -> BucketPlan:
-    """The buckets of torch's DDP once it has seen a backward: in the order of gradients, the small one first.
+    """Return the buckets of torch's DDP after its first backward: in the order of gradients, the small bucket first.
 
     Args:
         timeline: when gradients are ready.
         first_size: MB of the first bucket of each dtype and device.
-        size: MB of all others.
+        size: MB of all other buckets.
 
     Source: torch's `Reducer::rebuild_buckets`, with its defaults.
     """
@@ -42,7 +42,7 @@ def ddp_plan(timeline: Timeline, first_size: float = 1, size: float = 25) -> Buc
 
 
 def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> BucketPlan:
-    """Paddle's buckets, which are those that dpfuse begins with: the small one is sent last.
+    """Return Paddle's buckets, with the small bucket sent last. They are also dpfuse's first plan.
 
     Args:
         timeline: when gradients are ready.
@@ -53,35 +53,35 @@ def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> B
 
 
 def capped_plan(timeline: Timeline, size: float) -> BucketPlan:
-    """All buckets of one size in MB, in the order of gradients."""
+    """Return buckets of one size in MB, in the order of gradients."""
     return ddp_plan(timeline, size, size)
 
 
 def best_cap_plan(timeline: Timeline, cost: CostTable, caps: Sequence[float] = CAPS) -> BucketPlan:
-    """The best of `capped_plan` over some sizes in MB, as a user finds it who tries them all."""
+    """Return the best `capped_plan` of several sizes in MB."""
     return min((capped_plan(timeline, cap) for cap in caps), key=lambda plan: simulate(timeline, plan, cost).end)
 
 
 def one_bucket_plan(timeline: Timeline) -> BucketPlan:
-    """Everything of one dtype and device in one bucket: nothing overlaps with backward."""
+    """Return one bucket per dtype and device: no communication overlaps with backward."""
     return capped_plan(timeline, math.inf)
 
 
 def single_plan(timeline: Timeline) -> BucketPlan:
-    """Every gradient in its own bucket, sent as soon as it is ready (wait-free backpropagation)."""
+    """Return one bucket per gradient, sent as soon as the gradient is ready (wait-free backpropagation)."""
     return plan_from_groups(timeline.specs, [[index] for index in timeline.order])
 
 
 def mg_wfbp_plan(timeline: Timeline, cost: CostTable) -> BucketPlan:
-    """MG-WFBP's greedy merging: join a gradient to the next if its sending would have to wait for that anyway.
+    """Return MG-WFBP's plan, which merges greedily: the next gradient joins a bucket if waiting for it costs less.
 
-    Begins with every gradient alone. In the order of gradients, bucket and next gradient are joined if the next is
-    ready before the bucket could be sent, or ready before it would have landed and so soon after the begin of its
-    sending that waiting costs less than another start-up. Dtypes and devices are planned each for itself.
+    The rule starts with single gradients and goes through them in order. The next gradient joins the bucket in two
+    cases: it is ready before the bucket could be sent; or it is ready before the bucket would land, and waiting for it
+    costs less than another start-up. Each dtype and device is planned separately.
 
     Args:
         timeline: when gradients are ready.
-        cost: seconds by bytes; its smallest is taken for the start-up time.
+        cost: seconds by bytes. The time of 0 bytes is used as the start-up time.
 
     Source: Shi, Chu, Li: MG-WFBP (arXiv 1912.09268), algorithm 1, and the authors' repository.
     """
@@ -99,7 +99,7 @@ def _merged(timeline: Timeline, members: Sequence[int], cost: CostTable) -> list
     startup = cost(0.0)
     groups: list[list[int]] = []
     group: list[int] = []
-    free = 0.0  # when the buckets before have landed
+    free = 0.0  # time at which the buckets before have landed
     for index, following in zip(members, [*members[1:], None], strict=True):
         group.append(index)
         begin = max(free, timeline.ready[index])
@@ -114,7 +114,7 @@ def _merged(timeline: Timeline, members: Sequence[int], cost: CostTable) -> list
 
 
 def rival_plans(timeline: Timeline, cost: CostTable) -> dict[str, BucketPlan]:
-    """All of them, by name.
+    """Return the plans of all published rules, by name.
 
     Example:
         >>> import dpfuse
