@@ -67,7 +67,7 @@ def load_everywhere(rank, size, path):
     other.load(path)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    states = [each._engine.optimizer.state_dict()["state"] for each in (model, other)]
+    states = [each._stepper.optimizer.state_dict()["state"] for each in (model, other)]
     for index, state in states[0].items():
         assert torch.equal(state["momentum_buffer"], states[1][index]["momentum_buffer"])
     for each in (model, other):
@@ -191,7 +191,7 @@ def train_single_batches(rank, size):
     data = make_data()
     model, plain = make_rank_model(rank), make_net()
     x, y = data[4 * rank : 4 * rank + 4]
-    with dpfuse.time_communication(model._engine.parallel) as times:
+    with dpfuse.time_communication(model._stepper.parallel) as times:
         model.train_batch(x, y, update=False)
         model.train_batch(x, y)
     assert times.steps == 1
