@@ -159,7 +159,7 @@ def accuracy(
 
 def _check_k(name: str, k: Any) -> None:
     if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"{name} must consist of integers, got {k!r} of type {type(k).__name__}")
+        raise TypeError(f"{name} must be made of integers, got {k!r} of type {type(k).__name__}")
     if k < 1:
         raise ValueError(f"{name} must be at least 1, got {k}")
 

@@ -96,7 +96,7 @@ def trainable_loss(rank, size):
         def __iter__(self):
             return iter(make_data())
 
-    with pytest.raises(TypeError, match="cannot be dealt out to 2 ranks"):
+    with pytest.raises(TypeError, match="cannot be distributed to 2 ranks"):
         make_rank_model().fit(Stream(), verbose=0)
 
 
@@ -111,7 +111,7 @@ def warned(rank, size):
     if rank == 0:
         with pytest.warns(UserWarning, match="gives every rank all samples"):
             model.fit(DataLoader(data, 4), verbose=0)
-        with pytest.warns(UserWarning, match="cannot be known"):
+        with pytest.warns(UserWarning, match="unknown order"):
             model.evaluate(sharded, verbose=0)
     else:
         model.fit(DataLoader(data, 4), verbose=0)

@@ -88,7 +88,7 @@ class ExecutionStrategy(_Settings):
     def _check(self, name: str, value: Any) -> None:
         least = 0 if name == "num_threads" else 1
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
+            raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
