@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dpfuse.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from dpfuse.checkpoint import load_checkpoint, save_checkpoint
 from dpfuse.data_parallel import DataParallel
 from dpfuse.ddp import DistributedDataParallel
 from dpfuse.ddp.patch import patch

@@ -1,8 +1,8 @@
-"""The door `python -m dpfuse.launch` and the command `dpfuse-launch`; see dpfuse/job/launch.py."""
+"""The door `python -m dpfuse.launch` and the command `dpfuse-launch`; see dpfuse/job/launcher.py."""
 
 import sys
 
-from dpfuse.job.launch import main
+from dpfuse.job.launcher import main
 
 __all__ = ["main"]
 

@@ -50,7 +50,7 @@ def test_only_one_file_calls_collectives():
 def test_nothing_that_peers_send_is_unpickled():
     """spawn() may read what its own children wrote into a folder of its own; no peer of a group is trusted so."""
     objects = re.compile(r"_object(_list)?\(|\bpickle\.loads?\(|\beval\([^)]")
-    assert {path.name for path in SOURCES if objects.search(path.read_text())} == {"context.py"}
+    assert {path.name for path in SOURCES if objects.search(path.read_text())} == {"spawn_context.py"}
 
 
 def test_the_tree_names_no_place_outside_of_it():

@@ -1,5 +1,10 @@
-"""Checkpoints: `checkpoint` saves and loads, `folder` keeps the files; the other two collect what a file holds."""
+"""Checkpoints: save a training between two steps, and resume it.
 
-from dpfuse.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+Read in this order: `save_load` (the two public functions, and what the ranks exchange), `folder` (files that are
+written whole or not at all, and checked before use), `training_state` (which objects have state, and whether a saved
+state fits), `random_state` (the random number generators).
+"""
+
+from dpfuse.checkpoint.save_load import Checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]

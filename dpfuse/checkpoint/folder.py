@@ -1,4 +1,4 @@
-"""Checkpoint files in a folder: written whole or not at all, checked before they are used. Knows no model, no ranks."""
+"""Checkpoint files in a folder: written whole or not at all, and checked before use. Knows no model and no ranks."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 __all__ = ["DamagedFileError", "read_newest", "read_whole", "step_path", "write_step"]
 
 NAME = re.compile(r"step-(\d{10,})\.pt")
-DRAFT = ".part"  # behind the name, until the content is whole and on the disk
-DAMAGED = ".damaged"  # behind the name of a file that was found to be so
-FORMAT = "dpfuse_checkpoint"  # the key by which a file tells that it is one, with the number of its format
+DRAFT = ".part"  # after the name, until the content is complete and on the disk
+DAMAGED = ".damaged"  # after the name of a file that was found damaged
+FORMAT = "dpfuse_checkpoint"  # the key that marks a file as a checkpoint; its value is the version of the format
 VERSION = 1
-NO_COMMENT = b"\0\0"  # how torch's files end, as zip archives do: the length of a comment
-COMMENT = "dpfuse crc32 "  # which we add, with the checksum of all before it
-PIECE = 4 << 20  # bytes that are read at a time
+NO_COMMENT = b"\0\0"  # torch's files are zip archives, which end with the length of a comment
+COMMENT = "dpfuse crc32 "  # the comment that we add; the checksum of everything before it follows
+PIECE = 4 << 20  # bytes to read at a time
 
 
 class DamagedFileError(Exception):
-    """A file is not what was once written; the text says which one, and how that shows."""
+    """A file is not as it was written; the text names the file and the symptom."""
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """The file of a step; names sort as steps do."""
+    """Return the path of the file of a step; the names sort in the order of steps."""
     return folder / f"step-{step:010d}.pt"
 
 
 def _steps(folder: Path) -> list[int]:
-    """The steps that have a file, ascending."""
+    """Return the steps that have a file, in ascending order."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
 
 def write_step(folder: Path, step: int, content: Mapping[str, Any], keep: int | None) -> Path:
-    """Write the file of a step: at every moment the name means a whole file or none, even if this process is killed.
+    """Write the file of a step. Even if this process is killed, the name belongs to a complete file or to none.
 
     Args:
-        folder: made if it is not there.
-        step: of all files in the folder the latest.
-        content: what `torch.load(path, weights_only=True)` shall return.
-        keep: how many files to keep; None keeps all.
+        folder: made if it does not exist.
+        step: not below the step of any file in the folder.
+        content: what `torch.load(path, weights_only=True)` will return.
+        keep: the number of files to keep; None keeps all.
 
     Raises:
         ValueError: the folder has a later step.
         TypeError: an entry of `content` cannot be loaded with `weights_only=True`.
-        OSError: the disk is full, and the like.
+        OSError: the disk is full, or fails otherwise.
     """
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,17 +66,17 @@ def write_step(folder: Path, step: int, content: Mapping[str, Any], keep: int | 
     if latest > step:
         raise ValueError(
             f"{folder} has {step_path(folder, latest).name}, later than step {step} which is to be saved, and loading "
-            "would prefer it: is it of another run? Remove the later files, or save to another folder."
+            "would prefer it. Is it from another run? Remove the later files, or save to another folder."
         )
     for name in os.listdir(folder):
         if name.endswith(DRAFT) and NAME.fullmatch(name.removesuffix(DRAFT)):
-            (folder / name).unlink()  # of a process that was killed while it wrote
+            (folder / name).unlink()  # a process was killed while it wrote this file
     path = step_path(folder, step)
     draft = path.with_name(path.name + DRAFT)
     try:
         with open(draft, "wb") as file:
             summed = _SummedFile(file)
-            torch.save({FORMAT: VERSION, **content}, summed)  # type: ignore[arg-type]  # it writes, and no more
+            torch.save({FORMAT: VERSION, **content}, summed)  # type: ignore[arg-type]  # torch.save only writes
             file.seek(-len(NO_COMMENT), os.SEEK_CUR)
             file.write(_seal(summed.crc))
             file.flush()
@@ -94,14 +94,14 @@ def write_step(folder: Path, step: int, content: Mapping[str, Any], keep: int | 
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """The content of one file, on the CPU.
+    """Return the content of one file, on the CPU.
 
-    torch.load alone takes a file with flipped bits for a good one, so the checksum is compared first.
+    torch.load alone does not notice flipped bits, so the checksum is compared first.
 
     Raises:
-        DamagedFileError: it is cut short, or has changed since it was written.
-        ValueError: it is a whole file, but no checkpoint of ours.
-        OSError: it cannot be read.
+        DamagedFileError: the file is cut short, or has changed since it was written.
+        ValueError: the file is complete, but is not a checkpoint of dpfuse.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         left = max(0, os.fstat(file.fileno()).st_size - len(_seal(0)))
@@ -111,15 +111,15 @@ def read_whole(path: Path) -> dict[str, Any]:
             left -= len(piece)
         seal = file.read()
     if seal[:-8] != _seal(0)[:-8]:
-        raise DamagedFileError(f"{path} is damaged: it is cut short, or no file of dpfuse.save_checkpoint")
+        raise DamagedFileError(f"{path} is damaged: it is cut short, or dpfuse.save_checkpoint has not written it")
     if seal != _seal(zlib.crc32(NO_COMMENT, crc)):
-        raise DamagedFileError(f"{path} is damaged: its content does not have its checksum")
+        raise DamagedFileError(f"{path} is damaged: its content does not match its checksum")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is no checkpoint of dpfuse.save_checkpoint: {error}") from error
+        raise ValueError(f"{path} is not a checkpoint of dpfuse.save_checkpoint: {error}") from error
     if not isinstance(content, dict) or FORMAT not in content:
-        raise ValueError(f"{path} is no checkpoint of dpfuse.save_checkpoint; load it with torch.load")
+        raise ValueError(f"{path} is not a checkpoint of dpfuse.save_checkpoint; load it with torch.load")
     if content[FORMAT] != VERSION:
         raise ValueError(
             f"{path} is of format {content[FORMAT]}, expected {VERSION}: another version of dpfuse wrote it"
@@ -128,12 +128,12 @@ def read_whole(path: Path) -> dict[str, Any]:
 
 
 def read_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole file and its content; None where there is none at all.
+    """Return the newest complete file and its content; None if the folder has no checkpoint.
 
-    A damaged one is told of and put aside, under a name ending in `.damaged`.
+    A damaged file causes a warning and gets a name that ends in `.damaged`.
 
     Raises:
-        DamagedFileError: there are files, but all are damaged.
+        DamagedFileError: the folder has files, but all are damaged.
         OSError, ValueError: as `read_whole`.
     """
     damaged = []
@@ -144,33 +144,33 @@ def read_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except DamagedFileError as error:
             damaged.append(str(error))
             aside = path.with_name(path.name + DAMAGED)
-            with suppress(OSError):  # a folder that can only be read
+            with suppress(OSError):  # the folder may be read-only
                 os.replace(path, aside)
-            warnings.warn(f"{error}; going back to the one before", UserWarning, stacklevel=2)
+            warnings.warn(f"{error}; loading the checkpoint before it", UserWarning, stacklevel=2)
             continue
         return path, content
     if damaged:
         raise DamagedFileError(
             f"every checkpoint in {folder} is damaged: {'; '.join(damaged)}. Restore one, or remove all of them to "
-            "begin anew."
+            "begin again."
         )
     return None
 
 
 def _flush_folder(folder: Path) -> None:
-    """Have the names in the folder survive a power cut, as its files' contents do."""
+    """Flush the names in the folder to the disk, so that they survive a power cut as the contents do."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not support it
             raise
     finally:
         os.close(descriptor)
 
 
 class _SummedFile:
-    """What torch.save needs of a file, and the checksum of what it has written."""
+    """A file for torch.save that keeps the checksum of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -185,7 +185,7 @@ class _SummedFile:
 
 
 def _seal(crc: int) -> bytes:
-    """The end of a file: a comment, as zip archives may have, behind its length."""
+    """Return the end of a file: a comment of a zip archive, after its length."""
     comment = f"{COMMENT}{crc:08x}".encode()
     return struct.pack("<H", len(comment)) + comment
 
@@ -194,11 +194,11 @@ def _check_loadable(path: Path, content: Mapping[str, Any]) -> None:
     unsafe = get_unsafe_globals_in_checkpoint(path)
     if not unsafe:
         return
-    guilty = [name for name, value in content.items() if _unsafe(value)]
+    unsafe_names = [name for name, value in content.items() if _unsafe(value)]
     raise TypeError(
-        f"{', '.join(guilty)}: has {', '.join(sorted(set(unsafe)))}, which weights_only=True refuses to load; expected "
-        "tensors, numbers, texts, and lists and dicts of them. Convert it (an array with torch.from_numpy), or allow "
-        "its type with torch.serialization.add_safe_globals."
+        f"{', '.join(unsafe_names)}: has {', '.join(sorted(set(unsafe)))}, which weights_only=True does not load; "
+        "expected tensors, numbers, texts, and lists and dicts of them. Convert it (an array with torch.from_numpy), "
+        "or allow its type with torch.serialization.add_safe_globals."
     )
 
 

@@ -1,4 +1,4 @@
-"""The generators of random numbers that a training uses without naming them: torch's, Python's, NumPy's."""
+"""The global random number generators: of torch, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["get_random_state", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
-    """The state of each, as tensors, numbers and tuples; of GPUs that of the current one, where one is in use."""
-    numpys: Any = np.random.get_state()
-    kind, keys, *rest = numpys
+    """Return the state of each generator, as tensors, numbers and tuples; of GPUs only the current one, if in use."""
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -27,7 +27,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on from what `get_random_state()` returned.
+    """Restore the state that `get_random_state()` returned.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The parts of a training that go into a checkpoint: which of them has what state, and does a saved one fit?"""
+"""The parts of a training in a checkpoint: the state of each, and whether a saved state fits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ class Stateful(Protocol):
 
 
 def bare_module(model: nn.Module) -> nn.Module:
-    """The module without wrappers, whose names are the same however it is trained."""
+    """Return the module without wrappers: its names do not depend on how it is trained."""
     while True:
         if isinstance(model, (SyncedModule, TorchDistributedDataParallel, TorchDataParallel)):
             model = model.module
         elif isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):
-            model = compiled  # of torch.compile
+            model = compiled  # the module inside torch.compile's
         else:
             return model
 
 
 def sampler_state(sampler: Any) -> dict[str, Any] | None:
+    """Return the state of a sampler, or its epoch; None for no sampler.
+
+    Raises:
+        TypeError: it has neither.
+    """
     if sampler is None:
         return None
     if callable(getattr(sampler, "state_dict", None)):
@@ -41,13 +46,14 @@ def sampler_state(sampler: Any) -> dict[str, Any] | None:
     epoch = getattr(sampler, "epoch", None)
     if not isinstance(epoch, int):
         raise TypeError(
-            f"sampler: got a {type(sampler).__name__}, which has neither state_dict() nor an epoch; expected such as a "
-            "DistributedSampler (of a DataLoader: loader.sampler). Leave it out if it has no state."
+            f"sampler: got a {type(sampler).__name__}, which has neither state_dict() nor an epoch; expected for "
+            "instance a DistributedSampler (of a DataLoader: loader.sampler). Leave it out if it has no state."
         )
     return {"epoch": epoch}
 
 
 def set_sampler_state(sampler: Any, saved: Mapping[str, Any]) -> None:
+    """Restore what `sampler_state` returned."""
     if "state" in saved:
         sampler.load_state_dict(saved["state"])
     elif hasattr(sampler, "set_epoch"):
@@ -57,7 +63,16 @@ def set_sampler_state(sampler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, Stateful]) -> None:
-    """Refuse a checkpoint of something else before anything is loaded."""
+    """Check that a checkpoint fits the model and the optimizer, before anything is loaded.
+
+    Args:
+        content: of the checkpoint.
+        model: without wrappers.
+        asked: the parts that are to be loaded, by name.
+
+    Raises:
+        ValueError: it does not fit, or has no such part.
+    """
     saved, expected = content["model"], model.state_dict()
     problems = [f"{name!r} is missing in the file" for name in expected if name not in saved]
     problems += [f"{name!r} is not in the model" for name in saved if name not in expected]
@@ -70,7 +85,7 @@ def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, 
         raise ValueError(f"the checkpoint does not fit the model: {'; '.join(problems[:5])}{more}. Nothing was loaded.")
     for name in asked:
         if name not in content:
-            raise ValueError(f"{name}: the checkpoint was saved without one; save it, too, or leave it out here")
+            raise ValueError(f"{name}: the checkpoint was saved without one; save it as well, or leave it out here")
     optimizer = asked.get("optimizer")
     if optimizer is None:
         return
@@ -79,11 +94,12 @@ def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, 
             f"optimizer: the checkpoint has the state of {content['optimizer_type']}, got {type(optimizer).__name__}. "
             "Nothing was loaded."
         )
-    theirs, ours = (
+    saved_groups, own_groups = (
         [len(group["params"]) for group in state["param_groups"]]
         for state in (content["optimizer"], optimizer.state_dict())
     )
-    if theirs != ours:
+    if saved_groups != own_groups:
         raise ValueError(
-            f"optimizer: the checkpoint has groups of {theirs} parameters, expected {ours}. Nothing was loaded."
+            f"optimizer: the checkpoint has groups of {saved_groups} parameters, expected {own_groups}. "
+            "Nothing was loaded."
         )

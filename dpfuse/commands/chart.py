@@ -1,4 +1,4 @@
-"""A sweep as a picture. Needs matplotlib, which nothing else here does."""
+"""The picture of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from dpfuse.commands.sweep import Row, Sweep
 
 __all__ = ["save_chart"]
 
-COLOURS = ("0.75", "0.5", "black", "tab:red")  # of what has no size
+COLOURS = ("0.75", "0.5", "black", "tab:red")  # of contenders without a size
 
 
 def save_chart(found: Sweep, path: Path, *, title: str) -> None:
-    """Write a picture: the step's time over one size, a line for each of the other, and level lines for the peers.
+    """Write a picture: the time of a step over `comm_buffer_size`, one line per `last_comm_buffer_size`.
+
+    Contenders without these sizes are horizontal lines.
 
     Args:
-        found: what was measured.
-        path: the ending says which format.
+        found: the measurements.
+        path: its suffix chooses the format.
         title: above the picture.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and needs a display
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     axis = figure.subplots()
@@ -44,7 +46,7 @@ def save_chart(found: Sweep, path: Path, *, title: str) -> None:
     for row, colour in zip(others, COLOURS, strict=False):
         axis.axhline(row.median * 1e3, color=colour, linestyle="--", label=row.name)
     axis.set_xticks(list(places.values()), [f"{comm:g}" for comm in places])
-    axis.set_xlabel("comm_buffer_size, MB; bars reach over half of the turns")
+    axis.set_xlabel("comm_buffer_size, MB; bars cover half of the turns")
     axis.set_ylabel("step, ms (median)")
     axis.set_ylim(bottom=0)
     axis.set_title(f"{title}, {found.run.ranks} ranks")
@@ -53,7 +55,7 @@ def save_chart(found: Sweep, path: Path, *, title: str) -> None:
 
 
 def _errors(row: Row) -> tuple[float, float]:
-    """From the median down and up to the quartiles of the turns, in ms."""
+    """Return the distances from the median to the lower and the upper quartile of the turns, in ms."""
     turns = sorted(row.turns)
     low, high = turns[len(turns) // 4], turns[-1 - len(turns) // 4]
     return max(0.0, row.median - low) * 1e3, max(0.0, high - row.median) * 1e3

@@ -1,4 +1,4 @@
-"""What a sweep compares: the bare module, torch's DDP, and dpfuse with several sizes. Runs and times nothing."""
+"""What a sweep compares: the bare module, torch's DDP, and dpfuse with several sizes. Times nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import dpfuse
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import Timeline, paddle_plan
 
-__all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_twins"]
+__all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_duplicates"]
 
 Sizes = tuple[float, float]  # comm_buffer_size and last_comm_buffer_size in MB
 DEFAULT: Sizes = (25.0, 1.0)
@@ -28,9 +28,9 @@ class Contender:
 
     Args:
         name: in tables.
-        sizes: of dpfuse; None: torch's DDP, or no wrapper at all.
-        plan: that dpfuse is to use, in place of the one that the sizes give.
-        ddp: options of torch's DDP, where that is meant.
+        sizes: of dpfuse; None for torch's DDP and for no wrapper.
+        plan: for dpfuse, in place of the plan that follows from the sizes.
+        ddp: options of torch's DDP; None for other contenders.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Contender:
         return self.sizes is not None or self.ddp is not None
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """A wrapper around `module`, or `module` itself. Nobody sends buffers: DDP alone would by default."""
+        """Return a wrapper around `module`, or `module` itself. DDP is told not to send buffers, as dpfuse does not."""
         if self.ddp is not None:
             return DistributedDataParallel(module, **self.ddp)
         if self.sizes is None:
@@ -54,7 +54,7 @@ class Contender:
         )
 
     def use_plan(self, wrapped: nn.Module) -> None:
-        """Let dpfuse use the contender's own plan, if it has one; to be called between two backwards."""
+        """Set the contender's own plan, if it has one; to be called between two backwards."""
         if self.plan is not None:
             assert isinstance(wrapped, dpfuse.DataParallel)
             assert wrapped._sync is not None
@@ -62,7 +62,13 @@ class Contender:
 
 
 def contenders(grid: Iterable[Sizes], tuned: BucketPlan | None, *, find_unused: bool) -> list[Contender]:
-    """All of them; `tuned` is the planner's plan, None where some of the sizes make the same buckets."""
+    """Return all contenders.
+
+    Args:
+        grid: sizes of dpfuse.
+        tuned: the planner's plan; None if some sizes make the same buckets.
+        find_unused: torch's `find_unused_parameters`.
+    """
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options = {buffers: False, "find_unused_parameters": find_unused}
@@ -74,8 +80,16 @@ def contenders(grid: Iterable[Sizes], tuned: BucketPlan | None, *, find_unused: 
     ]
 
 
-def without_twins(grid: Iterable[Sizes], timeline: Timeline) -> list[Sizes]:
-    """The default and the grid; of those that make the same buckets for gradients in this order, the simplest."""
+def without_duplicates(grid: Iterable[Sizes], timeline: Timeline) -> list[Sizes]:
+    """Return the default sizes and those of the grid, but only one of sizes that make the same buckets.
+
+    Args:
+        grid: sizes to try.
+        timeline: has the order of the gradients, on which the buckets depend.
+
+    Returns:
+        The sizes; of several that make the same buckets, the one nearest to the default.
+    """
     kept: dict[str, Sizes] = {}
     for sizes in sorted({DEFAULT, *grid}, key=lambda sizes: (changes(sizes), sizes)):
         kept.setdefault(paddle_plan(timeline, *sizes).layout, sizes)
@@ -83,7 +97,7 @@ def without_twins(grid: Iterable[Sizes], timeline: Timeline) -> list[Sizes]:
 
 
 def changes(sizes: Sizes) -> int:
-    """How many of the sizes are not the default."""
+    """Return how many of the two sizes differ from the default."""
     return sum(size != usual for size, usual in zip(sizes, DEFAULT, strict=True))
 
 

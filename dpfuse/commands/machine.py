@@ -1,4 +1,4 @@
-"""What a report says of the machine and the software that it was measured with. Measures nothing."""
+"""Facts about the machine and the software, for reports. Measures nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["machine_facts", "software_versions"]
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Facts as JSON holds them; None for what is absent."""
+    """Return facts about the machine as JSON values; None for a fact that is missing."""
     gpu, name = device.type == "cuda", platform.uname()
     return {
         "cpu": _cpu(),
@@ -30,7 +30,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def software_versions() -> dict[str, Any]:
-    """Versions by name; None for what is absent."""
+    """Return versions by name; None for software that is missing."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
         "dpfuse": __version__,

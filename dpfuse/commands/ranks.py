@@ -1,4 +1,4 @@
-"""Where a command's ranks come from: started here, or those of the job that this process belongs to."""
+"""The ranks of a command: it starts them, or uses those of the job to which this process belongs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpfuse.commands.target import Target, build
+from dpfuse.commands.user_model import Target, build
 from dpfuse.engine.collective import group_device, resolve_group
 from dpfuse.engine.votes import agree_on_success
 from dpfuse.errors import DPFuseError
@@ -22,44 +22,44 @@ RANKS_WITHOUT_GPUS = 2
 
 
 def reports_here() -> bool:
-    """Whether this process is to write what a command finds: it starts the ranks, or is rank 0 itself."""
+    """Whether this process writes the results: it starts the ranks, or is rank 0."""
     job = _job()
     return job is None or job.rank == 0
 
 
 def run_on_ranks(function: Callable[..., Any], args: Sequence[Any], count: int | None) -> Any:
-    """What `function(*args)` returns on rank 0, where `reports_here()`; elsewhere None.
+    """Run `function(*args)` on every rank. Return rank 0's result if `reports_here()`, else None.
 
     Args:
-        function: importable; called on every rank, inside the default process group.
-        args: can be pickled.
-        count: ranks to start; None is one for each GPU, without GPUs two. Inside a job it must be None.
+        function: can be imported; called on every rank, inside the default process group.
+        args: its arguments, which can be pickled.
+        count: ranks to start; None starts one for each GPU, or two without GPUs. Inside a job it must be None.
 
     Raises:
-        DPFuseError: a rank failed, after all have ended; there cannot be so many ranks. Inside a job an exception
-            of `function` comes as it is, for the launcher to see.
+        DPFuseError: a rank failed, and all ranks have ended; or `count` ranks are not possible. Inside a job an
+            exception of `function` is raised unchanged, for the launcher.
     """
     job = _job()
     if job is not None:
         if count is not None:
             raise DPFuseError(
-                f"--nproc_per_node={count} was given on rank {job.rank} of a job of {job.world_size}, which takes part "
-                "in that one; expected it to the launcher, or without RANK and WORLD_SIZE in the environment"
+                f"--nproc_per_node={count} was given on rank {job.rank} of a job of {job.world_size}; expected no such "
+                "flag inside a job. Give it to the launcher, or remove RANK and WORLD_SIZE from the environment"
             )
         return _run(function, *args)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         context = spawn(_run, (function, *args), nprocs=count or gpus or RANKS_WITHOUT_GPUS)
-    except ValueError as error:  # so many ranks, or such a backend, cannot be
+    except ValueError as error:  # the number of ranks or the backend is not possible here
         raise DPFuseError(str(error)) from error
     return context.return_queues[0].get()
 
 
 def build_on_all_ranks(place: str) -> Target:
-    """The target, on the GPU of this rank where it has one. The ranks draw different random numbers.
+    """Build the target, on the GPU of this rank if it has one. The ranks draw different random numbers.
 
     Raises:
-        DPFuseError: the factory failed, or returned something else, on some rank; on every rank.
+        DPFuseError: the factory failed or returned something else on some rank; raised on every rank.
     """
     group = resolve_group(None)
     assert group is not None
@@ -68,7 +68,7 @@ def build_on_all_ranks(place: str) -> Target:
 
 
 def say(text: str) -> None:
-    """Tell the user what is going on, once."""
+    """Print a progress message, on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
@@ -83,7 +83,7 @@ def _job() -> RankEnvironment | None:
 def _run(function: Callable[..., Any], *args: Any) -> Any:
     init_parallel_env()
     if dist.get_world_size() == 1:
-        say("one rank: nothing travels, and only the cost of the buckets themselves shows")
+        say("one rank: nothing is sent, so the times show only the cost of the buckets themselves")
     result = function(*args)
     first = dist.get_rank() == 0
     dist.destroy_process_group()

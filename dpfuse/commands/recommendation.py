@@ -1,4 +1,4 @@
-"""Which sizes to take: the simplest that are as fast as the fastest, as far as the noise allows to say. Pure data."""
+"""Which sizes to use: the simplest ones that are as fast as the fastest, within the noise. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dpfuse.commands.sweep import Row
 
 __all__ = ["Recommendation", "recommend"]
 
-FEWEST = 5  # rounds, without which the noise is a guess
-LEAST = 0.02  # part of a step by which two measurements of the same easily differ
+FEWEST = 5  # rounds that are needed to estimate the noise
+LEAST = 0.02  # the part of a step by which two measurements of the same thing often differ
 # Three standard errors of a median, which is 1.25 / sqrt(n) standard deviations, each 1.48 median deviations.
 SPREADS = 3 * 1.25 * 1.48
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to write.
+    """What a user should write.
 
     Args:
         name: of the row.
-        arguments: of `DataParallel`, behind the model; empty where the defaults are kept.
-        gain: part of the default's step that it saves; above 0.
+        arguments: of `DataParallel`, after the model; empty if the defaults are kept.
+        gain: the part of the default's step that it saves.
         reason: a sentence.
     """
 
@@ -36,10 +36,13 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
-    """Of dpfuse's rows, the default among them, the simplest that is not slower than the fastest by more than noise.
+    """Return the simplest of dpfuse's rows that is not slower than the fastest by more than noise.
 
-    The default sizes are simpler than one other size, one is simpler than two, and two sizes are simpler than buckets
-    that are tuned in every job. Turns of the same round are compared, so that drift meets both.
+    The default sizes are simpler than one other size; one other size is simpler than two; two are simpler than buckets
+    that every job tunes. Turns of the same round are compared, so that drift affects both.
+
+    Args:
+        rows: with the default sizes among them.
 
     Example:
         >>> from dpfuse.commands.recommendation import recommend
@@ -50,18 +53,18 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         >>> recommend([default, Row("5 / 1 MB", (5, 1), 6, ((0.012,), (0.009,), (0.011,)))]).arguments
         ''
     """
-    ours = [row for row in rows if row.sizes is not None]
-    default = next(row for row in ours if row.sizes == DEFAULT and row.name != TUNED)
-    best = min(ours, key=lambda row: row.median)
-    chosen = min((row for row in ours if _as_fast(row, best)), key=lambda row: (_changes(row), row.median))
-    guess = f"; with fewer than {FEWEST} rounds the noise is a guess" if len(default.turns) < FEWEST else ""
+    own = [row for row in rows if row.sizes is not None]
+    default = next(row for row in own if row.sizes == DEFAULT and row.name != TUNED)
+    best = min(own, key=lambda row: row.median)
+    chosen = min((row for row in own if _as_fast(row, best)), key=lambda row: (_changes(row), row.median))
+    guess = f"; with fewer than {FEWEST} rounds the noise is not known well" if len(default.turns) < FEWEST else ""
     if chosen is default:
-        reason = "nothing that was tried is faster"
+        reason = "no other size is faster"
         if best is not default:
             gain, noise = _gain(default, best), _noise(default, best) / default.median
-            reason = f"nothing is faster by more than noise ({best.name}: {-gain:+.1%}, noise {noise:.1%})"
+            reason = f"no other size is faster by more than noise ({best.name}: {-gain:+.1%}, noise {noise:.1%})"
             if gain > LEAST:
-                reason += "; more --rounds may tell"
+                reason += "; more --rounds may decide"
         return Recommendation(default.name, "", 0.0, f"keep the default sizes: {reason}{guess}")
     gain = _gain(default, chosen)
     reason = f"a step takes {gain:.1%} less than with the default sizes"
@@ -79,7 +82,7 @@ def _gain(default: Row, row: Row) -> float:
 
 
 def _noise(row: Row, best: Row) -> float:
-    """Seconds by which the two may differ by chance."""
+    """Return the seconds by which the two may differ by chance."""
     differences = _differences(row, best)
     typical = median(differences)
     spread = median(abs(one - typical) for one in differences)
@@ -87,11 +90,11 @@ def _noise(row: Row, best: Row) -> float:
 
 
 def _differences(row: Row, best: Row) -> list[float]:
-    return [ours - theirs for ours, theirs in zip(row.turns, best.turns, strict=True)]
+    return [own - others for own, others in zip(row.turns, best.turns, strict=True)]
 
 
 def _changes(row: Row) -> int:
-    """How much a user has to write."""
+    """Return how much a user has to write, as a number to compare."""
     assert row.sizes is not None
     return 3 if row.name == TUNED else changes(row.sizes)
 

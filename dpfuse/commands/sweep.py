@@ -1,7 +1,7 @@
-"""Steps of one model under many wrappers, proved, then timed in turns; what runs on every rank of `dpfuse bench`.
+"""What runs on every rank of `dpfuse bench`: steps of one model under many wrappers, checked, then timed in turns.
 
-One module, and one wrapper around it at a time: each turn wraps it anew. So a sweep needs the memory of one training,
-and where buckets lie in memory differs from turn to turn, which else is part of the result.
+Each turn wraps the same module anew, so a sweep needs the memory of one training only. It also puts the buckets at
+other addresses in each turn; otherwise the addresses would influence the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 import dpfuse
-from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_twins
-from dpfuse.commands.proof import prove_mean
+from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_duplicates
+from dpfuse.commands.mean_check import check_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
-from dpfuse.commands.report import Run, here
-from dpfuse.commands.target import Target
-from dpfuse.commands.tune import tune_wrapped
+from dpfuse.commands.report_file import Run, here
+from dpfuse.commands.tune_command import tune_wrapped
+from dpfuse.commands.user_model import Target
 from dpfuse.engine import collective
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import paddle_plan
@@ -33,11 +33,11 @@ from dpfuse.tune import paddle_plan
 __all__ = ["Effort", "Row", "Sweep", "frozen_heap", "sweep"]
 
 TUNING_STEPS = 5
-WARM_UP = 2  # further steps once the buckets are those that are timed
+WARM_UP = 2  # steps before the timing, with the final buckets
 
 
 class Effort(NamedTuple):
-    """How much is timed."""
+    """How much to time."""
 
     rounds: int  # turns of each contender
     steps: int  # per turn
@@ -45,7 +45,7 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender."""
+    """The measurements of one contender."""
 
     name: str
     sizes: Sizes | None  # of dpfuse
@@ -54,18 +54,18 @@ class Row:
 
     @property
     def turns(self) -> tuple[float, ...]:
-        """The median step of each turn."""
+        """The median time of a step in each turn."""
         return tuple(map(median, self.seconds))
 
     @property
     def median(self) -> float:
-        """Of all steps."""
+        """The median time of all steps."""
         return median(second for turn in self.seconds for second in turn)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What rank 0 has found."""
+    """The results on rank 0."""
 
     run: Run
     plan: BucketPlan  # the tuned one
@@ -73,16 +73,16 @@ class Sweep:
 
 
 def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -> Sweep:
-    """Tune, prove and time; to be called on every rank.
+    """Tune, check and time; to be called on every rank.
 
     Args:
         place: `module:factory`.
-        grid: sizes to try, beside the default.
-        effort: how much to time.
-        find_unused: what torch's DDP is told.
+        grid: sizes to try in addition to the default.
+        effort: the number of rounds and steps.
+        find_unused: torch's `find_unused_parameters`.
 
     Raises:
-        DPFuseError: some contender's gradients are not the mean, or nothing could be tuned.
+        DPFuseError: a contender's gradients are not the mean, or nothing could be tuned.
     """
     target = build_on_all_ranks(place)
     group = collective.resolve_group(None)
@@ -93,24 +93,24 @@ def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -
     assert tuning.plan is not None
     assert tuning.timeline is not None
     del model
-    tried = without_twins(grid, tuning.timeline)
-    if twins := len({DEFAULT, *grid}) - len(tried):
-        say(f"{twins} of the sizes are left out: they make the same buckets as others do")
+    tried = without_duplicates(grid, tuning.timeline)
+    if duplicates := len({DEFAULT, *grid}) - len(tried):
+        say(f"{duplicates} of the sizes are left out: they make the same buckets as others")
     made = {paddle_plan(tuning.timeline, *sizes).layout for sizes in tried}
     tuned = None if tuning.plan.layout in made else tuning.plan
-    everyone = contenders(tried, tuned, find_unused=find_unused)
-    buckets = {contender.name: _prove(contender, target, group) for contender in everyone}
-    say(f"{len(everyone)} contenders hold the same gradients")
-    times = _times(everyone, target, effort, group)
+    compared = contenders(tried, tuned, find_unused=find_unused)
+    buckets = {contender.name: _check(contender, target, group) for contender in compared}
+    say(f"{len(compared)} contenders give the same gradients")
+    times = _times(compared, target, effort, group)
     rows = [
-        Row(contender.name, contender.sizes, buckets[contender.name], times[contender.name]) for contender in everyone
+        Row(contender.name, contender.sizes, buckets[contender.name], times[contender.name]) for contender in compared
     ]
     return Sweep(here(), tuning.plan, tuple(rows))
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """A collection, of which some happen within steps, does not walk all that torch has imported."""
+    """Keep garbage collections inside the context from scanning the objects that exist already."""
     gc.collect()
     gc.freeze()
     try:
@@ -120,38 +120,38 @@ def frozen_heap() -> Iterator[None]:
 
 
 def _times(
-    everyone: list[Contender], target: Target, effort: Effort, group: dist.ProcessGroup
+    compared: list[Contender], target: Target, effort: Effort, group: dist.ProcessGroup
 ) -> dict[str, tuple[tuple[float, ...], ...]]:
     order = random.Random(0)  # the same on all ranks
-    turns: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in everyone}
+    turns: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in compared}
     start = perf_counter()
     with frozen_heap():
         for number in range(effort.rounds):
-            for contender in order.sample(everyone, len(everyone)):
+            for contender in order.sample(compared, len(compared)):
                 turns[contender.name].append(_turn(contender, target, effort.steps, group))
             left = (perf_counter() - start) / (number + 1) * (effort.rounds - number - 1)
             say(f"round {number + 1} of {effort.rounds}" + (f", about {left:.0f} s to go" if left else ""))
     return {name: tuple(found) for name, found in turns.items()}
 
 
-def _prove(contender: Contender, target: Target, group: dist.ProcessGroup) -> int | None:
-    """The number of buckets, where dpfuse makes them."""
+def _check(contender: Contender, target: Target, group: dist.ProcessGroup) -> int | None:
+    """Check the gradients of a contender. Return its number of buckets; None if it is not dpfuse."""
     wrapped = contender.wrap(target.module)
     for number in range(1 + WARM_UP):
         if number == 1:
             contender.use_plan(wrapped)
         if contender.averages:
-            prove_mean(contender.name, target.module, partial(target.backward, wrapped), group)
+            check_mean(contender.name, target.module, partial(target.backward, wrapped), group)
         else:
             target.step(wrapped)
     return len(wrapped.bucket_plan.buckets) if isinstance(wrapped, dpfuse.DataParallel) else None
 
 
 def _turn(contender: Contender, target: Target, steps: int, group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Seconds of each step on the slowest rank."""
+    """Run one turn. Return the seconds of each step on the slowest rank."""
     wrapped = contender.wrap(target.module)
     step = partial(target.step, wrapped)
-    step()  # records the order of gradients, after which wrappers make their buckets anew
+    step()  # records the order of gradients; then wrappers make new buckets
     contender.use_plan(wrapped)
     for _ in range(WARM_UP):
         step()

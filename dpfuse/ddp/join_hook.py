@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from dpfuse.engine import collective
-from dpfuse.engine.patience import finish
-from dpfuse.engine.waiting import board_of
+from dpfuse.engine.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dpfuse.engine.patience import finish
-from dpfuse.engine.waiting import board_of
+from dpfuse.engine.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 
 __all__ = [

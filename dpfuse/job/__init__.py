@@ -1,7 +1,13 @@
-"""Starting ranks and letting a process join its job: thin over torch.distributed and torchrun."""
+"""Start the ranks of a job, and let a process join its job: a thin layer over torch.distributed and torchrun.
 
-from dpfuse.job.context import SpawnContext
+Read in this order: `env` (a process joins its job) with `variables` (the environment variables of a rank); `launcher`
+(the command line) with `nodes`, `interfaces`, `rendezvous`, `shutdown` and `logs`; `spawn` (one function on several
+ranks) with `spawn_context`. All of them use `rank_program` (what runs in a rank around the user's program), `failure`
+(which rank failed first), `devices` (backends, GPUs, cores) and `descendants` (processes that ranks have started).
+"""
+
 from dpfuse.job.env import ParallelEnv, get_rank, get_world_size, init_parallel_env
 from dpfuse.job.spawn import spawn
+from dpfuse.job.spawn_context import SpawnContext
 
 __all__ = ["ParallelEnv", "SpawnContext", "get_rank", "get_world_size", "init_parallel_env", "spawn"]

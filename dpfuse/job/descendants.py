@@ -1,4 +1,4 @@
-"""What the ranks of a job have started themselves, such as the workers of a DataLoader. By /proc: Linux only."""
+"""Processes that the ranks of a job have started, such as the workers of a DataLoader. Reads /proc: Linux only."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from pathlib import Path
 
 __all__ = ["CLEANUP_SECONDS", "Descendant", "descendants", "kill_descendants"]
 
-# For what ends by itself once its rank is gone: helpers that still remove files or shared memory.
+# Seconds for processes that end by themselves after their rank: helpers still remove files or shared memory.
 CLEANUP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Descendant:
-    """A process, told apart from a later one with the same number."""
+    """A process, identified by number and start time: the number alone may be used again."""
 
     pid: int
     started: str
 
     @property
     def running(self) -> bool:
+        """Whether the process has not ended."""
         return _started(self.pid) == self.started
 
 
 def _started(pid: int) -> str:
-    """When the process was started, as the kernel counts; empty where it has ended."""
+    """Return when the process was started, in the kernel's count; empty if it has ended."""
     try:
-        # The name, in parentheses, may hold anything.
+        # The name, in parentheses, may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -39,7 +40,7 @@ def _started(pid: int) -> str:
 
 
 def descendants(pids: Iterable[int]) -> set[Descendant]:
-    """All processes below those given; empty where there is no /proc."""
+    """Return all descendants of the processes `pids`; empty on a system without /proc."""
     found = list(pids)
     given = len(found)
     for pid in found:
@@ -49,9 +50,9 @@ def descendants(pids: Iterable[int]) -> set[Descendant]:
     return {Descendant(pid, _started(pid)) for pid in found[given:]}
 
 
-def kill_descendants(left: Iterable[Descendant]) -> None:
-    """Kill those that still run after a moment."""
-    running = [process for process in left if process.running]
+def kill_descendants(processes: Iterable[Descendant]) -> None:
+    """Kill the processes that still run after `CLEANUP_SECONDS`."""
+    running = [process for process in processes if process.running]
     deadline = time.monotonic() + CLEANUP_SECONDS
     while running and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What this machine has for ranks: backends, GPUs, cores. Starts nothing and opens no GPU."""
+"""What this machine offers to ranks: backends, GPUs, cores. Starts nothing and opens no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ __all__ = ["check_backend", "choose_backend", "cores_per_rank", "cpu_count", "se
 
 
 def check_backend(name: str, source: str) -> str:
-    """`name` itself, if this torch on this machine can use it; `source` is how the error calls it."""
+    """Return `name` if torch can use this backend on this machine.
+
+    Args:
+        name: of the backend, or of one for each device type.
+        source: what the error calls the argument.
+
+    Raises:
+        ValueError: torch does not know the backend, or it needs a GPU and there is none.
+    """
     known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
     for part in name.split(","):
         backend = part.rpartition(":")[2].strip().lower()
@@ -31,7 +39,7 @@ def check_backend(name: str, source: str) -> str:
 
 
 def choose_backend() -> str:
-    """DPFUSE_BACKEND where it is set; else NCCL with GPUs, gloo without."""
+    """Return DPFUSE_BACKEND if it is set; else "nccl" with GPUs, and "gloo" without."""
     wanted = os.environ.get("DPFUSE_BACKEND")
     if wanted:
         return check_backend(wanted, "DPFUSE_BACKEND")
@@ -39,28 +47,28 @@ def choose_backend() -> str:
 
 
 def cpu_count() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cores_per_rank(nprocs: int) -> int:
-    """Threads for each of `nprocs` ranks, so that together they do not exceed the cores."""
+    """Return the number of threads for each of `nprocs` ranks, so that all together do not exceed the cores."""
     return max(1, cpu_count() // nprocs)
 
 
 def select_gpus(gpus: str | Sequence[int | str], source: str) -> list[str]:
-    """The cards named by `gpus`, checked against what is there.
+    """Return the cards that `gpus` names, after checking that they exist.
 
     Args:
-        gpus: physical cards: "0,1", or a list such as [0, 1]; identifiers ("GPU-…") where
-            CUDA_VISIBLE_DEVICES uses them.
+        gpus: physical cards: "0,1", or a list such as [0, 1]; identifiers ("GPU-…") if CUDA_VISIBLE_DEVICES uses
+            them.
         source: what the error calls the argument, such as "--gpus".
 
     Returns:
-        One name for each card, in the order given, fit for CUDA_VISIBLE_DEVICES. On a machine without GPUs
-        the same list, with one warning: as many ranks run on the CPU.
+        One name for each card, in the given order, as in CUDA_VISIBLE_DEVICES. A machine without GPUs returns the
+        same list, with one warning: the same number of ranks runs on the CPU.
     """
     if isinstance(gpus, str):
         parts: Sequence[object] = gpus.split(",")

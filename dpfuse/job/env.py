@@ -1,4 +1,4 @@
-"""Joining a job: the process group, this process's rank in it, its GPU. Starts no process."""
+"""How a process joins its job: the process group, the rank in it, the GPU. Starts no process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _bind_device(job: RankEnvironment, backend: str) -> torch.device | None:
 def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessGroup | None:
     """Join the job that this process was started in, and bind it to its GPU.
 
-    Rank, world size and meeting point come from torch's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-    MASTER_PORT), or from Paddle's (PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, with PADDLE_MASTER or
-    PADDLE_TRAINER_ENDPOINTS) where none of torch's is set. `python -m dpfuse.launch`, `dpfuse.spawn` and
-    torchrun set them. The backend is NCCL where there are GPUs and gloo elsewhere; DPFUSE_BACKEND overrides
-    that. On one machine GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME become `lo`, unless they are set.
+    Rank, world size and the address of rank 0 come from torch's variables (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, MASTER_PORT). If none of these is set, they come from Paddle's (PADDLE_TRAINER_ID,
+    PADDLE_TRAINERS_NUM, with PADDLE_MASTER or PADDLE_TRAINER_ENDPOINTS). `python -m dpfuse.launch`,
+    `dpfuse.spawn` and torchrun set them. The backend is NCCL with GPUs and gloo without; DPFUSE_BACKEND overrides
+    this. On one machine GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME become `lo`, unless they are set.
 
     Call it before the model is built. A second call changes nothing and returns the same group.
 
@@ -52,12 +52,12 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
             default (30 minutes with gloo, 10 with NCCL).
 
     Returns:
-        The default process group; None, with one UserWarning, where no variable speaks of a job: then the
-        program runs on one process.
+        The default process group; None, with one UserWarning, if no variable describes a job: then the program
+        runs on one process.
 
     Raises:
-        ValueError: half an environment, a variable that is no number or out of range, an unknown backend, a
-            rank without a GPU of its own under NCCL, a time that is not positive.
+        ValueError: a variable is missing, is not a number or is out of range; the backend is unknown; a rank has
+            no GPU of its own under NCCL; the timeout is not positive.
         TypeError: `timeout` is not a number of seconds.
 
     Example:
@@ -70,7 +70,7 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
         >>> torch.distributed.destroy_process_group()
         >>> del os.environ["RANK"], os.environ["WORLD_SIZE"]
 
-    The name and its place in a program are those of Paddle's `paddle.distributed.init_parallel_env`.
+    The name and its use are those of Paddle's `paddle.distributed.init_parallel_env`.
     """
     wait = _timeout(timeout)
     if dist.is_initialized():
@@ -89,7 +89,7 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
     if job.one_machine:
         os.environ.update(one_machine_variables())
     device = _bind_device(job, backend)
-    # Only where every collective runs on the GPU: a group bound to one would refuse gloo's CPU tensors.
+    # Only if every collective runs on the GPU: a group bound to a GPU rejects gloo's CPU tensors.
     device = device if backend == "nccl" else None
     if job.master is None:
         store = HashStore()
@@ -106,8 +106,7 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
         device_id=device,
     )
     if backend == "gloo":
-        # gloo returns when this rank is connected. One that has nothing to do and leaves then would make a peer
-        # that is still connecting fail.
+        # gloo returns as soon as this rank is connected. If it ended now, a peer that is still connecting would fail.
         dist.barrier()
     return dist.group.WORLD
 
@@ -124,17 +123,17 @@ def _timeout(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank.
+    """Return the rank of this process.
 
     Args:
         group: a process group; None is the whole job.
 
     Returns:
-        The rank in `group`, -1 outside of it. Before `init_parallel_env`: what the environment says, 0
-        without one.
+        The rank in `group`; -1 if the process is not in it. Before `init_parallel_env` the rank according to the
+        environment variables; 0 if they are not set.
 
     Raises:
-        ValueError: the environment is incomplete or wrong, or a group was given and no group exists.
+        ValueError: the variables are incomplete or wrong, or a group was given and no group exists.
 
     Example:
         >>> import dpfuse.job as distributed
@@ -145,23 +144,23 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     """
     if dist.is_initialized():
         return dist.get_rank(group)
-    _refuse_group(group)
+    _reject_group(group)
     job = read_environment()
     return 0 if job is None else job.rank
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """The number of ranks.
+    """Return the number of ranks.
 
     Args:
         group: a process group; None is the whole job.
 
     Returns:
-        The size of `group`, -1 outside of it. Before `init_parallel_env`: what the environment says, 1
-        without one.
+        The size of `group`; -1 if the process is not in it. Before `init_parallel_env` the size according to the
+        environment variables; 1 if they are not set.
 
     Raises:
-        ValueError: the environment is incomplete or wrong, or a group was given and no group exists.
+        ValueError: the variables are incomplete or wrong, or a group was given and no group exists.
 
     Example:
         >>> import dpfuse.job as distributed
@@ -172,23 +171,22 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """
     if dist.is_initialized():
         return dist.get_world_size(group)
-    _refuse_group(group)
+    _reject_group(group)
     job = read_environment()
     return 1 if job is None else job.world_size
 
 
-def _refuse_group(group: object) -> None:
+def _reject_group(group: object) -> None:
     if group is not None:
         raise ValueError(f"got group {group!r}, but no process group exists; call init_parallel_env() first")
 
 
 class ParallelEnv:
-    """What the environment says about this process, read once when the object is made.
+    """What the environment variables say about this process, read once when the object is made.
 
-    The names are those of Paddle's `paddle.distributed.ParallelEnv`. Two meanings are torch's: `local_rank`
-    is the rank's number on its machine (in Paddle it repeats `rank`), and `device_type` is "cuda" or "cpu",
-    as torch devices are called (in Paddle "gpu"). `init_parallel_env` need not have run; where a process
-    group exists, `rank` and `world_size` are its own.
+    The names are those of Paddle's `paddle.distributed.ParallelEnv`. Two meanings are torch's: `local_rank` is the
+    rank's number on its machine (in Paddle it repeats `rank`), and `device_type` is "cuda" or "cpu" (in Paddle
+    "gpu"). `init_parallel_env` need not have run. If a process group exists, `rank` and `world_size` come from it.
 
     Attributes:
         rank: number of this process in the job, from 0.
@@ -198,12 +196,12 @@ class ParallelEnv:
         device_id: index of its GPU among the visible ones; 0 on the CPU without a job.
         dev_id: the same, Paddle's older name.
         device_type: "cuda" or "cpu".
-        trainer_endpoints: `host:port` of each rank, where Paddle's variables list them; else empty. Our
-            launchers set them as names that differ between ranks; nothing listens there.
+        trainer_endpoints: `host:port` of each rank, if Paddle's variables list them; else empty. dpfuse's
+            launchers set them only as names that differ between ranks; nothing listens there.
         current_endpoint: this rank's `host:port`, or "".
 
     Raises:
-        ValueError: the environment is incomplete or wrong.
+        ValueError: the variables are incomplete or wrong.
 
     Example:
         >>> from dpfuse.job import ParallelEnv

@@ -1,4 +1,4 @@
-"""Network addresses: this machine's own, the interfaces that carry them, and public ones. Opens no connection."""
+"""Network addresses: of this machine, of its interfaces, and public ones. Opens no connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
 
 def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one. Linux only; empty elsewhere."""
+    """Return the IPv4 address of each network interface that has one. Linux only; empty elsewhere."""
     found = {}
     if sys.platform.startswith("linux"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -28,12 +28,12 @@ def interface_addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that carries an IPv4 address of this machine; None where none does."""
+    """Return the interface that has an IPv4 address; None if no interface of this machine has it."""
     return next((name for name, own in interface_addresses().items() if own == address), None)
 
 
 def is_own_address(address: str) -> bool:
-    """Whether an IP address is one of this machine: only such can be bound to."""
+    """Whether an IP address is one of this machine; only these can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -44,7 +44,7 @@ def is_own_address(address: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """The address from which this machine reaches `host`; None where the name or the way is not known."""
+    """Return the address from which this machine reaches `host`; None if the name or the route is unknown."""
     try:
         family, kind, protocol, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -55,7 +55,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def public_address(host: str) -> str | None:
-    """The address of `host` that the whole internet may reach, or None where it has no such or is not known."""
+    """Return the address of `host` that is public; None if it has none, or if the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

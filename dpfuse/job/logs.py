@@ -1,6 +1,6 @@
-"""Where the output of the ranks goes under `--log_dir`: one file per rank, the first one's on the console too.
+"""The output of the ranks under `--log_dir`: one file per rank; the console shows that of the first rank, too.
 
-Imported only when a job is started: torchrun is not part of `import torch`.
+Imported only when a job starts, because `import torch` does not import torchrun.
 """
 
 from __future__ import annotations
@@ -11,52 +11,52 @@ from dataclasses import replace
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
-__all__ = ["WorkerLogs", "tail", "worker_log"]
+__all__ = ["WorkerLogs", "last_lines", "worker_log"]
 
-TAIL_LINES = 20
-TAIL_BYTES = 64 * 1024
+LAST_LINES = 20
+LAST_BYTES = 64 * 1024
 
 
 def worker_log(folder: str, local_rank: int) -> str:
-    """The log of one rank, named as Paddle's launcher names it."""
+    """Return the path of the log of one rank; Paddle's launcher uses the same names."""
     return os.path.join(folder, f"workerlog.{local_rank}")
 
 
 class WorkerLogs(DefaultLogsSpecs):
-    """`folder/workerlog.N` for each local rank N; torchrun's own files stay in `log_dir`.
+    """Sends the output of each local rank N to `folder/workerlog.N`; torchrun's own files stay in `log_dir`.
 
-    Only stdout is sent there: two streams opened on one file would overwrite each other, so rank.py lets stderr
-    follow.
+    torchrun redirects only stdout: two streams opened on one file would overwrite each other. rank_program.py then
+    redirects stderr to stdout.
 
     Args:
-        folder: where the logs go; made if it is not there.
-        log_dir: for the ranks' error notes.
-        echoed: local ranks whose log is shown on the console as well.
+        folder: of the logs; made if it does not exist.
+        log_dir: for the ranks' error records.
+        shown: local ranks whose log the console shows as well.
     """
 
-    def __init__(self, folder: str, log_dir: str, echoed: Set[int]) -> None:
+    def __init__(self, folder: str, log_dir: str, shown: Set[int]) -> None:
         super().__init__(log_dir=log_dir)
         os.makedirs(folder, exist_ok=True)
         self._folder = folder
-        self._echoed = echoed
+        self._shown = shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         logs = {local_rank: worker_log(self._folder, local_rank) for local_rank in envs}
         restarts = int(envs[0].get("TORCHELASTIC_RESTART_COUNT", "0"))
         if restarts:
-            # Each start truncates its logs; those of the attempt that failed are the ones to read.
+            # Each start truncates its logs, so the logs of the failed attempt are renamed.
             for log in filter(os.path.exists, logs.values()):
                 os.replace(log, f"{log}.attempt{restarts - 1}")
-        echo = {local_rank: log for local_rank, log in logs.items() if local_rank in self._echoed}
-        return replace(super().reify(envs), stdouts=logs, tee_stdouts=echo)
+        shown = {local_rank: log for local_rank, log in logs.items() if local_rank in self._shown}
+        return replace(super().reify(envs), stdouts=logs, tee_stdouts=shown)
 
 
-def tail(path: str) -> str:
-    """The last lines of a log; empty where there is none."""
+def last_lines(path: str) -> str:
+    """Return the last lines of a log; empty if there is no log."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
+            file.seek(max(0, os.path.getsize(path) - LAST_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
+    return "\n".join(text.splitlines()[-LAST_LINES:])

@@ -1,4 +1,4 @@
-"""The machines of a job as Paddle's flags describe them, turned into torchrun's terms.
+"""The machines of a job, as Paddle's flags describe them.
 
 Owns `--master --rank`, `--ips`, and `--cluster_node_ips --node_ip --started_port`. Starts nothing.
 """
@@ -14,10 +14,10 @@ from dpfuse.job.interfaces import address_towards, interface_addresses, is_own_a
 
 __all__ = ["MASTER_PORT", "Nodes", "add_flags", "read_nodes"]
 
-MASTER_PORT = 29500  # torchrun's, where none is given
-STARTED_PORT = 6170  # of Paddle's older launchers
+MASTER_PORT = 29500  # torchrun's default
+STARTED_PORT = 6170  # the default of Paddle's older launchers
 
-# Each way to describe the machines of a job, by the flag that must be there, and the flags that belong to it.
+# The ways to describe the machines of a job: the flag that is required, and all flags of this way.
 WAYS = {
     "--master": ("master", "rank"),
     "--cluster_node_ips": ("cluster_node_ips", "node_ip"),
@@ -28,49 +28,50 @@ TORCHRUNS_WAY = ("standalone", "rdzv_backend", "rdzv_endpoint", "node_rank", "ma
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of one job, and which of them this one is."""
+    """The machines of one job, and the number of this machine."""
 
-    count: str  # as torchrun's --nnodes: "2", or "2:4" where machines may come and go
-    host: str  # where they meet
-    port: int | None  # None: any free one, since all ranks are on this machine
-    rank: int | None = None  # of this machine; None where the machines number themselves
-    addresses: tuple[str, ...] = ()  # of each machine by rank, where the command line lists them
-    position_unknown: bool = False  # each machine finds itself in `addresses`
-    local_address: str | None = None  # of this machine, where the command line says it
+    count: str  # as torchrun's --nnodes: "2", or "2:4" if machines may join and leave
+    host: str  # the address at which they connect
+    port: int | None  # None means any free port, since all ranks are on this machine
+    rank: int | None = None  # of this machine; None if torchrun assigns the numbers
+    addresses: tuple[str, ...] = ()  # of each machine by rank, if the command line lists them
+    position_unknown: bool = False  # whether this machine must find itself in `addresses`
+    local_address: str | None = None  # of this machine, if the command line gives it
 
     @property
     def several(self) -> bool:
+        """Whether the job has, or may have, more than one machine."""
         return self.count not in ("1", "1:1")
 
     @property
     def own_address(self) -> str | None:
-        """The address of this machine in the job, where it can be told."""
+        """The address of this machine in the job; None if it is unknown."""
         if self.addresses and self.rank is not None:
             return self.addresses[self.rank]
         if self.local_address is not None:
             return self.local_address
         own = address_towards(self.host, self.port or MASTER_PORT)
-        # On many machines their own host name is a loopback address, which is of no use to the others.
+        # On many machines the own host name resolves to a loopback address, which other machines cannot use.
         useless = own is not None and _is_loopback(own) and not _is_loopback(self.host)
         return None if useless else own
 
     @property
     def serves(self) -> bool | None:
-        """Whether this machine is the one at `host`; None where torchrun should judge by host names.
+        """Whether this machine is the one at `host`; None if torchrun must decide by host names.
 
-        By them alone torchrun finds nobody to serve where a machine's name is a loopback address.
+        By host names alone torchrun finds no machine that serves if a machine's name is a loopback address.
         """
         if _is_loopback(self.host):
-            return None  # several launchers on this machine: torchrun sees who comes first
+            return None  # several launchers on this machine: the first one serves, as torchrun decides
         if is_own_address(self.host):
             return True
         return False if _is_address(self.host) else None
 
     def located(self) -> Nodes:
-        """The same with this machine's rank, where that is its position in `addresses`.
+        """Return the same nodes with the rank of this machine, if that is its position in `addresses`.
 
         Raises:
-            ValueError: none of the addresses is this machine's, or several are.
+            ValueError: none of the addresses is one of this machine, or several are.
         """
         if not self.position_unknown:
             return self
@@ -80,19 +81,19 @@ class Nodes:
             found = ", ".join(f"{address} ({name})" for name, address in interface_addresses().items())
             raise ValueError(
                 f"--ips: got {listed}, but none of them is an address of this machine, which has {found or 'none'}. "
-                f"Correct the list, or say which one it is: --cluster_node_ips={listed} --node_ip=…"
+                f"Correct the list, or say which one this machine is: --cluster_node_ips={listed} --node_ip=…"
             )
         if len(own) > 1:
             several = ", ".join(self.addresses[rank] for rank in own)
             raise ValueError(
                 f"--ips: got {listed}, of which {several} are all addresses of this machine; expected one. "
-                f"Say which one it is: --cluster_node_ips={listed} --node_ip=…"
+                f"Say which one this machine is: --cluster_node_ips={listed} --node_ip=…"
             )
         return replace(self, rank=own[0], position_unknown=False)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Paddle's flags for several machines, in both spellings, as torchrun has them."""
+    """Add Paddle's flags for several machines to a parser, each with underscores and with hyphens."""
 
     def add(*names: str, **what: object) -> None:
         spellings = [spelling for name in names for spelling in (name, name.replace("_", "-"))]
@@ -100,33 +101,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     add(
         "--master",
-        help="host:port of node 0, where the machines of a job meet (29500 where the port is left out). Needs "
-        "--nnodes; with --rank, or without it if the machines shall number themselves.",
+        help="host:port of node 0, to which the machines of a job connect (default port: 29500). Needs --nnodes. "
+        "Without --rank the machines get their numbers by themselves.",
     )
     add("--rank", type=int, help="with --master: the number of this machine, from 0; the master is node 0.")
     add(
         "--ips",
-        help="the IP addresses of all machines, such as 10.0.0.1,10.0.0.2: the same command on each, which finds "
-        "itself in the list. The first one is node 0.",
+        help="the IP addresses of all machines, such as 10.0.0.1,10.0.0.2. Give the same command on each machine: it "
+        "finds itself in the list. The first one is node 0.",
     )
-    add("--cluster_node_ips", help="as --ips, but each machine is told its own address by --node_ip.")
+    add("--cluster_node_ips", help="as --ips, but --node_ip gives each machine its own address.")
     add("--node_ip", help="with --cluster_node_ips: this machine's address in the list.")
     add(
         "--started_port",
         "--start_port",
-        help=f"with --ips or --cluster_node_ips: the port of node 0, where the machines meet. Default: {STARTED_PORT}.",
+        help="with --ips or --cluster_node_ips: the port of node 0, to which the machines connect. Default: "
+        f"{STARTED_PORT}.",
     )
 
 
 def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
-    """What Paddle's flags say about the machines of the job; None where none of them is used.
+    """Return the machines of the job that Paddle's flags describe; None if none of these flags is used.
 
     Args:
         args: the parsed command line.
         given: the names in `args` that the user wrote.
 
     Raises:
-        ValueError: flags that contradict each other or lack a companion, or a value that makes no sense.
+        ValueError: flags contradict each other, a flag is missing, or a value makes no sense.
     """
     smallest, largest = _node_range(args.nnodes)
     used = [way for way, flags in WAYS.items() if given.intersection(flags)]
@@ -136,10 +138,10 @@ def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
         return None
     if len(used) > 1:
         raise ValueError(f"{used[0]} and {used[1]} are two ways to describe the machines of a job; use one of them")
-    foreign = [name for name in TORCHRUNS_WAY if name in given]
-    if foreign:
+    torchruns = [name for name in TORCHRUNS_WAY if name in given]
+    if torchruns:
         raise ValueError(
-            f"{used[0]} cannot be mixed with --{foreign[0]}, which is torchrun's way to describe the machines of a "
+            f"{used[0]} cannot be mixed with --{torchruns[0]}, which is torchrun's way to describe the machines of a "
             "job; use one of them"
         )
     if used == ["--master"]:
@@ -159,7 +161,7 @@ def _node_range(text: str) -> tuple[int, int]:
 def _by_master(args: argparse.Namespace, given: set[str], smallest: int, largest: int) -> Nodes:
     if args.master is None:
         raise ValueError(
-            f"--rank: got {args.rank}, but no --master; expected the place where the machines meet as well: "
+            f"--rank: got {args.rank}, but no --master; expected the address of node 0 as well: "
             "--master host:port --nnodes N"
         )
     host, port = _host_and_port(args.master)
@@ -171,8 +173,8 @@ def _by_master(args: argparse.Namespace, given: set[str], smallest: int, largest
     rank = None if args.rank == -1 else args.rank  # -1 is Paddle's own default
     if rank is not None and smallest != largest:
         raise ValueError(
-            f"--rank: got {rank} with --nnodes {args.nnodes}; machines that come and go number themselves. "
-            "Leave --rank out, or give one number of machines."
+            f"--rank: got {rank} with --nnodes {args.nnodes}; machines that join and leave get their numbers by "
+            "themselves. Leave --rank out, or give one number of machines."
         )
     if rank is not None and not 0 <= rank < largest:
         raise ValueError(f"--rank: got {rank}, expected 0 to {largest - 1}, since --nnodes is {largest}")
@@ -213,7 +215,7 @@ def _by_addresses(args: argparse.Namespace, given: set[str], flag: str) -> Nodes
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
-    """ "10.0.0.1:29500", a bare host, "[::1]:29500", or Paddle's http:// before them."""
+    """Return host and port of "10.0.0.1:29500", a host alone, or "[::1]:29500"; Paddle's http:// may come first."""
     place = text.removeprefix("http://").rstrip("/")
     if _is_address(place):
         return place, None  # an IPv6 address has colons of its own

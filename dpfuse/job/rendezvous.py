@@ -1,8 +1,7 @@
-"""Where the ranks of one machine meet: a store that listens on 127.0.0.1 and nowhere else.
+"""The rendezvous of ranks on one machine: a store that listens on 127.0.0.1 only.
 
-torch's own TCPStore listens on every interface, whatever address it is given, unless it gets a socket that is
-bound already. Imported only when a job is started: torchrun's rendezvous package is not part of `import
-torch`.
+torch's own TCPStore listens on every interface, whatever its address, unless it gets a socket that is already bound.
+Imported only when a job starts, because `import torch` does not import torchrun's rendezvous package.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ HOST = "127.0.0.1"
 
 
 def loopback_store(port: int = 0, timeout: timedelta = timedelta(minutes=15)) -> TCPStore:
-    """A served store that only this machine reaches; its `port` attribute says where.
+    """Return a store that only processes of this machine can reach; its `port` attribute is the port.
 
     Args:
         port: the port to listen on; 0 takes a free one.
-        timeout: how long a reader waits for a key.
+        timeout: of a read that waits for a key.
 
     Raises:
         ValueError: the port is taken.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # A port that the last job has just left is free, though its old connections may linger.
+    # Allows a port of which old connections, of a job that has just ended, still exist.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
@@ -52,12 +51,12 @@ def loopback_store(port: int = 0, timeout: timedelta = timedelta(minutes=15)) ->
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+        master_listen_fd=listener.detach(),  # the store owns and closes it from now on
     )
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """torchrun's rendezvous for a job whose ranks are all here: nobody to wait for."""
+    """torchrun's rendezvous for a job whose ranks are all on this machine: it waits for no other machine."""
 
     def __init__(self, run_id: str, port: int, timeout: timedelta) -> None:
         self._run_id = run_id
@@ -70,14 +69,14 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        # The ranks connect to the launcher's store; otherwise rank 0 would serve one on every interface.
+        # The ranks connect to the launcher's store; otherwise rank 0 would serve a store on every interface.
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # A restarted job gets a new store: keys of the attempt that failed would be taken for new ones.
+        # A restarted job gets a new store, because the old one has keys of the failed attempt.
         self._store = None
         self._store = loopback_store(self._port, self._timeout)
-        # torchrun keeps its own keys apart from those of the process group.
+        # torchrun's own keys are separate from those of the process group.
         own = PrefixStore(f"dpfuse.launch/{self._run_id}", self._store)
         return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(HOST, self._store.port))
 
@@ -105,5 +104,5 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> None:
-    """Make `BACKEND` known to torchrun; any number of times."""
+    """Register `BACKEND` with torchrun; may be called several times."""
     rendezvous_handler_registry.register(BACKEND, _create)

@@ -1,4 +1,4 @@
-"""`spawn`: one function on several ranks of this machine. Processes are torch.multiprocessing's."""
+"""`spawn`: run one function on several ranks of this machine, as processes of torch.multiprocessing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from dpfuse.job import rank as rank_program
-from dpfuse.job.context import RankFolder, SpawnContext, error_path, result_path
+from dpfuse.job import rank_program
 from dpfuse.job.devices import (
     check_backend,
     choose_backend,
@@ -26,16 +25,17 @@ from dpfuse.job.devices import (
     cpu_count,
     select_gpus,
 )
+from dpfuse.job.spawn_context import RankFolder, SpawnContext, error_path, result_path
 from dpfuse.job.variables import environment, one_machine_variables
 
 __all__ = ["spawn"]
 
-SECONDS_TO_END = 8.0  # for a rank that has failed
+SECONDS_TO_END = 8.0  # that a rank gets to end after it has failed
 OPTIONS = ("start_method", "backend", "gpus")
 OLDER_NAMES_OF_GPUS = ("selected_gpus", "selected_devices")
-MACHINES = "spawn starts ranks on this machine only; for several use `python -m dpfuse.launch --ips=…`"
-# Options of Paddle's spawn that do nothing here, and what to do instead.
-OTHERS_OF_PADDLE = {
+MACHINES = "spawn starts ranks on this machine only; for several machines use `python -m dpfuse.launch --ips=…`"
+# Options of Paddle's spawn that have no effect here, and what to do instead.
+UNUSED_OPTIONS = {
     "ips": MACHINES,
     "cluster_node_ips": MACHINES,
     "node_ip": MACHINES,
@@ -48,20 +48,19 @@ OTHERS_OF_PADDLE = {
 
 @dataclass(frozen=True)
 class _Job:
-    """What every rank of one spawn is told; the rank's own number comes beside it."""
+    """What every rank of one spawn receives, apart from its own number."""
 
     variables: dict[str, str]
     folder: str
-    parent: int  # the pid to die with, 0 where that cannot be promised
-    gpus: int  # how many the ranks see
+    parent: int  # the pid with which the rank shall die; 0 if that is not possible
+    gpus: int  # the number that the ranks see
     forked: bool
-    threads: int  # for torch on the CPU; 0 leaves torch's own choice
+    threads: int  # of torch on the CPU; 0 leaves the number to torch
 
 
 def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if job.forked:
-        # Leftovers of the parent, such as a store with threads that this process does not have, must not be
-        # collected here.
+        # Objects of the parent must not be collected here, such as a store whose threads do not exist in this process.
         gc.freeze()
     if job.parent:
         rank_program.die_with_parent(job.parent)
@@ -69,7 +68,7 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     host = job.variables["MASTER_ADDR"]
     rank_program.set_paddle_variables(os.environ, job.gpus, (host,), host)
     record = error_path(job.folder, rank)
-    # An exception that torch or the user's program records goes to the same place.
+    # Exceptions that torch or the user's program records go to the same file.
     os.environ["TORCHELASTIC_ERROR_FILE"] = record
     if job.threads:
         torch.set_num_threads(job.threads)
@@ -82,7 +81,7 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
                 f"rank {rank}: func returned a {type(result).__name__}, which cannot be sent back ({error}); "
                 "return something that pickle can handle, such as numbers, lists or tensors."
             ) from error
-        # The name appears when the content is whole.
+        # The file gets its name only when its content is complete.
         draft = result_path(job.folder, rank).with_suffix(".part")
         draft.write_bytes(data)
         draft.rename(result_path(job.folder, rank))
@@ -94,18 +93,18 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     except Exception as error:
         rank_program.record_exception(error, record)
         rank_program.end_within(SECONDS_TO_END, 1)
-        # Raised on, torch would pickle the traceback into a file in a folder that everybody can write to.
+        # torch would pickle the traceback of a raised exception into a file in a folder that every user can write to.
         sys.exit(1)
     rank_program.end_process(forked=job.forked)
 
 
 def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options under their present names."""
+    """Return the options under their present names."""
     checked = {}
     for name, value in options.items():
-        if name in OTHERS_OF_PADDLE:
+        if name in UNUSED_OPTIONS:
             raise ValueError(
-                f"spawn: the option {name!r} of Paddle's spawn has no effect here: {OTHERS_OF_PADDLE[name]}."
+                f"spawn: the option {name!r} of Paddle's spawn has no effect here: {UNUSED_OPTIONS[name]}."
             )
         if name in OLDER_NAMES_OF_GPUS:
             if len({"gpus", *OLDER_NAMES_OF_GPUS}.intersection(options)) > 1:
@@ -180,30 +179,29 @@ def spawn(
 ) -> SpawnContext:
     """Run `func(*args)` on several ranks of this machine.
 
-    func gets no rank argument: it calls `init_parallel_env()` (torch's own `init_process_group()` works as
-    well) and asks `get_rank()`. The ranks meet on 127.0.0.1 only. A rank that fails ends the others within
-    seconds. On Linux no rank outlives this process where the call is made from its main thread.
+    func gets no rank argument: it calls `init_parallel_env()` (or torch's own `init_process_group()`) and then
+    `get_rank()`. The ranks connect on 127.0.0.1 only. If a rank fails, the others are ended within seconds. On
+    Linux, if the call is made in the main thread, no rank outlives this process.
 
     Args:
         func: a function that other processes can import: at the top level of a module, no lambda.
         args: its arguments.
-        nprocs: number of ranks; -1 is one for each visible GPU, without GPUs one for each core.
-        join: wait for all ranks; False returns at once.
-        daemon: end the ranks when this process ends by itself, without waiting for them.
+        nprocs: number of ranks; -1 means one for each visible GPU, or without GPUs one for each core.
+        join: whether to wait for all ranks; False returns at once.
+        daemon: whether the ranks end with this process, which then does not wait for them.
         **options: `start_method` ("spawn" by default, else "fork" or "forkserver"); `backend` ("nccl",
-            "gloo", …: what `init_parallel_env` uses; by default NCCL with GPUs, else gloo); `gpus`
-            (physical cards for the ranks, "0,1" or [0, 1]; `selected_gpus` and `selected_devices`, Paddle's
-            older names, are deprecated).
+            "gloo", …: for `init_parallel_env`; by default NCCL with GPUs, else gloo); `gpus`
+            (physical cards for the ranks, "0,1" or [0, 1]; Paddle's older names `selected_gpus` and
+            `selected_devices` are deprecated).
 
     Returns:
         A context with `processes`, `join(timeout=None)` and `return_queues`:
         `context.return_queues[r].get()` is what func returned on rank r.
 
     Raises:
-        ValueError: a wrong number, option, backend, card, or a func that cannot be sent to another process.
-        TypeError: func is not callable, nprocs no integer, args no sequence.
-        DPFuseError: a rank failed (only with join=True; else `context.join()` raises it). Names rank and
-            exception.
+        ValueError: a number, an option, a backend or a card is wrong, or func cannot be sent to another process.
+        TypeError: func is not callable, nprocs is not an integer, or args is not a sequence.
+        DPFuseError: a rank failed; the text names rank and exception. With join=False `context.join()` raises it.
 
     Example:
         >>> import math, dpfuse.job as distributed
@@ -261,12 +259,12 @@ def _begin(
         variables["DPFUSE_BACKEND"] = backend
     if cards is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
-    # The kernel watches the thread that forks: one that ends before the ranks would take them along. A fork
-    # server is not this process at all.
-    mortal = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
+    # The kernel ends the ranks when the thread that forked them ends, so only the main thread may ask for it. A
+    # fork server is another process.
+    dies_with_us = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
     gpus = _visible_gpus() if cards is None else min(len(cards), _visible_gpus())
-    job = _Job(variables, folder.name, os.getpid() if mortal else 0, gpus, start_method == "fork", threads)
-    # Inherited too, since the ranks import torch and the user's module before they run any line of ours.
+    job = _Job(variables, folder.name, os.getpid() if dies_with_us else 0, gpus, start_method == "fork", threads)
+    # Also inherited, because the ranks import torch and the user's module before they run `_run_rank`.
     with environment(variables):
         return SpawnContext(_start(func, args, count, daemon, start_method, job), folder, store)
 
@@ -280,7 +278,7 @@ def _start(
             _run_rank, (job, func, args), count, join=False, daemon=daemon, start_method=start_method
         )
     except BaseException as error:
-        # Ranks that did start wait for those that never will.
+        # The ranks that did start wait for the others, which never will.
         for process in set(mp.active_children()) - before:
             process.kill()
             process.join()

@@ -1,6 +1,6 @@
-"""The environment variables of a rank: who it is, how many there are, where they meet. Joins nothing.
+"""The environment variables of a rank: its number, the number of ranks, the address of the store. Joins nothing.
 
-`read_environment` turns the variables into a `RankEnvironment` or into an error that names one.
+`read_environment` turns the variables into a `RankEnvironment`, or raises an error that names one of them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,25 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What the variables of one process say, checked."""
+    """The variables of one process, checked."""
 
     rank: int
     world_size: int
     local_rank: int
     device_id: int  # index among the visible GPUs
-    master: tuple[str, int] | None  # host and port of the store; None only where one rank is all there is
+    master: tuple[str, int] | None  # host and port of the store; None only in a job of one rank
     one_machine: bool
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """torch's variables, else Paddle's, else None; half an environment is a ValueError."""
+    """Return what torch's variables say, else what Paddle's say; None if neither are set.
+
+    Args:
+        environ: the variables; None reads those of this process.
+
+    Raises:
+        ValueError: a variable is missing or wrong.
+    """
     environ = os.environ if environ is None else environ
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", _torch_master(environ))
@@ -73,7 +80,7 @@ def _read(
     if master is None and world_size > 1:
         raise ValueError(
             f"MASTER_ADDR and MASTER_PORT are not set although {size_name}={world_size}; expected the "
-            "address at which the ranks meet. Set both (on one machine MASTER_ADDR=127.0.0.1 and a free port), or "
+            "address to which the ranks connect. Set both (on one machine MASTER_ADDR=127.0.0.1 and a free port), or "
             "PADDLE_MASTER=host:port, or start the ranks with `python -m dpfuse.launch`."
         )
     endpoints = trainer_endpoints(environ)
@@ -118,7 +125,7 @@ def _torch_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _paddle_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    # Paddle's rank 0 serves the store; without PADDLE_MASTER its own endpoint is the address all ranks know.
+    # Paddle's rank 0 serves the store. Without PADDLE_MASTER all ranks know the address from the list of endpoints.
     name = "PADDLE_MASTER" if environ.get("PADDLE_MASTER") else "PADDLE_TRAINER_ENDPOINTS"
     address = environ.get("PADDLE_MASTER") or next(iter(trainer_endpoints(environ)), None)
     if address is None:
@@ -130,14 +137,14 @@ def _paddle_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def trainer_endpoints(environ: Mapping[str, str]) -> list[str]:
-    """The addresses in PADDLE_TRAINER_ENDPOINTS, by rank; none where it is not set."""
+    """Return the addresses in PADDLE_TRAINER_ENDPOINTS, by rank; an empty list if it is not set."""
     return [part.strip() for part in environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if part.strip()]
 
 
 def endpoints_of(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[list[str], str]:
-    """The addresses of all ranks, and that of `rank`; none where Paddle's variables speak of another job.
+    """Return the addresses of all ranks, and that of `rank`; empty if Paddle's variables describe another job.
 
-    A launcher that sets torch's variables only leaves those of a job around it in place.
+    A launcher that sets only torch's variables does not remove Paddle's variables of a surrounding job.
     """
     about = (environ.get("PADDLE_TRAINER_ID", str(rank)), environ.get("PADDLE_TRAINERS_NUM", str(world_size)))
     if about != (str(rank), str(world_size)):
@@ -147,18 +154,18 @@ def endpoints_of(environ: Mapping[str, str], rank: int, world_size: int) -> tupl
 
 
 def _local_rank(environ: Mapping[str, str], rank: int) -> int:
-    # With endpoints: how many earlier ranks share this rank's host. Without: all ranks on one machine.
+    # With endpoints, the number of earlier ranks on this rank's host. Without, all ranks are on one machine.
     hosts = [endpoint.rpartition(":")[0] for endpoint in trainer_endpoints(environ)]
     return hosts[:rank].count(hosts[rank]) if rank < len(hosts) else rank
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface (`lo` on Linux), or None where it has another name."""
+    """Return the name of the loopback interface if it is `lo`, as on Linux; else None."""
     return "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else None
 
 
 def one_machine_variables() -> dict[str, str]:
-    """What keeps the sockets of gloo and NCCL on loopback; nothing that the user has set."""
+    """Return the variables that keep the sockets of gloo and NCCL on loopback, except those that the user has set."""
     interface = loopback_interface()
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: interface for name in names if name not in os.environ} if interface else {}
@@ -166,7 +173,7 @@ def one_machine_variables() -> dict[str, str]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while, for processes started meanwhile to inherit."""
+    """Set environment variables inside the context, so that processes started there inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

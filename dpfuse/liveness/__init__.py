@@ -1,1 +1,7 @@
-"""Heartbeats beside the process group, and who is blamed when a rank falls silent. See docs/diagnosis.md."""
+"""Heartbeats beside the process group: they name the rank that ends, falls silent, or leaves its group.
+
+Read in this order: `start` (gives a group its heartbeat), `heartbeat` (the thread of every rank), `server` (rank 0,
+which judges), `client` (the other ranks), `diagnosis` (how rank 0 judges, and the texts). Messages travel through
+`endpoint` and `connection`. `thread_state` inspects the thread that trains. `process_exit` announces the end of this
+process. The board between the two threads is in `dpfuse.engine.waiting`.
+"""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.liveness.lookout import watch
+from dpfuse.liveness.start import start_heartbeat
 from dpfuse.model.check import describe_model, describe_options, tensors_of
 from dpfuse.model.options import SyncOptions
 
@@ -28,7 +28,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     votes.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
-    watch(group, options.stall_timeout)
+    start_heartbeat(group, options.stall_timeout)
     device = next(iter(params.values())).device
     if options.deterministic:
         collective.check_all_to_all(group, device)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import dpfuse
 from dpfuse.commands import contenders, sweep
-from dpfuse.commands.bench import Effort, table
+from dpfuse.commands.bench_command import Effort, table
 from dpfuse.commands.recommendation import recommend
 from dpfuse.commands.sweep import Row
 from dpfuse.errors import DPFuseError
@@ -55,7 +55,7 @@ def test_the_door_measures_and_writes(tmp_path):
     assert table(tuple(rows)) in done.stdout
     assert report["recommended"]["reason"] in done.stdout
     assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
-    assert "contenders hold the same gradients" in done.stderr
+    assert "contenders give the same gradients" in done.stderr
 
 
 def swept(rank, size, name, find_unused):
@@ -104,16 +104,16 @@ def refused(rank, size, name, text):
 
 
 def test_without_it_the_proof_says_so(ranks):
-    text = r"the proof of torch DDP failed on rank \d: .*Pass --find_unused_parameters"
+    text = r"the check of torch DDP failed on rank \d: .*Pass --find_unused_parameters"
     assert ranks(refused, "uneven", text) == [0, 1]
 
 
 def test_sizes_that_make_the_same_buckets_are_tried_once():
     specs = dpfuse.plan_buckets(models.build()[0]).specs
     timeline = Timeline.synthetic(specs, 0.01)
-    assert contenders.without_twins(GRID, timeline) == [(0.1, 0.05), (0.2, 0.1), (25.0, 1.0)]
-    assert contenders.without_twins([], timeline) == [(25.0, 1.0)]
+    assert contenders.without_duplicates(GRID, timeline) == [(0.1, 0.05), (0.2, 0.1), (25.0, 1.0)]
+    assert contenders.without_duplicates([], timeline) == [(25.0, 1.0)]
     # The simplest of them: one size is not the default, rather than two.
     twins = [(0.05, 0.04), (0.05, 0.05), (0.05, 1.0)]
     few = Timeline.synthetic([dpfuse.ParamSpec(name, (1 << 18,), "float32") for name in "abc"], 0.01)
-    assert contenders.without_twins(twins, few) == [(0.05, 1.0), (25.0, 1.0)]
+    assert contenders.without_duplicates(twins, few) == [(0.05, 1.0), (25.0, 1.0)]

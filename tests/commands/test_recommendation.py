@@ -60,24 +60,24 @@ def test_noise_that_does_not_is_no_reason_to_change():
     rows = [default(10.0, DRIFT), row("8 / 1 MB", (8.0, 1.0), 9.0, DRIFT[::-1])]
     found = recommend(rows)
     assert found.arguments == ""
-    assert "nothing is faster by more than noise (8 / 1 MB: " in found.reason
+    assert "no other size is faster by more than noise (8 / 1 MB: " in found.reason
 
 
 def test_more_rounds_tell_more():
     parts = (0.0, 0.1, -0.1, 0.2, -0.2)
     rows = [(default(10.0, parts * times), row("8 / 1 MB", (8.0, 1.0), 8.5, parts[::-1] * times)) for times in (1, 25)]
     few, many = map(recommend, rows)
-    assert few.reason.endswith("more --rounds may tell")
+    assert few.reason.endswith("more --rounds may decide")
     assert many.arguments == "comm_buffer_size=8"
 
 
 def test_few_rounds_are_told():
     rows = [default(10.0, (0.0,)), row("8 / 1 MB", (8.0, 1.0), 9.0, (0.0,))]
-    assert recommend(rows).reason.endswith("with fewer than 5 rounds the noise is a guess")
-    assert recommend(rows[:1]).reason.endswith("with fewer than 5 rounds the noise is a guess")
+    assert recommend(rows).reason.endswith("with fewer than 5 rounds the noise is not known well")
+    assert recommend(rows[:1]).reason.endswith("with fewer than 5 rounds the noise is not known well")
 
 
 def test_nothing_better_is_said():
     assert recommend([default(), row("8 / 1 MB", (8.0, 1.0), 11.0)]).reason == (
-        "keep the default sizes: nothing that was tried is faster"
+        "keep the default sizes: no other size is faster"
     )

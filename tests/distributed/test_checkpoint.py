@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import dpfuse
-from dpfuse.checkpoint.checkpoint import Checkpoint
+from dpfuse.checkpoint.save_load import Checkpoint
 
 STEPS, INTERRUPTED, PER_EPOCH = 12, 7, 5  # the interruption is within the second epoch
 
@@ -260,8 +260,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
         assert "'bias' is not in the model. Nothing was loaded." in told["all ranks' model"][1]
         assert told["optimizer"][1] == "optimizer: the checkpoint has the state of Adam, got SGD. Nothing was loaded."
         assert "has groups of [2] parameters, expected [1]" in told["groups"][1]
-        assert told["scaler"][1].startswith("scaler: the checkpoint was saved without one; save it, too")
-        assert told["sampler"][1].startswith("sampler: the checkpoint was saved without one; save it, too")
+        assert told["scaler"][1].startswith("scaler: the checkpoint was saved without one; save it as well")
+        assert told["sampler"][1].startswith("sampler: the checkpoint was saved without one; save it as well")
         assert "load_checkpoint differs between ranks: rank 1 has 'loads [], random_state=False'" in told["asked"][1]
         assert "none.pt" in told["file"][1]
         assert "expected a folder, or a file whose name ends in .pt" in told["notes"][1]
@@ -311,8 +311,8 @@ def test_a_damaged_file_is_told_of_and_the_one_before_is_loaded(ranks, tmp_path)
     assert first[:2] == second[:2] == (1, 1.0)
     two, three = (f"step-000000000{step}.pt" for step in (2, 3))
     assert [text.partition(": ")[0] for text in first[2]] == [f"{tmp_path / name} is damaged" for name in (three, two)]
-    assert "its content does not have its checksum" in first[2][0]
-    assert first[2][0].endswith("going back to the one before")
+    assert "its content does not match its checksum" in first[2][0]
+    assert first[2][0].endswith("loading the checkpoint before it")
     assert second[2] == []
     assert first[3] == second[3] == ["step-0000000001.pt", f"{two}.damaged", f"{three}.damaged"]
     assert first[4] == second[4]
@@ -341,7 +341,7 @@ def test_another_number_of_ranks_is_told_of(ranks, tmp_path):
     ranks(other_size, tmp_path, True, size=2)
     for seen, _ in ranks(other_size, tmp_path, False, size=1):
         (text,) = seen
-        assert text.startswith("the checkpoint is of 2 rank(s), this job has 1: random numbers begin anew")
+        assert text.startswith("the checkpoint is of 2 rank(s), this job has 1: random states are not restored")
 
 
 def test_without_a_process_group(tmp_path):

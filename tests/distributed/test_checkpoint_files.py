@@ -125,7 +125,7 @@ def test_torch_alone_would_take_changed_numbers_for_good_ones(tmp_path):
     data[data.index(weight.numpy().tobytes()) + 6] ^= 1
     path.write_bytes(data)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], weight)
-    with pytest.raises(DamagedFileError, match="its content does not have its checksum"):
+    with pytest.raises(DamagedFileError, match="its content does not match its checksum"):
         read_whole(path)
 
 
@@ -151,14 +151,14 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path, monkeypatch):
     marker = tmp_path / "marker"
     monkeypatch.setattr(folder, "_check_loadable", lambda *_: None)
     path = write_step(tmp_path, 1, {"step": 1, "model": Planted(marker)}, keep=1)
-    with pytest.raises(ValueError, match=r"is no checkpoint of dpfuse.save_checkpoint: (.|\n)*mkdir"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of dpfuse.save_checkpoint: (.|\n)*mkdir"):
         read_newest(tmp_path)
     assert path.exists()
     assert not marker.exists()
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
-    with pytest.raises(TypeError, match=r"^extra: has .*mkdir, which weights_only=True refuses to load"):
+    with pytest.raises(TypeError, match=r"^extra: has .*mkdir, which weights_only=True does not load"):
         write_step(tmp_path, 1, {"step": 1, "extra": Planted("x")}, keep=1)
     assert os.listdir(tmp_path) == []
 
@@ -167,7 +167,7 @@ def test_another_file_is_no_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(folder, "FORMAT", "another")
         path = write_step(tmp_path, 1, {"model": 1}, keep=1)
-    with pytest.raises(ValueError, match=r"is no checkpoint of dpfuse\.save_checkpoint; load it with torch\.load"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of dpfuse\.save_checkpoint; load it with torch\.load"):
         read_newest(tmp_path)
     torch.save({"state_dict": 1}, path)
     with pytest.raises(DamagedFileError, match=r"it is cut short, or no file of dpfuse\.save_checkpoint"):

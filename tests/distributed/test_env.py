@@ -13,7 +13,7 @@ import torch.distributed as dist
 import dpfuse.job as distributed
 from dpfuse.job.devices import cores_per_rank, cpu_count, select_gpus
 from dpfuse.job.failure import RankFailure, first_failure
-from dpfuse.job.rank import set_paddle_variables
+from dpfuse.job.rank_program import set_paddle_variables
 from dpfuse.job.variables import environment, read_environment
 from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, free_port, run, start
 
@@ -288,7 +288,7 @@ def test_every_variable_in_the_code_is_in_the_documentation():
     sources = re.sub('"(LOOPBACK_HOSTS|CLEANUP_SECONDS)"', "", sources)  # exported names
     names = set(re.findall(r'"((?:[A-Z]+_[A-Z_]+|RANK|FLAGS_selected_gpus))"', sources))
     assert len(names) > 15
-    page = (ROOT / "docs" / "environment.md").read_text()
+    page = (ROOT / "docs" / "guide" / "environment.md").read_text()
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 

@@ -67,7 +67,7 @@ def test_a_rank_that_is_a_forward_ahead_with_its_buffers_is_a_deadlock():
     for rank, told in enumerate(job.finish()):
         seconds, text = error_of(told)
         assert seconds < 3 + 3
-        assert "all ranks have waited for 3 s, which is stall_timeout, and not for the same" in text, rank
+        assert "all ranks have waited for 3 s, which is stall_timeout, but not for the same" in text, rank
     assert job.codes == [1, 1]
 
 
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_named_at_once():
     seconds, text = error_of(told[0])
     assert seconds < 5
     assert re.match(
-        r"rank 0 waits for bucket \d in the backward of step 4 and cannot go on: rank 1 ended without", text
+        r"rank 0 waits for bucket \d in the backward of step 4 and cannot go on: rank 1 ended suddenly", text
     )
 
 
@@ -94,6 +94,20 @@ def test_a_rank_that_raises_is_named_with_its_exception_on_the_other_face_too():
     assert "DPFuseError" not in told[0]
 
 
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_that_leaves_its_group_is_named_and_lives(faulty):
+    job = Job("leave-group", 60, FAULTY=str(faulty))
+    told = job.finish()
+    peer = 1 - faulty
+    assert [job.codes[faulty], job.codes[peer]] == [0, 1], told
+    seconds, text = error_of(told[peer])
+    assert seconds < 5
+    assert f"rank {peer} waits for bucket" in text
+    assert f"cannot go on: rank {faulty} left its process group: RuntimeError: planted" in text
+    assert "well" in told[faulty]
+    assert "DPFuseError" not in told[faulty]
+
+
 def test_a_frozen_rank_is_reported_and_given_up():
     job = Job("freeze", 4)
     told = job.finish(but=1)
@@ -101,7 +115,9 @@ def test_a_frozen_rank_is_reported_and_given_up():
     seconds, text = error_of(told[0])
     assert 3 < seconds < 6
     assert "rank 1 sent no heartbeat for 4 s, which is stall_timeout" in text
-    warning = re.search(r"dpfuse: after [23] s rank 0 still waits for others:", told[0])  # at half the limit
+    warning = re.search(
+        r"dpfuse: after [23] s (rank 0 still waits|ranks 0-1 still wait) for others:", told[0]
+    )  # at half the limit
     assert warning, told[0]
     warned = warning.start()
     assert "rank 1 has sent no heartbeat for 4 s: it runs no Python" in told[0]
@@ -123,7 +139,7 @@ def test_a_rank_that_stays_in_a_collective_of_its_own_is_a_deadlock():
     told = job.finish()
     seconds, text = error_of(told[0])
     assert seconds < 2 + 3
-    assert "all ranks have waited for 2 s, which is stall_timeout, and not for the same" in text
+    assert "all ranks have waited for 2 s, which is stall_timeout, but not for the same" in text
     assert "rank 1 is between steps, before step 4 and is blocked in torch.distributed's barrier" in told[0]
     assert job.codes == [1, 1]
 
@@ -147,7 +163,7 @@ def test_a_rank_whose_collectives_never_end_is_ended(what, limit, why):
     job = Job(what, limit)
     told = job.finish(but=1 if what == "lame-freeze" else None)
     assert job.codes[0] == 1
-    assert f"dpfuse: rank 0 ends, for it cannot go on: rank 1 {why}" in told[0]
+    assert f"dpfuse: rank 0 ends because it cannot go on: rank 1 {why}" in told[0]
     assert "Traceback" not in told[0]
     assert time.monotonic() - begin < 40  # it would sleep as long
 
@@ -233,7 +249,7 @@ def wrap(rank: int, size: int) -> dict[str, object]:
         model(torch.ones(2, 3)).sum().backward()
     alone = dist.new_group([rank], use_local_synchronization=True)
     dpfuse.DataParallel(nn.Linear(3, 2), group=alone)(torch.ones(2, 3)).sum().backward()
-    of_alone = board_of(alone).explain()
+    of_alone = board_of(alone).heartbeat
     heartbeats = [thread for thread in threading.enumerate() if thread.name == "dpfuse-heartbeat"]
     again = []
     for _ in range(2):

@@ -106,7 +106,7 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
     assert all_gone(pids, within=1)
     if how.startswith("raise"):
         assert "ValueError: planted" in done.stderr.replace(last, "")  # the rank's own traceback
-        assert "rank.py" not in done.stderr  # without frames of ours
+        assert "rank_program.py" not in done.stderr  # without frames of ours
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpfuse.job import interfaces, launch
-from dpfuse.job.launch import main
+from dpfuse.job import interfaces, launcher
+from dpfuse.job.launcher import main
 from dpfuse.job.nodes import Nodes
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "join.py")
@@ -26,7 +26,7 @@ def no_gpu(monkeypatch):
 def jobs(monkeypatch):
     """What main() would hand to torchrun, and the variables of its ranks."""
     seen = []
-    monkeypatch.setattr(launch, "_run", lambda args: seen.append((args, dict(launch.os.environ))))
+    monkeypatch.setattr(launcher, "_run", lambda args: seen.append((args, dict(launcher.os.environ))))
     return seen
 
 
@@ -210,7 +210,7 @@ def test_this_machine_knows_its_addresses():
 def test_ranks_are_told_what_is_known(jobs):
     def told(*words):
         args, _ = configured(jobs, *words)
-        return launch.json.loads(args.training_script_args[0])
+        return launcher.json.loads(args.training_script_args[0])
 
     alone = told()
     assert (alone["hosts"], alone["host"], alone["gpus"], alone["one_log"]) == (["127.0.0.1"], "127.0.0.1", 0, False)
@@ -229,7 +229,7 @@ def test_ranks_are_told_how_many_cards_they_see(words, gpus, jobs, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main([*words, SCRIPT]) == 0
     args, variables = jobs.pop()
-    assert (args.nproc_per_node, launch.json.loads(args.training_script_args[0])["gpus"]) == (str(gpus), gpus)
+    assert (args.nproc_per_node, launcher.json.loads(args.training_script_args[0])["gpus"]) == (str(gpus), gpus)
     assert variables.get("CUDA_VISIBLE_DEVICES") == ("0,2" if words else None)
 
 

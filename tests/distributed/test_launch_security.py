@@ -13,8 +13,8 @@ import pytest
 
 import dpfuse
 from dpfuse.engine import votes
-from dpfuse.job import interfaces, launch, spawn
-from dpfuse.job.launch import main
+from dpfuse.job import interfaces, launcher, spawn
+from dpfuse.job.launcher import main
 from tests.distributed.processes import ROOT, SCRIPTS, pids_in, start
 from tests.distributed.processes import launch as launched
 from tests.distributed.scripts import functions
@@ -31,9 +31,9 @@ LOADERS = {"load", "loads"}
 PICKLES = ("pickle", "torch", "numpy")
 # Each exception, with its reason.
 ALLOWED = {
-    ("dpfuse/job/context.py", "pickle.loads"),  # what spawn's own ranks returned, from a folder of mode 0700
-    ("dpfuse/job/rank.py", "exec"),  # the user's script
-    ("dpfuse/job/rank.py", "runpy.run_module"),  # the user's module
+    ("dpfuse/job/spawn_context.py", "pickle.loads"),  # what spawn's own ranks returned, from a folder of mode 0700
+    ("dpfuse/job/rank_program.py", "exec"),  # the user's script
+    ("dpfuse/job/rank_program.py", "runpy.run_module"),  # the user's module
 }
 
 
@@ -132,7 +132,7 @@ def hostile(rank, size, marker):
 
     folder = f"{marker}-folder"
     if rank == 1:
-        dpfuse.checkpoint.checkpoint.torch.save = lambda _, file: file.write(pickle.dumps(Planted(marker)))
+        dpfuse.checkpoint.save_load.torch.save = lambda _, file: file.write(pickle.dumps(Planted(marker)))
     dpfuse.save_checkpoint(folder, nn.Linear(1, 1), step=1)
     try:
         dpfuse.load_checkpoint(folder, nn.Linear(1, 1), random_state=True)
@@ -213,7 +213,7 @@ def test_two_jobs_on_one_machine_do_not_meet():
 
 @pytest.fixture
 def settled(monkeypatch):
-    monkeypatch.setattr(launch, "_run", lambda args: None)
+    monkeypatch.setattr(launcher, "_run", lambda args: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(interfaces.socket, "getaddrinfo", resolved)
 

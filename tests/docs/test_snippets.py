@@ -154,7 +154,7 @@ def texts_of_the_sources() -> list[str]:
 
 
 def test_every_error_that_is_explained_exists():
-    phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/guide/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(phrases) > 20
     texts = texts_of_the_sources()
     patterns = {phrase: re.compile(".*?".join(map(re.escape, phrase.split("…")))) for phrase in phrases}

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # torch's wrapper, and its checkpoints, import it when they are first used
 import torch.distributed as dist
 
-from dpfuse.job.rank import end_process
+from dpfuse.job.rank_program import end_process
 from tests.faults.faults import BY_NAME
 from tests.faults.job import Job
 

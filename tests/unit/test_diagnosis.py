@@ -1,4 +1,4 @@
-"""The verdict on ranks that wait, from tables made by hand: no process, no network."""
+"""The judgement on ranks that wait, from states made by hand: no process, no network."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from math import inf
 import pytest
 
 from dpfuse.engine.waiting import Doing
-from dpfuse.liveness.diagnosis import End, Seen, Status, blame, clean, judge
+from dpfuse.errors import DPFuseError
+from dpfuse.liveness.diagnosis import End, EndKind, RankState, Status, end_with, find_cause, judge, printable
 
 WAITS = Status(Doing.BACKWARD, step=7, bucket=2, age=20.0, waits=True, limit=8.0)
 BUSY = Status(Doing.BETWEEN, step=7, age=20.0, limit=8.0, at="eval.py:57 in evaluate")
 BLOCKED = replace(BUSY, call="barrier", blocked=9.0)
 
 
-def judged(*seen: Seen, whole_job: bool = True):
-    return judge(dict(enumerate(seen)), whole_job=whole_job)
+def judged(*states: RankState, whole_job: bool = True):
+    return judge(dict(enumerate(states)), whole_job=whole_job)
 
 
-def test_nobody_waits():
-    assert judged(Seen(BUSY), Seen(BUSY, silence=100.0), Seen(BUSY, end=End(died=True))) is None
+def test_no_finding_if_no_rank_waits():
+    assert judged(RankState(BUSY), RankState(BUSY, silence=100.0), RankState(BUSY, end=End(EndKind.FAILED))) is None
 
 
-def test_a_short_wait_is_no_news():
-    assert judged(Seen(replace(WAITS, age=3.0)), Seen(BUSY)) is None
+def test_no_finding_after_a_short_wait():
+    assert judged(RankState(replace(WAITS, age=3.0)), RankState(BUSY)) is None
 
 
 def test_a_rank_that_computes_is_only_reported_however_long_it_takes():
-    finding = judged(Seen(replace(WAITS, age=3600.0)), Seen(BUSY))
+    finding = judged(RankState(replace(WAITS, age=3600.0)), RankState(BUSY))
     assert not finding.fatal
     assert finding.ranks == (1,)
     assert "rank 1 is between steps, before step 7, for 20 s, at eval.py:57 in evaluate" in finding.text
@@ -38,13 +39,13 @@ def test_a_rank_that_computes_is_only_reported_however_long_it_takes():
 @pytest.mark.parametrize("limit", [30.0, inf])
 def test_the_report_comes_after_ten_seconds(limit):
     waits = replace(WAITS, limit=limit)
-    assert judged(Seen(replace(waits, age=9.9)), Seen(BUSY)) is None
-    assert judged(Seen(replace(waits, age=10.1)), Seen(BUSY)).fatal is False
+    assert judged(RankState(replace(waits, age=9.9)), RankState(BUSY)) is None
+    assert judged(RankState(replace(waits, age=10.1)), RankState(BUSY)).fatal is False
 
 
-def test_silence_is_fatal_at_the_limit_and_is_not_called_death():
-    assert not judged(Seen(WAITS), Seen(BUSY, silence=7.9)).fatal
-    finding = judged(Seen(WAITS), Seen(BUSY, silence=8.1))
+def test_silence_is_fatal_at_the_limit_and_is_not_called_an_end():
+    assert not judged(RankState(WAITS), RankState(BUSY, silence=7.9)).fatal
+    finding = judged(RankState(WAITS), RankState(BUSY, silence=8.1))
     assert finding.fatal
     assert finding.ranks == (1,)
     assert "runs no Python" in finding.text
@@ -52,92 +53,120 @@ def test_silence_is_fatal_at_the_limit_and_is_not_called_death():
 
 
 def test_a_long_evaluation_and_a_blip_are_not_a_stall():
-    assert not judged(Seen(replace(WAITS, age=300.0)), Seen(BUSY, silence=5.0)).fatal
+    assert not judged(RankState(replace(WAITS, age=300.0)), RankState(BUSY, silence=5.0)).fatal
 
 
 def test_without_a_limit_nothing_is_fatal():
     waits = replace(WAITS, limit=inf)
-    for other in (Seen(BUSY, silence=1e4), Seen(BUSY, end=End(died=True, ago=100.0)), Seen(BLOCKED)):
-        assert not judged(Seen(waits), other).fatal
+    for other in (
+        RankState(BUSY, silence=1e4),
+        RankState(BUSY, end=End(EndKind.FAILED, ago=100.0)),
+        RankState(BLOCKED),
+    ):
+        assert not judged(RankState(waits), other).fatal
 
 
-def test_a_rank_that_was_never_heard_of_is_never_called_silent():
-    finding = judged(Seen(WAITS), Seen(None, silence=1e6))
+def test_a_rank_without_any_heartbeat_is_never_called_silent():
+    finding = judged(RankState(WAITS), RankState(None, silence=1e6))
     assert not finding.fatal
-    assert "rank 1 was never heard of" in finding.text
+    assert "rank 1 has never sent a heartbeat" in finding.text
 
 
-def test_a_death_is_fatal_after_a_moment():
+def test_a_failure_is_fatal_after_a_second():
     waits = replace(WAITS, age=1.5)
-    assert judged(Seen(waits), Seen(BUSY, end=End(died=True, ago=0.5))) is None
-    finding = judged(Seen(waits), Seen(BUSY, end=End(died=True, error="ValueError: planted", ago=1.2)))
+    assert judged(RankState(waits), RankState(BUSY, end=End(EndKind.FAILED, ago=0.5))) is None
+    finding = judged(RankState(waits), RankState(BUSY, end=End(EndKind.FAILED, "ValueError: planted", ago=1.2)))
     assert finding.fatal
     assert "rank 1 ended with ValueError: planted" in finding.text
 
 
-def test_a_goodbye_is_fatal_once_its_last_data_must_have_come():
+def test_a_rank_that_left_its_group_is_named_although_it_lives():
+    left = end_with(RuntimeError("planted\nmore"), EndKind.LEFT)
+    waits = replace(WAITS, age=1.5)
+    assert judged(RankState(waits), RankState(BUSY, end=replace(left, ago=0.5))) is None
+    finding = judged(RankState(waits), RankState(BUSY, end=replace(left, ago=1.2)))
+    assert (finding.fatal, finding.ranks) == (True, (1,))
+    assert finding.text.startswith("rank 1 left its process group: RuntimeError: planted\n")
+
+
+def test_an_error_that_names_another_rank_is_secondary():
+    named = DPFuseError("rank 2 ended")
+    named.ranks = (2,)
+    assert end_with(named).secondary
+    assert end_with(RuntimeError("[gloo] Connection closed by peer")).secondary
+    assert not end_with(RuntimeError("planted")).secondary
+
+
+def test_a_normal_end_is_fatal_after_five_seconds():
     waits = replace(WAITS, limit=60.0)
-    assert not judged(Seen(waits), Seen(BUSY, end=End(died=False, ago=4.0))).fatal
-    finding = judged(Seen(waits), Seen(BUSY, end=End(died=False, ago=5.5)))
+    assert not judged(RankState(waits), RankState(BUSY, end=End(EndKind.NORMAL, ago=4.0))).fatal
+    finding = judged(RankState(waits), RankState(BUSY, end=End(EndKind.NORMAL, ago=5.5)))
     assert finding.fatal
     assert "rank 1 ended without an error" in finding.text
 
 
-def test_the_cause_is_named_and_not_its_echo():
-    cause = Seen(BUSY, end=End(died=True, error="ValueError: planted", ago=2.0))
-    echo = Seen(BUSY, end=End(died=True, error="DPFuseError: rank 2 ended", echo=True, ago=3.0))
-    left = Seen(BUSY, end=End(died=False, ago=9.0))
-    assert judged(Seen(WAITS), echo, cause, left).ranks == (2,)
-    assert blame({0: Seen(WAITS), 1: echo, 2: cause, 3: left}).ranks == (2,)
-    assert blame({0: Seen(WAITS), 1: echo, 3: left}).ranks == (3,)
-    assert blame({0: Seen(WAITS), 1: echo}).ranks == (1,)
-    assert blame({0: Seen(WAITS), 1: Seen(BUSY, silence=1e3)}) is None
+def test_the_cause_is_named_and_not_the_secondary_failures():
+    cause = RankState(BUSY, end=End(EndKind.FAILED, "ValueError: planted", ago=2.0))
+    secondary = RankState(BUSY, end=End(EndKind.FAILED, "DPFuseError: rank 2 ended", secondary=True, ago=3.0))
+    normal = RankState(BUSY, end=End(EndKind.NORMAL, ago=9.0))
+    assert judged(RankState(WAITS), secondary, cause, normal).ranks == (2,)
+    assert find_cause({0: RankState(WAITS), 1: secondary, 2: cause, 3: normal}).ranks == (2,)
+    assert find_cause({0: RankState(WAITS), 1: secondary, 3: normal}).ranks == (3,)
+    assert find_cause({0: RankState(WAITS), 1: secondary}).ranks == (1,)
+    assert find_cause({0: RankState(WAITS), 1: RankState(BUSY, silence=1e3)}) is None
 
 
-def test_of_two_deaths_the_first_is_the_cause():
-    first, second = (Seen(BUSY, end=End(died=True, ago=ago)) for ago in (3.0, 2.0))
-    assert blame({0: Seen(WAITS), 1: second, 2: first}).ranks == (2,)
+def test_several_causes_are_counted_and_the_first_is_named():
+    ends = [End(EndKind.FAILED, "ValueError: planted", ago=3.0), End(EndKind.FAILED, ago=2.0)]
+    finding = judged(RankState(WAITS), *(RankState(BUSY, end=end) for end in ends))
+    assert finding.ranks == (1, 2)
+    assert finding.text.startswith("ranks 1-2 ended; first, rank 1 ended with ValueError: planted\n")
+
+
+def test_of_two_failures_the_first_is_the_cause():
+    first, second = (RankState(BUSY, end=End(EndKind.FAILED, ago=ago)) for ago in (3.0, 2.0))
+    assert find_cause({0: RankState(WAITS), 1: second, 2: first}).ranks == (2,)
 
 
 def test_all_ranks_stuck_in_different_collectives_is_a_deadlock():
-    finding = judged(Seen(WAITS), Seen(BLOCKED))
+    finding = judged(RankState(WAITS), RankState(BLOCKED))
     assert finding.fatal
     assert finding.ranks == (1,)
     assert "blocked in torch.distributed's barrier" in finding.text
 
 
 def test_a_collective_of_the_users_may_wait_for_a_rank_outside_the_group():
-    assert not judged(Seen(WAITS), Seen(BLOCKED), whole_job=False).fatal
+    assert not judged(RankState(WAITS), RankState(BLOCKED), whole_job=False).fatal
 
 
-def test_no_deadlock_while_somebody_computes_or_has_just_moved():
-    assert not judged(Seen(WAITS), Seen(BLOCKED), Seen(BUSY)).fatal
-    assert not judged(Seen(WAITS), Seen(replace(BLOCKED, blocked=3.0))).fatal
-    assert not judged(Seen(WAITS), Seen(BLOCKED), Seen(None)).fatal
+def test_no_deadlock_while_a_rank_computes_or_has_just_moved():
+    assert not judged(RankState(WAITS), RankState(BLOCKED), RankState(BUSY)).fatal
+    assert not judged(RankState(WAITS), RankState(replace(BLOCKED, blocked=3.0))).fatal
+    assert not judged(RankState(WAITS), RankState(BLOCKED), RankState(None)).fatal
 
 
-def test_all_ranks_waiting_for_the_same_may_have_a_slow_network():
-    assert not judged(Seen(WAITS), Seen(replace(WAITS, bucket=3))).fatal
+def test_all_ranks_waiting_for_the_same_collective_is_not_fatal():
+    assert not judged(RankState(WAITS), RankState(replace(WAITS, bucket=3))).fatal
 
 
 def test_ranks_that_do_the_same_share_a_line():
-    busy = {rank: Seen(replace(WAITS, age=20.0 + rank / 1000)) for rank in range(1000)}
-    finding = judge(busy | {500: Seen(BUSY), 501: Seen(BUSY, silence=4.0)}, whole_job=True)
+    busy = {rank: RankState(replace(WAITS, age=20.0 + rank / 1000)) for rank in range(1000)}
+    finding = judge(busy | {500: RankState(BUSY), 501: RankState(BUSY, silence=4.0)}, whole_job=True)
     lines = finding.text.splitlines()
     assert len(lines) == 4
     assert lines[1].startswith("  rank 500 is between steps")
     assert lines[2].startswith("  rank 501 has sent no heartbeat for 4 s")
-    assert lines[3].startswith("  ranks 0-499, 502-999 waits for bucket 2")
+    assert lines[3].startswith("  ranks 0-499, 502-999: each waits for bucket 2")
 
 
 def test_a_report_is_short_however_much_ranks_differ():
-    seen = {rank: Seen(replace(BUSY, step=rank)) for rank in range(1, 500)} | {0: Seen(WAITS)}
+    seen = {rank: RankState(replace(BUSY, step=rank)) for rank in range(1, 500)} | {0: RankState(WAITS)}
     lines = judge(seen, whole_job=True).text.splitlines()
     assert len(lines) == 14
     assert lines[-1] == "  and 488 ranks elsewhere"
 
 
-def test_a_status_survives_its_way():
+def test_a_status_is_equal_after_travelling():
     for status in (WAITS, BUSY, BLOCKED, replace(WAITS, limit=inf)):
         assert Status.from_message(status.message()) == status
 
@@ -149,7 +178,7 @@ def test_a_status_survives_its_way():
         (7, 3), (7, "x" * 100_000), (8, ["barrier"]), (9, {}),
     ],
 )  # fmt: skip
-def test_what_is_no_status_is_refused(place, value):
+def test_a_message_that_is_not_a_status_is_rejected(place, value):
     message = WAITS.message()
     message[place] = value
     with pytest.raises(ValueError):
@@ -161,5 +190,5 @@ def test_what_is_no_status_is_refused(place, value):
 
 
 def test_a_peers_text_cannot_command_a_terminal():
-    assert clean("a\x1b[31mb\nc") == "a [31mb c"
-    assert clean("a\nb\x07", lines=True) == "a\nb "
+    assert printable("a\x1b[31mb\nc") == "a [31mb c"
+    assert printable("a\nb\x07", lines=True) == "a\nb "

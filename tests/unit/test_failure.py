@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from dpfuse.job.failure import RankFailure, first_failure, read_record
-from dpfuse.job.rank import record_exception
+from dpfuse.job.rank_program import record_exception
 
 
 @pytest.mark.parametrize(

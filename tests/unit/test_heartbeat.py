@@ -1,4 +1,4 @@
-"""Hub and spokes in one process, over real connections: who is believed, and what becomes of the others."""
+"""Heartbeat server and clients in one process, over real connections: which messages count, which are rejected."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dpfuse.engine.waiting import Board, Doing, Wrapper
+from dpfuse.engine.waiting import Board, Doing, Wrapper, leave
+from dpfuse.liveness.client import HeartbeatClient
+from dpfuse.liveness.connection import MAX_UNSENT, Connection, ConnectionEndError
+from dpfuse.liveness.diagnosis import End, EndKind, end_with
+from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
-from dpfuse.liveness.hub import STRANGERS, Hub
-from dpfuse.liveness.line import MAX_UNSENT, Line, LineError
-from dpfuse.liveness.meeting import Meeting, host_name, open_meeting
-from dpfuse.liveness.spoke import Spoke
+from dpfuse.liveness.server import MAX_UNKNOWN, HeartbeatServer
 
 pytestmark = pytest.mark.timeout(60)
 
 
 class Job:
-    """A hub and its spokes."""
+    """A server and its clients."""
 
     def __init__(self, size: int) -> None:
-        self.meeting = open_meeting(one_host=True)
+        self.endpoint = open_endpoint(one_host=True)
         self.living = True
         self.boards = [Board(rank) for rank in range(size)]
         common = {"size": size, "whole_job": True, "alive": lambda: self.living}
-        self.hub = Hub(meeting=self.meeting, board=self.boards[0], **common)
-        told = Meeting.from_text(self.meeting.text())
-        spokes = [Spoke(told, board=board, **common) for board in self.boards[1:]]
-        self.beats: list[Heartbeat] = [self.hub, *spokes]
+        self.server = HeartbeatServer(endpoint=self.endpoint, board=self.boards[0], **common)
+        told = Endpoint.from_text(self.endpoint.text())
+        clients = [HeartbeatClient(told, board=board, **common) for board in self.boards[1:]]
+        self.beats: list[Heartbeat] = [self.server, *clients]
         for beat in self.beats:
             beat.start()
-        until(lambda: all(self.seen(0, rank).status is not None for rank in range(size)))
+        until(lambda: all(self.state(0, rank).status is not None for rank in range(size)))
 
-    def seen(self, by: int, rank: int):
-        return self.beats[by]._seen(time.monotonic()).get(rank)
+    def state(self, by: int, rank: int):
+        return self.beats[by]._states(time.monotonic()).get(rank)
 
-    def stranger(self) -> socket.socket:
-        return socket.create_connection(self.meeting.places[0], 5)
+    def unknown(self) -> socket.socket:
+        return socket.create_connection(self.endpoint.addresses[0], 5)
 
     def is_well(self) -> bool:
         """Whether every rank is heard, now."""
         asked = time.monotonic()
-        heard = lambda: [self.hub._peers[rank].heard for rank in range(1, len(self.beats))]  # noqa: E731
+        heard = lambda: [self.server._peers[rank].heard for rank in range(1, len(self.beats))]  # noqa: E731
         until(lambda: all(when > asked for when in heard()))
-        return all(self.seen(0, rank).alive for rank in range(len(self.beats)))
+        return all(self.state(0, rank).alive for rank in range(len(self.beats)))
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -67,61 +68,94 @@ def job() -> Iterator[Job]:
         assert not beat.beats
 
 
-def test_the_hub_knows_where_every_rank_is(job):
+def test_the_server_knows_where_every_rank_is(job):
     job.boards[2].place = (Wrapper(0, 60.0), Doing.FORWARD, 41, -1)
-    until(lambda: job.seen(0, 2).status.doing is Doing.FORWARD)
-    assert job.seen(0, 2).status.step == 42
-    assert job.seen(0, 1).status.doing is Doing.BETWEEN
+    until(lambda: job.state(0, 2).status.doing is Doing.FORWARD)
+    assert job.state(0, 2).status.step == 42
+    assert job.state(0, 1).status.doing is Doing.BETWEEN
 
 
-def test_last_words_reach_everybody(job):
-    job.beats[1].say_last_words("ValueError: planted")
+def test_an_error_reaches_every_rank(job):
+    job.beats[1].announce(end_with(ValueError("planted")))
     job.beats[1].stop()
-    until(lambda: job.seen(2, 1) is not None)
+    until(lambda: job.state(2, 1) is not None)
     for rank in (0, 2):
-        end = job.seen(rank, 1).end
-        assert (end.died, end.error, end.echo) == (True, "ValueError: planted", False)
-        assert job.boards[rank].explain().ranks == (1,)
+        end = job.state(rank, 1).end
+        assert (end.kind, end.error, end.secondary) == (EndKind.FAILED, "ValueError: planted", False)
+        assert job.boards[rank].heartbeat.explain().ranks == (1,)
 
 
-def test_last_words_of_the_hub_reach_everybody(job):
-    job.hub.say_last_words("ValueError: planted")
-    job.hub.stop()
+def test_an_error_of_the_server_reaches_every_rank(job):
+    job.server.announce(end_with(ValueError("planted")))
+    job.server.stop()
     for rank in (1, 2):
-        until(lambda rank=rank: job.seen(rank, 0).end is not None)
-        assert job.boards[rank].explain().text.startswith("rank 0 ended with ValueError: planted")
+        until(lambda rank=rank: job.state(rank, 0).end is not None)
+        assert job.boards[rank].heartbeat.explain().text.startswith("rank 0 ended with ValueError: planted")
 
 
-def test_a_goodbye_is_told_to_those_who_ask(job):
-    job.beats[1].say_last_words()
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_goes_on_beating_and_its_end_stays(job, leaver):
+    leave(job.boards[leaver], RuntimeError("planted"))
+    assert job.beats[leaver].beats
+    for rank in {0, 1, 2} - {leaver}:
+        until(lambda rank=rank: job.state(rank, leaver) is not None and job.state(rank, leaver).end is not None)
+        failure = job.boards[rank].heartbeat.explain()
+        assert failure.ranks == (leaver,)
+        assert failure.text.startswith(
+            f"rank {leaver} left its process group: RuntimeError: planted; its last heartbeat, 0."
+        )
+    job.beats[leaver].announce(End(EndKind.NORMAL))
+    job.beats[leaver].stop()
+    assert all(job.state(rank, leaver).end.kind is EndKind.LEFT for rank in {0, 1, 2} - {leaver})
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_waits_after_it_left_is_told_so(job, leaver):
+    board = job.boards[leaver]
+    board.place = (Wrapper(0, 60.0), Doing.BACKWARD, 3, 0)
+    leave(board, RuntimeError("planted"))
+    assert board.peer_failure is None
+    board.waits += 1
+    until(lambda: board.peer_failure is not None, 3.0)
+    assert board.peer_failure.ranks == (leaver,)
+    assert board.peer_failure.text.startswith("it left its process group: RuntimeError: planted; expected no further")
+
+
+def test_leaving_without_a_heartbeat_does_nothing():
+    leave(None, RuntimeError("planted"))
+    leave(Board(0), RuntimeError("planted"))
+
+
+def test_a_normal_end_is_sent_to_the_ranks_that_ask(job):
+    job.beats[1].announce(End(EndKind.NORMAL))
     job.beats[1].stop()
-    until(lambda: job.seen(0, 1).end is not None)
-    assert job.seen(2, 1) is None
-    verdict = job.boards[2].explain()
-    assert verdict.ranks == (1,)
-    assert "ended without an error" in verdict.text
+    until(lambda: job.state(0, 1).end is not None)
+    assert job.state(2, 1) is None
+    failure = job.boards[2].heartbeat.explain()
+    assert failure.ranks == (1,)
+    assert "ended without an error" in failure.text
 
 
-def test_a_connection_that_ends_without_a_word_is_a_death(job):
+def test_a_connection_that_closes_is_a_sudden_end(job):
     job.beats[1].stop()
-    until(lambda: job.seen(2, 1) is not None)
-    assert "ended without a word" in str(job.seen(2, 1).end)
+    until(lambda: job.state(2, 1) is not None)
+    assert "ended suddenly" in str(job.state(2, 1).end)
 
 
-def test_a_group_that_was_destroyed_is_left(job):
+def test_heartbeats_end_with_their_group(job):
     job.living = False
     until(lambda: not any(beat.beats for beat in job.beats))
-    ends = [job.seen(rank, 0).end for rank in (1, 2) if job.seen(rank, 0).end is not None]
-    assert not any(end.died for end in ends)
+    ends = [job.state(rank, 0).end for rank in (1, 2) if job.state(rank, 0).end is not None]
+    assert not any(end.failed for end in ends)
 
 
-def test_no_cause_is_made_up(job):
+def test_without_an_end_there_is_no_cause(job):
     begin = time.monotonic()
-    assert job.boards[1].explain() is None
+    assert job.boards[1].heartbeat.explain() is None
     assert time.monotonic() - begin < 3
 
 
-RUBBISH = [
+INVALID = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"\n\n\n",
     b"\x00\xff" * 100 + b"\n",
@@ -136,105 +170,113 @@ RUBBISH = [
 ]
 
 
-def test_strangers_are_hung_up_on_and_change_nothing(job):
-    for rubbish in RUBBISH:
-        with job.stranger() as stranger:
+def test_invalid_greetings_are_rejected_and_change_nothing(job):
+    for invalid in INVALID:
+        with job.unknown() as unknown:
             try:
-                stranger.sendall(rubbish)
-                assert stranger.recv(100) == b"", rubbish[:20]
+                unknown.sendall(invalid)
+                assert unknown.recv(100) == b"", invalid[:20]
             except (ConnectionResetError, BrokenPipeError):
-                pass  # hung up before all of it was read
+                pass  # the server closed it before it had read all
     assert job.is_well()
 
 
-def test_a_rank_that_is_none_or_here_already_is_hung_up_on(job):
+def test_a_rank_out_of_range_or_already_connected_is_rejected(job):
     for rank in (0, 1, 3, -1, 1.0, True, None, "1", 10**30):
-        with job.stranger() as stranger:
-            stranger.sendall(json.dumps(["hello", job.meeting.token, rank]).encode() + b"\n")
-            assert stranger.recv(100) == b"", rank
+        with job.unknown() as unknown:
+            unknown.sendall(json.dumps(["hello", job.endpoint.token, rank]).encode() + b"\n")
+            assert unknown.recv(100) == b"", rank
     assert job.is_well()
 
 
-def test_strangers_who_say_nothing_are_hung_up_on(job, monkeypatch):
-    monkeypatch.setattr("dpfuse.liveness.hub.INTRODUCE_WITHIN", 0.2)
-    silent = [job.stranger() for _ in range(5)]
-    for stranger in silent:
-        assert stranger.recv(1) == b""
-        stranger.close()
+def test_connections_that_send_nothing_are_closed(job, monkeypatch):
+    monkeypatch.setattr("dpfuse.liveness.server.AUTHENTICATE_WITHIN", 0.2)
+    silent = [job.unknown() for _ in range(5)]
+    for unknown in silent:
+        assert unknown.recv(1) == b""
+        unknown.close()
     assert job.is_well()
 
 
-def test_strangers_are_not_kept_without_bound(job):
-    many = [job.stranger() for _ in range(STRANGERS + 40)]
-    until(lambda: len(job.hub._strangers) == STRANGERS + 3)
+def test_the_number_of_unknown_connections_is_limited(job):
+    many = [job.unknown() for _ in range(MAX_UNKNOWN + 40)]
+    until(lambda: len(job.server._unknown) == MAX_UNKNOWN + 3)
     assert job.is_well()
-    for stranger in many:
-        stranger.close()
-    until(lambda: not job.hub._strangers)
+    for unknown in many:
+        unknown.close()
+    until(lambda: not job.server._unknown)
 
 
-def test_a_rank_that_speaks_nonsense_is_not_believed_dead(job):
-    job.beats[1]._line.send(["beat", "nonsense"])
-    until(lambda: job.seen(0, 1).status is None)
-    assert job.seen(0, 1).end is None
-    assert job.seen(0, 2).alive
+def test_a_rank_that_sends_an_invalid_message_has_not_ended(job):
+    job.beats[1]._connection.send(["beat", "nonsense"])
+    until(lambda: job.state(0, 1).status is None)
+    assert job.state(0, 1).end is None
+    assert job.state(0, 2).alive
 
 
-def test_our_own_sleep_is_no_silence_of_others(job):
-    job.hub._peers[1].heard -= 100
-    before = job.hub._peers[1].heard
-    job.hub._forgive(99.0)
-    assert job.hub._peers[1].heard - before == pytest.approx(99.0)
+def test_own_sleep_is_not_counted_as_silence_of_others(job):
+    job.server._peers[1].heard -= 100
+    before = job.server._peers[1].heard
+    job.server._discount(99.0)
+    assert job.server._peers[1].heard - before == pytest.approx(99.0)
 
 
-def test_a_place_is_told_with_the_users_line_and_the_collective():
+def test_in_a_large_group_the_longer_interval_is_not_silence():
+    common = {"board": Board(0), "whole_job": True, "alive": lambda: True}
+    for size, silence in ((2, 12.0), (512, 12.0), (5120, 7.5)):  # 5120 ranks send one heartbeat in five seconds
+        beat = HeartbeatServer(size, Endpoint("", ()), **common)
+        assert beat._silence(now=112.0, heard=100.0) == pytest.approx(silence)
+        beat.abandon()
+
+
+def test_a_move_resets_the_age_of_the_status():
     board = Board(0)
-    beat = Hub(2, Meeting("", ()), board=board, whole_job=True, alive=lambda: True)
+    beat = HeartbeatServer(2, Endpoint("", ()), board=board, whole_job=True, alive=lambda: True)
     gate = threading.Event()
     thread = threading.Thread(target=gate.wait)
     thread.start()
     board.thread = thread.ident
     beat._since -= 30
-    beat._see_myself(time.monotonic())
+    beat._update_status(time.monotonic())
     gate.set()
     thread.join()
     assert 29 < beat.status.age < 40
     assert not beat.status.waits
     board.waits += 1
-    beat._see_myself(time.monotonic())
+    beat._update_status(time.monotonic())
     assert beat.status.waits
     assert beat.status.age < 1  # it has moved
     beat.abandon()
 
 
-def test_collectives_that_do_not_end_are_waiting():
+def test_a_rank_whose_device_does_not_finish_waits():
     board = Board(0)
-    beat = Hub(2, Meeting("", ()), board=board, whole_job=True, alive=lambda: True)
+    beat = HeartbeatServer(2, Endpoint("", ()), board=board, whole_job=True, alive=lambda: True)
     answers = [False, True]
-    board.reached = lambda: answers.pop(0)
-    beat._see_myself(time.monotonic())
-    assert not beat.status.waits  # it has just moved: its device is left in peace
+    board.device_done = lambda: answers.pop(0)
+    beat._update_status(time.monotonic())
+    assert not beat.status.waits  # it has just moved: its device is not asked
     assert len(answers) == 2
     beat._since -= 30
-    beat._see_myself(time.monotonic())
+    beat._update_status(time.monotonic())
     assert beat.status.waits
-    beat._see_myself(time.monotonic())
+    beat._update_status(time.monotonic())
     assert not beat.status.waits
-    assert board.reached is None
+    assert board.device_done is None
     beat.abandon()
 
 
-def test_a_line_takes_what_fits_and_drops_the_rest():
+def test_a_connection_keeps_what_fits_and_drops_the_rest():
     ours, theirs = socket.socketpair()
-    line = Line(ours)
+    connection = Connection(ours)
     for _ in range(200):
-        line.send("x" * 10_000)
-    assert len(line._unsent) <= MAX_UNSENT
-    other = Line(theirs)
+        connection.send("x" * 10_000)
+    assert len(connection._unsent) <= MAX_UNSENT
+    other = Connection(theirs)
     got = other.receive()
     assert set(got) == {"x" * 10_000}
-    line.close()
-    with pytest.raises(LineError) as caught:
+    connection.close()
+    with pytest.raises(ConnectionEndError) as caught:
         while True:
             other.receive()
     assert caught.value.closed
@@ -244,32 +286,32 @@ def test_a_line_takes_what_fits_and_drops_the_rest():
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", '["t", [["example.org", 1]]]', '["t", [["127.0.0.1", 0]]]', "[1, []]"]
 )
-def test_what_names_no_meeting_is_refused(text):
-    with pytest.raises(ValueError, match="names no meeting"):
-        Meeting.from_text(text)
+def test_a_text_that_describes_no_endpoint_is_rejected(text):
+    with pytest.raises(ValueError, match="describes no endpoint"):
+        Endpoint.from_text(text)
 
 
-def test_on_one_host_nobody_listens_beyond_loopback():
-    meeting = open_meeting(one_host=True)
-    assert [host for host, _ in meeting.places] == ["127.0.0.1"]
-    assert Meeting.from_text(meeting.text()) == meeting
-    assert len(meeting.token) == 32
-    for listener in meeting.listeners:
+def test_on_one_host_only_loopback_is_listened_on():
+    endpoint = open_endpoint(one_host=True)
+    assert [host for host, _ in endpoint.addresses] == ["127.0.0.1"]
+    assert Endpoint.from_text(endpoint.text()) == endpoint
+    assert len(endpoint.token) == 32
+    for listener in endpoint.listeners:
         listener.close()
 
 
-def test_on_several_hosts_loopback_is_of_no_use(monkeypatch):
+def test_on_several_hosts_loopback_is_not_offered(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     try:
-        meeting = open_meeting(one_host=False)
+        endpoint = open_endpoint(one_host=False)
     except OSError:
         return  # this machine has no other address
-    assert not any(host.startswith("127.") for host, _ in meeting.places)
-    for listener in meeting.listeners:
+    assert not any(host.startswith("127.") for host, _ in endpoint.addresses)
+    for listener in endpoint.listeners:
         listener.close()
 
 
-def test_the_name_of_a_host_is_its_own():
-    assert host_name() == host_name()
-    assert len(host_name()) == 32
-    assert os.uname().nodename not in host_name()
+def test_the_host_id_is_stable_and_does_not_show_the_name():
+    assert host_id() == host_id()
+    assert len(host_id()) == 32
+    assert os.uname().nodename not in host_id()

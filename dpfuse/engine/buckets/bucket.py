@@ -17,12 +17,11 @@ from dpfuse.engine.buckets.early_unpack import LEAST, EarlyGradients, SideStream
 from dpfuse.engine.buckets.flat_buffer import FlatBuffer
 from dpfuse.engine.buckets.ranges import no_graph, ranged, ranged_without_graph
 from dpfuse.engine.memory_order import real_pairs
-from dpfuse.engine.patience import finish
 from dpfuse.engine.plan import MB, Bucket
 from dpfuse.engine.report import Tail
 from dpfuse.engine.streams import capturing, writers_on
 from dpfuse.engine.timing import BucketObserver
-from dpfuse.engine.waiting import board_of
+from dpfuse.engine.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.finite import FiniteCounter
 from dpfuse.gradients.residual import Residual

@@ -17,8 +17,8 @@ from dpfuse.engine.buckets.bucket import BucketState, GradBucket
 from dpfuse.engine.buckets.comm_bucket import CommBucket
 from dpfuse.engine.comm_hook import CommHook
 from dpfuse.engine.landing import when_landed
-from dpfuse.engine.patience import finish
 from dpfuse.engine.plan import Bucket, Slot
+from dpfuse.engine.waiting import finish
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import PointerTable
 

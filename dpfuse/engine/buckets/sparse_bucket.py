@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfuse.engine import collective
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buckets.bucket import BucketState, GradBucket
-from dpfuse.engine.patience import finish
+from dpfuse.engine.waiting import finish
 
 __all__ = ["SparseBucket"]
 

@@ -11,9 +11,9 @@ from dpfuse.engine import collective
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buckets.bucket import BucketState, GradBucket
 from dpfuse.engine.comm_hook import CommHook
-from dpfuse.engine.patience import finish
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.report import Tail
+from dpfuse.engine.waiting import finish
 from dpfuse.engine.window import Canary
 from dpfuse.errors import DPFuseError
 

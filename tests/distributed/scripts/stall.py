@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dpfuse
+from dpfuse.engine.waiting import board_of, leave
 from tests.distributed.scripts.lame_group import join_lame_group
 
 STEPS = int(os.environ.get("STEPS", "6"))
@@ -87,6 +88,10 @@ try:
             elif what.startswith("evaluate"):
                 evaluate(float(what[8:]))
             elif what == "leave":
+                break
+            elif what == "leave-group":
+                leave(board_of(dist.group.WORLD), RuntimeError("planted"))
+                time.sleep(5)  # the process lives, and joins no collective
                 break
             elif what == "ahead":
                 model(torch.ones(4, 8))  # its buffers meet the other rank's gradients

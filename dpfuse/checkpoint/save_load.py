@@ -1,0 +1,338 @@
+"""Save and resume a training: model, optimizer and everything else that the next step depends on, in one file.
+
+Rank 0 reads and writes the file. The other ranks send it the state that differs between ranks, and receive the bytes
+that it has read. Data from a peer is only loaded with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
+from dpfuse.checkpoint.random_state import get_random_state, set_random_state
+from dpfuse.checkpoint.training_state import Stateful, bare_module, check_fit, sampler_state, set_sampler_state
+from dpfuse.engine import collective, votes
+from dpfuse.errors import DPFuseError
+from dpfuse.wrapper import SyncedModule
+
+__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+
+SUFFIX = ".pt"
+PIECE = 64 << 20  # bytes of a file that are sent at a time
+ADVICE = "Call it on every rank, at the same step and with the same arguments."
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` found."""
+
+    step: int  # the number that was saved; 0 if there was nothing to load
+    path: Path | None  # of the file, as seen by rank 0; None if there was nothing to load
+    extra: Any = None  # the value that was saved as `extra`
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Stateful | None = None,
+    *,
+    step: int,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    sampler: Any = None,
+    extra: Any = None,
+    keep: int | None = 3,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save a training between two steps, in `folder/step-<step>.pt`; every rank calls it.
+
+    Rank 0 writes the file under another name, flushes it to the disk and renames it, so that a kill at any moment loses
+    no checkpoint. The other ranks wait for it. The file holds the states that the arguments name, and the random states
+    of every rank (torch, the current GPU, `random`, NumPy). `torch.load(path, weights_only=True)` can read it.
+
+    Args:
+        folder: made if it does not exist; only rank 0 uses it.
+        model: wrapped by dpfuse or by torch, or not wrapped. The names in the file are those of the bare module.
+        optimizer: rank 0 saves its state.
+        step: the number of steps done; not below that of any file in the folder.
+        scheduler: of the learning rate, or anything with `state_dict()`.
+        scaler: a GradScaler, or anything with `state_dict()`.
+        sampler: an object with `state_dict()`, saved for each rank, or with an `epoch`, such as a DistributedSampler.
+        extra: any other values of rank 0: tensors, numbers, texts, and lists and dicts of them.
+        keep: the number of files to keep, the newest ones; None keeps all.
+        group: of the ranks that train this model; None means the group of the wrapper, else the whole job.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; an entry cannot be loaded with `weights_only=True`; the folder
+            has a later step.
+        DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
+            Earlier checkpoints are not changed.
+
+    Example:
+        >>> import dpfuse, tempfile, torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     dpfuse.save_checkpoint(folder, model, optimizer, step=10).name
+        ...     dpfuse.load_checkpoint(folder, model, optimizer).step
+        'step-0000000010.pt'
+        10
+    """
+    what = "save_checkpoint"
+    group = _group_of(model, group)
+
+    def own_part() -> tuple[int, bytes]:
+        number = _integer("step", step, 0)
+        if keep is not None:
+            _integer("keep", keep, 1)
+        buffer = io.BytesIO()
+        torch.save({"random": get_random_state(), "sampler": sampler_state(sampler)}, buffer)
+        return number, buffer.getvalue()
+
+    number, own = _together(own_part, group, what, lambda part: f"step={part[0]} keep={keep}")
+    parts = _gather(own, group)
+
+    def write() -> Path:
+        if group is not None and group.rank() != 0:
+            return step_path(Path(folder), number)
+        content: dict[str, Any] = {"step": number, "model": bare_module(model).state_dict()}
+        for name, value in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler)):
+            if value is not None:
+                content[name] = value.state_dict()
+        if optimizer is not None:
+            content["optimizer_type"] = type(optimizer).__name__
+        if extra is not None:
+            content["extra"] = extra
+        return write_step(Path(folder), number, {**content, "ranks": parts}, keep)
+
+    return _together(write, group, what)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Stateful | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    sampler: Any = None,
+    random_state: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Checkpoint:
+    """Load the newest checkpoint of a folder, or one file; every rank calls it.
+
+    Rank 0 reads the file and sends it to the others, so all ranks load the same content, or none loads anything. A file
+    that is cut short or has flipped bits causes a warning and is renamed to `….damaged`; the file before it is loaded.
+
+    Args:
+        path: the folder that was given to `save_checkpoint`, or a file in it. If the folder does not exist or has no
+            checkpoint, nothing is loaded, and the returned step is 0.
+        model: as in `save_checkpoint`; its parameters stay the same objects. Loading resets its error-feedback
+            residuals.
+        optimizer: over the parameters of `model`; None does not load this part, and so for the next three.
+        scheduler: of the learning rate.
+        scaler: a GradScaler.
+        sampler: an object with `load_state_dict()`, or with an `epoch`.
+        random_state: whether to restore each rank's random states; None restores them if there is an optimizer.
+        group: as in `save_checkpoint`.
+
+    Returns:
+        The step, the path and the value that was saved as `extra`.
+
+    Raises:
+        FileNotFoundError: `path` names a file that does not exist.
+        ValueError, TypeError: the file does not fit the model, the optimizer or the sampler; nothing was loaded.
+        DPFuseError: loading failed on another rank, or every checkpoint is damaged. The text is the same on every rank.
+
+    Example:
+        >>> import dpfuse, torch
+        >>> dpfuse.load_checkpoint("no_such_folder", torch.nn.Linear(4, 2))
+        Checkpoint(step=0, path=None, extra=None)
+    """
+    what = "load_checkpoint"
+    group = _group_of(model, group)
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    asked = {name: value for name, value in parts.items() if value is not None}
+    with_random = optimizer is not None if random_state is None else random_state
+
+    def find() -> tuple[Path, dict[str, Any]] | None:
+        if group is not None and group.rank() != 0:
+            return None
+        place = Path(path)
+        if place.suffix == SUFFIX:
+            return place, read_whole(place)
+        if place.is_file():
+            raise ValueError(f"path: got the file {place}, expected a folder, or a file whose name ends in {SUFFIX}")
+        return read_newest(place)
+
+    found = _together(find, group, what, lambda _: f"loads {sorted(asked)}, random_state={with_random}")
+    chosen = None if found is None else found[0]
+    data = None if group is None else _send(chosen, group)
+    if found is None and data is None:
+        return Checkpoint(0, None)
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
+        if data is not None:
+            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        else:
+            assert found is not None
+            content = found[1]
+        check_fit(content, bare_module(model), asked)
+        return content, _own_part(content["ranks"], group, sampler, with_random)
+
+    content, own = _together(read, group, what)
+
+    def apply() -> Checkpoint:
+        bare_module(model).load_state_dict(content["model"])
+        for name, value in asked.items():
+            value.load_state_dict(content[name])
+        if sampler is not None:
+            set_sampler_state(sampler, own["sampler"])
+        if with_random and "random" in own:
+            set_random_state(own["random"])
+        for module in model.modules():
+            if isinstance(module, SyncedModule) and module.error_feedback is not None:
+                module.error_feedback.reset()
+        where = Path(path) if Path(path).suffix == SUFFIX else step_path(Path(path), content["step"])
+        return Checkpoint(content["step"], where, content.get("extra"))
+
+    return _together(apply, group, what)
+
+
+def _together(
+    work: Callable[[], Result],
+    group: dist.ProcessGroup | None,
+    what: str,
+    describe: Callable[[Result], str] = lambda _: "",
+) -> Result:
+    """Return what `work` returns on this rank.
+
+    Args:
+        work: called on every rank.
+        group: of the ranks; None for one rank.
+        what: the public function, for error texts.
+        describe: turns a result into a text that must be equal on all ranks.
+
+    Raises:
+        DPFuseError: `work` failed on some rank, or the texts differ; raised on every rank.
+        ValueError, TypeError, FileNotFoundError: `work` raised it on this rank.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+        text = describe(result)
+    except Exception as caught:
+        error, text = caught, f"{votes.FAILURE}{caught}"
+    try:
+        if group is not None:
+            votes.agree_on_text(text, group, what, ADVICE)
+        elif error is not None:
+            raise DPFuseError(f"{what} failed: {error}")
+    except DPFuseError as told:
+        if isinstance(error, (ValueError, TypeError, FileNotFoundError)):
+            raise error from None
+        raise told from error
+    return result
+
+
+def _group_of(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is None and isinstance(model, SyncedModule):
+        return model._group
+    if group is None and isinstance(model, TorchDistributedDataParallel):
+        return model.process_group
+    return collective.resolve_group(group)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def _gather(own: bytes, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the bytes of every rank, by rank; only the rank itself decodes them."""
+    row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if group is None:
+        return [row]
+    device = collective.group_device(group)
+    sizes = [int(size) for size in collective.all_gather(torch.tensor(len(own), device=device), group)]
+    largest = max(sizes)
+    if largest > votes.MAX_TEXT:
+        raise DPFuseError(
+            f"the sampler of rank {sizes.index(largest)} has a state of {largest} bytes; expected at most "
+            f"{votes.MAX_TEXT}. Leave it out, and save what it needs as extra."
+        )
+    padded = torch.zeros(largest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = row
+    rows = collective.all_gather(padded, group)
+    return [row[:size].cpu().clone() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _send(path: Path | None, group: dist.ProcessGroup) -> bytearray | None:
+    """Send the file of rank 0; return its bytes on the other ranks, or None if rank 0 has no file."""
+    device = collective.group_device(group)
+    if group.rank() == 0:
+        size = torch.tensor(-1 if path is None else path.stat().st_size, device=device)
+        collective.broadcast(size, group)
+        if path is not None:
+            with open(path, "rb") as file:
+                while piece := file.read(PIECE):
+                    collective.broadcast(torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device), group)
+        return None
+    size = torch.tensor(0, device=device)
+    collective.broadcast(size, group)
+    if size < 0:
+        return None
+    data = bytearray(int(size))
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    for part in whole.split(PIECE):
+        wire = torch.empty_like(part, device=device)
+        collective.broadcast(wire, group)
+        part.copy_(wire)
+    return data
+
+
+def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any, with_random: bool) -> dict[str, Any]:
+    """Return the part that this rank saved; if the number of ranks has changed, only what is common to all ranks."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    same = len(parts) == size
+    own: dict[str, Any] = torch.load(io.BytesIO(parts[rank if same else 0].numpy().tobytes()), weights_only=True)
+    if sampler is not None and own["sampler"] is None:
+        raise ValueError("sampler: the checkpoint was saved without one; save it as well, or leave it out here")
+    if same:
+        return own
+    if with_random:
+        warnings.warn(
+            f"the checkpoint is of {len(parts)} rank(s), this job has {size}: random states are not restored, and the "
+            "batches will differ. Pass random_state=False if this is intended.",
+            UserWarning,
+            stacklevel=4,
+        )
+    if sampler is not None and "state" in own["sampler"]:
+        raise ValueError(
+            f"sampler: the checkpoint has the states of {len(parts)} rank(s), this job has {size}; leave it out here"
+        )
+    return {"sampler": own["sampler"]}

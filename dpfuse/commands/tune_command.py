@@ -1,0 +1,125 @@
+"""`dpfuse tune`: run `autotune` on a user's own model, and report the result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dpfuse
+from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
+from dpfuse.commands.report_file import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.user_model import Target, find_factory
+from dpfuse.engine.plan import BucketPlan
+from dpfuse.errors import DPFuseError
+from dpfuse.tune import Schedule, Tuning, autotune, compare_plans, save_plot, save_trace
+
+__all__ = ["Tuned", "tune", "tune_wrapped"]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The results on rank 0."""
+
+    run: Run
+    tuning: Tuning
+    before: BucketPlan
+    in_use: BucketPlan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the buckets in use, as recorded; with sparse gradients, as expected."""
+        recorded = self.tuning.new if self.tuning.kept else self.tuning.old
+        schedule = recorded or self.tuning.expected
+        assert schedule is not None
+        return schedule
+
+
+def tune(
+    place: str, count: int | None, steps: int, caps: tuple[float, float], folder: Path, arguments: list[str]
+) -> int:
+    """Tune, print and write.
+
+    Args:
+        place: `module:factory`.
+        count: ranks to start; None takes the default.
+        steps: to record, before and after.
+        caps: limits of a bucket, and of the one sent last, in MB.
+        folder: for the report.
+        arguments: of the command line.
+
+    Raises:
+        DPFuseError: nothing could be tuned.
+    """
+    find_factory(place)  # before ranks start: an error is shorter here
+    if reports_here():
+        make_folder(folder)
+    found: Tuned | None = run_on_ranks(_tune, (place, steps, caps), count)
+    if found is not None:
+        _report(found, place, folder, arguments)
+    return 0
+
+
+def tune_wrapped(target: Target, model: dpfuse.DataParallel, steps: int, caps: tuple[float, float]) -> Tuning:
+    """Run backwards until `autotune` is done.
+
+    Raises:
+        DPFuseError: `autotune` failed and changed nothing, or it did not finish.
+    """
+    tuning = autotune(model, steps, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
+    most = 10 * steps + 20  # it takes 2 * steps + 3, unless backwards fail on a GPU
+    for _ in range(most):
+        target.step(model)
+        if tuning.done:
+            break
+    else:
+        raise DPFuseError(f"{target.place}: nothing was tuned within {most} backwards; do its gradients stay finite?")
+    if tuning.error:
+        raise DPFuseError(f"{target.place}: {tuning.explain()}")
+    return tuning
+
+
+def _tune(place: str, steps: int, caps: tuple[float, float]) -> Tuned:
+    target = build_on_all_ranks(place)
+    model = dpfuse.DataParallel(target.module)
+    before = model.bucket_plan
+    say(f"tuning {place}: about {2 * steps + 3} backwards")
+    tuning = tune_wrapped(target, model, steps, caps)
+    return Tuned(here(), tuning, before, model.bucket_plan)
+
+
+def _report(found: Tuned, place: str, folder: Path, arguments: list[str]) -> None:
+    tuning = found.tuning
+    assert tuning.timeline is not None
+    assert tuning.cost is not None
+    assert tuning.plan is not None
+    comparison = compare_plans(tuning.timeline, tuning.cost)
+    print(f"{tuning.explain()}\n\nbuckets in use\n{found.in_use.explain()}")
+    print(f"\nplans for these times, by calculation; ms\n{comparison.explain()}\n")
+    if tuning.kept:
+        print('to train like this: DataParallel(model, comm_buffer_size="auto"); `dpfuse bench` measures the gain')
+    else:
+        print("keep the default sizes")
+    facts: dict[str, Any] = {
+        "kept": tuning.kept,
+        "before": _times(tuning.before),
+        "after": _times(tuning.after),
+        "plans": {"before": buckets_of(found.before), "tuned": buckets_of(tuning.plan)},
+        "schedules": {
+            name: schedule.to_json()
+            for name, schedule in (("before", tuning.old), ("expected", tuning.expected), ("after", tuning.new))
+            if schedule is not None
+        },
+        "comparison": asdict(comparison),
+        "timeline": tuning.timeline.to_json(),
+        "cost": tuning.cost.to_json(),
+    }
+    write_report(folder / REPORT, "tune", arguments, place, found.run, facts)
+    save_trace(found.schedule, folder / "trace.json")
+    plot = save_picture(partial(save_plot, found.schedule, title=place), folder / "plan.png")
+    print(f"report: {folder / REPORT}\ntrace: {folder / 'trace.json'}\nplot: {plot}")
+
+
+def _times(times: Any) -> dict[str, Any] | None:
+    return None if times is None else asdict(times)

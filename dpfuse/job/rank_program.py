@@ -1,0 +1,248 @@
+"""What runs in a rank around the user's program. Imports the standard library only.
+
+The launcher starts each rank as `python rank_program.py <Launch as JSON> script|module <target> <arguments>`. It
+starts the file by its path, so that torch is not imported before the first lines of the user's script: these may set
+variables that torch reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+__all__ = ["Launch", "die_with_parent", "end_process", "end_within", "record_exception", "set_paddle_variables"]
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+PADDLE_VARIABLES = (
+    "PADDLE_TRAINER_ID",
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_MASTER",
+    "PADDLE_GLOBAL_RANK",
+    "PADDLE_GLOBAL_SIZE",
+    "PADDLE_LOCAL_RANK",
+    "PADDLE_LOCAL_SIZE",
+    "PADDLE_NNODES",
+    "PADDLE_RANK_IN_NODE",
+    "PADDLE_DISTRI_BACKEND",
+    "FLAGS_selected_gpus",
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher tells a rank in addition to torch's variables."""
+
+    pid: int  # of the launcher
+    gpus: int  # the number that is visible
+    hosts: Sequence[str] = ()  # the address of every node, by node rank, if all are known
+    host: str = ""  # the address of this node, if it is known
+    one_log: bool = False  # whether stderr goes into the file of stdout
+    seconds_to_end: float = 8.0  # that a rank gets to end after it has failed
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, for any reason. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # The parent may have ended before the call took effect.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _paddle_variables(environ: Mapping[str, str], gpus: int, hosts: Sequence[str], host: str) -> dict[str, str]:
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local_rank, local_size = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
+    port = int(environ["MASTER_PORT"])
+    put = {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(size),
+        "PADDLE_MASTER": _endpoint(environ["MASTER_ADDR"], port),
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_GLOBAL_SIZE": str(size),
+        "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(local_size),
+        "PADDLE_NNODES": environ["GROUP_WORLD_SIZE"],
+        "PADDLE_RANK_IN_NODE": str(local_rank),
+    }
+    if gpus:
+        put["FLAGS_selected_gpus"] = str(local_rank % gpus)
+    else:
+        put["PADDLE_DISTRI_BACKEND"] = "gloo"
+    if host:
+        put["PADDLE_CURRENT_ENDPOINT"] = _endpoint(host, port + local_rank)
+    # A rank knows only the number of ranks on its own node. The list is right only if every node has as many.
+    if len(hosts) * local_size == size and int(environ["GROUP_RANK"]) * local_size + local_rank == rank:
+        endpoints = [_endpoint(name, port + number) for name in hosts for number in range(local_size)]
+        put["PADDLE_TRAINER_ENDPOINTS"] = ",".join(endpoints)
+    return put
+
+
+def set_paddle_variables(
+    environ: MutableMapping[str, str], gpus: int, hosts: Sequence[str] = (), host: str = ""
+) -> None:
+    """Set Paddle's variables to what torch's say, and remove those of a surrounding job.
+
+    Args:
+        environ: holds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR
+            and MASTER_PORT.
+        gpus: the number that is visible.
+        hosts: the address of every node, by node rank; empty if they are not known.
+        host: the address of this node; empty if it is not known.
+
+    Example: rank 3 of two nodes with two ranks each, hosts a and b, MASTER_ADDR a, MASTER_PORT 6170 ->
+    PADDLE_TRAINER_ID 3, PADDLE_TRAINER_ENDPOINTS a:6170,a:6171,b:6170,b:6171, PADDLE_CURRENT_ENDPOINT b:6171.
+    """
+    put = _paddle_variables(environ, gpus, hosts, host)
+    for name in PADDLE_VARIABLES:
+        environ.pop(name, None)
+    environ.update(put)
+
+
+def record_exception(error: BaseException, path: str | None) -> None:
+    """Record why this rank fails, in torchrun's format, for the launcher; and tell the other ranks.
+
+    Args:
+        error: the reason.
+        path: of the file; None or empty for none.
+    """
+    process_exit = sys.modules.get("dpfuse.liveness.process_exit")
+    if process_exit is not None:
+        process_exit.announce_error(error)  # to the other ranks
+    if not path:
+        return
+    name = type(error).__name__
+    now = time.time()
+    # The exit code of the process, unless the launcher ends it first because a peer has failed.
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    note = {
+        "message": f"{name}: {error}" if str(error) else name,
+        "extraInfo": {"py_callstack": stack, "timestamp": str(int(now)), "seen": now, "exit_code": code},
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": note}, file)
+    except OSError as problem:
+        # A warning only: the user must see the exception itself.
+        print(f"dpfuse: could not write {path}: {problem}", file=sys.stderr)
+
+
+def end_within(seconds: float, code: int) -> None:
+    """Make sure that this process, which has failed, ends with `code` within `seconds`.
+
+    Otherwise a single thread or worker that does not end would keep the whole job running.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        print(f"dpfuse: pid {os.getpid()} failed, but did not end in {seconds:g} s; it ends now", file=sys.stderr)
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True, name="dpfuse-end").start()
+
+
+def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
+    """End this process, after everything that Python does at its end.
+
+    Args:
+        code: the exit code.
+        forked: whether it is a fork. Then it does not run the exit functions of its parent, which for instance
+            remove folders that the parent uses.
+
+    Python's finalization is skipped: threads of libraries may still run then, and abort a rank whose work is done, or
+    replace the exit code of a failed rank by a signal. The process group is destroyed first, but not after a failure:
+    NCCL could wait for a collective that no peer joins.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does at its end
+    process_exit = sys.modules.get("dpfuse.liveness.process_exit")
+    if process_exit is not None:
+        process_exit.announce_exit(code)
+    if not forked:
+        atexit._run_exitfuncs()
+    distributed = sys.modules.get("torch.distributed")
+    if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    for stream in (sys.stdout, sys.stderr):
+        # The stream is closed, or a pipe without a reader.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _run_script(path: str) -> None:
+    # A real __main__ module, as under `python path`: runpy would remove it while threads still use it.
+    module = ModuleType("__main__")
+    module.__file__ = os.path.abspath(path)
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _own_frames_removed(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename
+    ):
+        trace = trace.tb_next
+    return trace
+
+
+def main() -> None:
+    told, kind, target, *arguments = sys.argv[1:]
+    launch = Launch(**json.loads(told))
+    die_with_parent(launch.pid)
+    if launch.one_log:
+        os.dup2(1, 2)
+    set_paddle_variables(os.environ, launch.gpus, launch.hosts, launch.host)
+    record = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    sys.argv = [target, *arguments]
+    # Python has put this file's folder first; the program expects its own folder there.
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+        sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
+    try:
+        if kind == "module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(target)
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        if error.code is not None and error.code != 0:
+            record_exception(error, record)
+            if not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)  # as Python does with a SystemExit that has a text
+            code = error.code if isinstance(error.code, int) else 1
+            end_within(launch.seconds_to_end, code)
+            end_process(code)
+    except BaseException as error:
+        error = error.with_traceback(_own_frames_removed(error))
+        record_exception(error, record)
+        sys.excepthook(type(error), error, error.__traceback__)
+        end_within(launch.seconds_to_end, 1)
+        end_process(1)
+    end_process()
+
+
+if __name__ == "__main__":
+    main()

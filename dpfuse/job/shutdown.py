@@ -1,0 +1,57 @@
+"""How the launcher ends ranks: it asks, waits for some seconds, then kills them and all processes they have started.
+
+After a failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does
+not end the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job
+starts, because `import torch` does not import torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from dpfuse.job.descendants import CLEANUP_SECONDS
+
+__all__ = ["ranks_end_within"]
+
+
+def _kill_groups(leaders: list[int]) -> None:
+    """Kill what is left of the process groups that the ranks lead; a group exists until its last process ends."""
+    deadline = time.monotonic() + CLEANUP_SECONDS
+    while leaders:
+        late = time.monotonic() > deadline
+        for leader in leaders.copy():
+            try:
+                os.killpg(leader, signal.SIGKILL if late else 0)
+            except (ProcessLookupError, PermissionError):
+                leaders.remove(leader)
+        if late:
+            return
+        time.sleep(0.02)
+
+
+@contextmanager
+def ranks_end_within(seconds: int) -> Iterator[None]:
+    """Give torchrun's ranks `seconds` to end after they are asked to, whatever the reason.
+
+    A second signal during this time, such as another Ctrl-C, ends them at once. The processes that ranks have started
+    are killed after them, unless all ranks ended well.
+    """
+    close = SubprocessContext._close
+
+    def close_in_time(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 0) -> None:
+        try:
+            close(self, death_sig, seconds)
+        finally:
+            ranks = [handler.proc for handler in self.subprocess_handlers.values()]
+            if any(rank.poll() != 0 for rank in ranks):
+                _kill_groups([rank.pid for rank in ranks])
+
+    with patch.object(SubprocessContext, "_close", close_in_time):
+        yield

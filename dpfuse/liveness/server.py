@@ -1,0 +1,202 @@
+"""The heartbeat of a group's first rank: it hears all others, judges, and passes on what they need to know."""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from dpfuse.liveness.connection import MAX_LINE, Connection, ConnectionEndError
+from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status, judge, printable
+from dpfuse.liveness.endpoint import Endpoint
+from dpfuse.liveness.heartbeat import Heartbeat
+
+__all__ = ["HeartbeatServer"]
+
+MAX_UNKNOWN = 64  # connections that have not authenticated, beside one for each rank
+AUTHENTICATE_WITHIN = 5.0  # seconds
+MAX_GREETING = 256  # bytes
+MAX_FAILURES = 8  # of which all ranks are told at once; the first ones explain the rest
+
+
+class _Peer:
+    """One other rank."""
+
+    def __init__(self, connection: Connection, now: float) -> None:
+        self.connection: Connection | None = connection
+        self.status: Status | None = Status()
+        self.heard = now
+        self.end: End | None = None
+        self.ended = 0.0  # when
+        self.asks = False  # whether it wants to know of every end
+
+
+class HeartbeatServer(Heartbeat):
+    """Accepts the connections of the other ranks.
+
+    Args:
+        size: number of ranks.
+        endpoint: with its listeners; the server owns them from now on.
+        **others: as for `Heartbeat`.
+    """
+
+    def __init__(self, size: int, endpoint: Endpoint, **others: Any) -> None:
+        super().__init__(size=size, **others)
+        self._size = size
+        self._token = endpoint.token.encode()
+        self._listeners = endpoint.listeners
+        self._unknown: dict[Connection, float] = {}  # connections, with the time until which they may authenticate
+        self._peers: dict[int, _Peer] = {}
+        self._failures = 0
+
+    def _connect(self) -> None:
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self, listener: Any) -> None:
+        with suppress(OSError):  # the caller has hung up already, or this process may open no more files
+            connected, _ = listener.accept()
+            self._add_unknown(connected)
+
+    def _add_unknown(self, connected: socket.socket) -> None:
+        if len(self._unknown) >= MAX_UNKNOWN + self._size:
+            connected.close()
+            return
+        connection = Connection(connected, MAX_GREETING)
+        self._unknown[connection] = monotonic() + AUTHENTICATE_WITHIN
+        self._selector.register(connection.socket, selectors.EVENT_READ, lambda _: self._authenticate(connection))
+
+    def _authenticate(self, connection: Connection) -> None:
+        """Accept a connection whose first message has the token and a rank that is missing; else close it."""
+        try:
+            messages = connection.receive()
+        except ConnectionEndError:
+            self._reject(connection)
+            return
+        if not messages:
+            return
+        greeting = messages[0]
+        if not isinstance(greeting, list) or len(greeting) != 3 or greeting[0] != "hello":
+            self._reject(connection)
+            return
+        _, token, rank = greeting
+        known = isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), self._token)
+        if not known or type(rank) is not int or not 0 < rank < self._size or rank in self._peers:
+            self._reject(connection)
+            return
+        del self._unknown[connection]
+        connection.max_line = MAX_LINE
+        peer = self._peers[rank] = _Peer(connection, monotonic())
+        self._selector.modify(connection.socket, selectors.EVENT_READ, lambda _: self._receive(rank, peer))
+        self._handle(rank, peer, messages[1:])
+
+    def _reject(self, connection: Connection) -> None:
+        self._unknown.pop(connection, None)
+        self._selector.unregister(connection.socket)
+        connection.close()
+
+    def _receive(self, rank: int, peer: _Peer) -> None:
+        assert peer.connection is not None
+        try:
+            self._handle(rank, peer, peer.connection.receive())
+        except ConnectionEndError as error:
+            self._disconnect(rank, peer, error)
+
+    def _handle(self, rank: int, peer: _Peer, messages: list[Any]) -> None:
+        """Handle the messages of a rank; a message of another form ends its connection."""
+        for message in messages:
+            try:
+                match message:
+                    case ["beat", parts]:
+                        status = Status.from_message(parts)
+                        if peer.end is None:  # a rank that has left its group goes on beating
+                            peer.status, peer.heard = status, monotonic()
+                    case ["ask"]:
+                        peer.asks = True
+                        for other, one in list(self._peers.items()):
+                            if one.end is not None:
+                                self._send(peer, self._end_message(other, one))
+                    case ["end", int(kind), str(error), bool(secondary), parts] if len(error) <= MAX_TEXT:
+                        peer.status, peer.heard = Status.from_message(parts), monotonic()
+                        self._note_end(rank, peer, End(EndKind(kind), printable(error), secondary))
+                    case _:
+                        raise ValueError("a message has another form")
+            except ValueError as error:
+                self._disconnect(rank, peer, ConnectionEndError(str(error), closed=False))
+                return
+
+    def _disconnect(self, rank: int, peer: _Peer, error: ConnectionEndError) -> None:
+        """Close the connection of a rank. The rank has ended if it closed the connection itself."""
+        if peer.connection is not None:
+            self._selector.unregister(peer.connection.socket)
+            peer.connection.close()
+            peer.connection = None
+        if peer.end is not None:
+            return
+        if error.closed:
+            self._note_end(rank, peer, End(EndKind.FAILED))
+        elif error.__cause__ is None or not isinstance(error.__cause__, OSError):
+            peer.status = None  # it sent an invalid message: nothing is known of it, and it is never called silent
+
+    def _note_end(self, rank: int, peer: _Peer, end: End) -> None:
+        if peer.end is not None:
+            return
+        peer.end, peer.ended = end, monotonic()
+        message = self._end_message(rank, peer)
+        self._failures += end.failed
+        for other in list(self._peers.values()):
+            if other.asks or (end.failed and self._failures <= MAX_FAILURES):
+                self._send(other, message)
+        self._notify()
+
+    def _end_message(self, rank: int, peer: _Peer) -> list[Any]:
+        assert peer.end is not None
+        status = None if peer.status is None else peer.status.message()
+        times = [round(monotonic() - peer.ended, 2), round(peer.ended - peer.heard, 2)]
+        return ["end", rank, int(peer.end.kind), peer.end.error, peer.end.secondary, *times, status]
+
+    def _send(self, peer: _Peer, message: Any) -> None:
+        if peer.connection is not None:
+            with suppress(ConnectionEndError):  # `_receive` meets the same error and handles it
+                peer.connection.send(message)
+
+    def _beat(self, now: float) -> None:
+        for connection, until in list(self._unknown.items()):
+            if now > until:
+                self._reject(connection)
+        beat = ["beat", self.status.message()]
+        finding = None
+        if self.status.waits or any(one.status is not None and one.status.waits for one in self._peers.values()):
+            finding = judge(self._states(now), whole_job=self._whole_job)
+        for peer in list(self._peers.values()):
+            self._send(peer, beat)
+            if finding is not None and finding.fatal:
+                self._send(peer, ["fatal", list(finding.ranks[:MAX_FAILURES]), finding.text[:8000]])
+        if finding is not None:
+            self._act(finding, now)
+
+    def _send_end(self, end: End) -> None:
+        message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self.status.message()]
+        for peer in list(self._peers.values()):
+            self._send(peer, message)
+
+    def _discount(self, seconds: float) -> None:
+        super()._discount(seconds)
+        for peer in self._peers.values():
+            peer.heard += seconds
+
+    def _states(self, now: float) -> dict[int, RankState]:
+        states = {rank: RankState() for rank in range(self._size)}
+        own = None if self._own_end is None else replace(self._own_end[0], ago=now - self._own_end[1])
+        states[0] = RankState(self.status, end=own)
+        for rank, peer in list(self._peers.items()):
+            if peer.end is None:
+                states[rank] = RankState(peer.status, self._silence(now, peer.heard))
+            else:
+                end = replace(peer.end, ago=now - peer.ended)
+                states[rank] = RankState(peer.status, peer.ended - peer.heard, end)
+        return states

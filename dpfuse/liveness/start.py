@@ -1,0 +1,81 @@
+"""Start the heartbeat of a process group: the ranks agree on an endpoint, and each starts its thread."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+
+import torch.distributed as dist
+
+from dpfuse.engine import votes
+from dpfuse.engine.waiting import Board, board_of, interruptible_devices, put_board
+from dpfuse.liveness import process_exit
+from dpfuse.liveness.client import HeartbeatClient
+from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint
+from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.server import HeartbeatServer
+
+__all__ = ["start_heartbeat"]
+
+
+def start_heartbeat(group: dist.ProcessGroup, stall_timeout: float) -> Board:
+    """Start the heartbeat of a group, unless it has one; to be called on all its ranks.
+
+    A group of one rank gets a board, but no heartbeat. So does a group whose first rank cannot listen; it prints why.
+
+    Args:
+        group: process group.
+        stall_timeout: of the wrapper that is being made, in seconds.
+
+    Returns:
+        The board of the group.
+    """
+    board = board_of(group)
+    if board is not None:
+        return board
+    rank, size = group.rank(), group.size()
+    board = Board(rank, interruptible_devices(group), stall_timeout)
+    put_board(group, board)
+    if size == 1:
+        return board
+    hosts = votes.gather_texts(host_id(), group)
+    endpoint = None
+    if rank == 0:
+        try:
+            endpoint = open_endpoint(one_host=len(set(hosts)) == 1)
+        except OSError as error:
+            print(f"dpfuse: no heartbeat, so ranks that end or stall will not be named: {error}", file=sys.stderr)
+    text = votes.share_text("" if endpoint is None else endpoint.text(), group)
+    if not text:
+        return board
+    whole_job = dist.is_initialized() and size == dist.get_world_size()
+    alive = _Alive(group)
+    heartbeat: Heartbeat
+    if endpoint is not None:
+        heartbeat = HeartbeatServer(size, endpoint, board=board, whole_job=whole_job, alive=alive)
+    else:
+        endpoint = Endpoint.from_text(text)
+        heartbeat = HeartbeatClient(endpoint, board=board, size=size, whole_job=whole_job, alive=alive)
+    process_exit.announce_by(heartbeat)
+    heartbeat.start()
+    return board
+
+
+class _Alive:
+    """Tells whether a group still exists and was not destroyed. Does not keep the group alive."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._registered = _is_registered(group)
+
+    def __call__(self) -> bool:
+        group = self._group()
+        return group is not None and (not self._registered or _is_registered(group))
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_backend(group)
+    except (RuntimeError, ValueError, AssertionError):
+        return False
+    return True
