@@ -35,10 +35,10 @@ demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(python) -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
 
 test: lint  ## what .ci/run does: lint, types, tests
-	$(python) -m pytest -m "not gpu and not slow" --timeout 300
+	$(python) -m pytest -m "not gpu and not slow" --timeout 300 --durations=25
 
 test-all: lint  ## the long tests too, and those with accelerate, Lightning, transformers and Ray
-	$(python) -m pytest -m "not gpu" --timeout 1200
+	$(python) -m pytest -m "not gpu" --timeout 1200 --durations=25
 
 lint:
 	$(ready)

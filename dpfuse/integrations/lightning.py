@@ -1,43 +1,25 @@
-"""`strategy="dpfuse"` for Lightning's Trainer and for Fabric. Importing this file is what registers the name."""
+"""`strategy="dpfuse"` for Lightning's Trainer and for Fabric. The import of this file registers the name."""
 
 from __future__ import annotations
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from dpfuse import patch
+from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, TrainerWrapping
 
 __all__ = ["DPFuseFabricStrategy", "DPFuseStrategy"]
 
-NAME = "dpfuse"
-DESCRIPTION = "DDP with dpfuse's DistributedDataParallel"
 
-
-class DPFuseStrategy(DDPStrategy):
-    """Lightning's `DDPStrategy` around `dpfuse.DistributedDataParallel`; takes the same arguments.
+class DPFuseStrategy(TrainerWrapping, DDPStrategy):
+    """Lightning's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments.
 
     Automatic and manual optimisation, gradient accumulation, checkpoints: everything else is Lightning's.
     """
 
-    strategy_name = NAME
 
-    def configure_ddp(self) -> None:
-        """Wrap the model."""
-        with patch():
-            super().configure_ddp()
-
-
-class DPFuseFabricStrategy(FabricDDPStrategy):
-    """Fabric's `DDPStrategy` around `dpfuse.DistributedDataParallel`; takes the same arguments."""
-
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module."""
-        with patch():
-            wrapped: DistributedDataParallel = super().setup_module(module)
-        return wrapped
+class DPFuseFabricStrategy(FabricWrapping, FabricDDPStrategy):
+    """Fabric's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments."""
 
 
 StrategyRegistry.register(NAME, DPFuseStrategy, description=DESCRIPTION, override=True)

@@ -1,4 +1,10 @@
-"""Bucket sizes from measurements: record a backward, price the link, plan, compare, look at it."""
+"""Chooses buckets from measurements: record backwards, measure all-reduces, plan, and compare.
+
+Read `timeline` first (when gradients are ready) and `cost` (how long an all-reduce takes; `measure` times it, `link`
+estimates it). `simulation` says what a plan does with both. `planner` finds the best plan, `published_plans` has the
+plans of others, and `comparison` compares them. `tuning` with `recorder` does all this for a model that trains.
+`plot` and `trace` write a schedule to a file.
+"""
 
 from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
 from dpfuse.tune.cost import CostTable
@@ -7,7 +13,7 @@ from dpfuse.tune.link import ETHERNET, INFINIBAND, NVLINK, Link
 from dpfuse.tune.measure import measure_all_reduce
 from dpfuse.tune.planner import lower_bound, optimal_plan
 from dpfuse.tune.plot import save_plot
-from dpfuse.tune.rivals import (
+from dpfuse.tune.published_plans import (
     best_cap_plan,
     capped_plan,
     ddp_plan,

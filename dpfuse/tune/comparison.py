@@ -1,4 +1,4 @@
-"""The exact plan beside the published ones, on one timeline, for one link or for many ranks. Plain tables."""
+"""Compares the optimal plan with the published plans on one timeline, for one cost or for many ranks. Plain tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.link import Link
 from dpfuse.tune.planner import lower_bound, optimal_plan
-from dpfuse.tune.rivals import rival_plans
+from dpfuse.tune.published_plans import rival_plans
 from dpfuse.tune.simulation import simulate, table_text
 from dpfuse.tune.timeline import Timeline
 
@@ -19,15 +19,15 @@ RANKS = tuple(8 << power for power in range(12))  # 8 to 16,384
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plans by name, the exact one first."""
+    """Results by name of the plan, the optimal plan first."""
 
-    buckets: dict[str, int]  # how many
+    buckets: dict[str, int]  # number of buckets
     exposed: dict[str, float]  # seconds that communication adds to backward
     backward_end: float
-    lower_bound: float  # seconds of exposure that no plan avoids
+    lower_bound: float  # seconds of exposed communication that no plan can avoid
 
     def explain(self) -> str:
-        """A table; times in ms. `over best` compares backward and communication together with the exact plan's."""
+        """Return a table with times in ms. `over best` compares the whole time with that of the optimal plan."""
         best = self.backward_end + next(iter(self.exposed.values()))
         rows = [("plan", "buckets", "exposed", "over best")]
         rows += [
@@ -42,7 +42,7 @@ def _percent(part: float) -> str:
 
 
 def compare_plans(timeline: Timeline, cost: CostTable) -> Comparison:
-    """The exact plan and all rivals on one timeline.
+    """Compare the optimal plan with all published plans on one timeline.
 
     Example:
         >>> import dpfuse
@@ -69,11 +69,11 @@ def compare_plans(timeline: Timeline, cost: CostTable) -> Comparison:
 
 
 def compare_ranks(timeline: Timeline, link: Link, ranks: Iterable[int] = RANKS) -> dict[int, Comparison]:
-    """`compare_plans` for several numbers of ranks on one kind of network.
+    """Compare plans for several numbers of ranks on one kind of network.
 
     Args:
-        timeline: of one rank; its backward takes as long however many ranks there are.
-        link: what connects them.
+        timeline: of one rank. It is used for every number of ranks.
+        link: the connection between the ranks.
         ranks: 8 to 16,384 by default.
 
     Example:

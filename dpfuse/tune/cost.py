@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, by its bytes: a table that never falls. Knows no network and no process group."""
+"""The time of an all-reduce by its bytes: a table that never decreases. Knows no network and no process group."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["CostTable", "Floats"]
 
 Floats = NDArray[np.float64]
 FORMAT = "dpfuse cost table 1"
-FAR = 2.0**62  # bytes; up to here the last line of a table is drawn out
-DRAWN = 2.0**30  # bytes; where a straight line gets its second point
+FAR = 2.0**62  # bytes; the last line of a table is extended up to here
+DRAWN = 2.0**30  # bytes; the second point of a straight line
 
 
 @dataclass(frozen=True)
 class CostTable:
     """Seconds of one bucket's all-reduce, as a function of its bytes.
 
-    Between two points of the table a straight line is drawn, so that a start-up time plus a time per byte is met
-    exactly; beyond the last point the last line goes on, and below the first point its time holds.
+    Times between two points are interpolated linearly, so a start-up time plus a time per byte is exact. Beyond the
+    last point the last line continues. Below the first point its time is used.
 
     Args:
-        sizes: bytes, each larger than the one before.
-        seconds: for each size, none smaller than the one before.
+        sizes: bytes, strictly increasing.
+        seconds: one time per size, never decreasing.
 
     Raises:
-        ValueError: no points, or not as said above.
+        ValueError: There are no points, or sizes or times are not ordered as above.
 
     Example:
         >>> from dpfuse.tune import CostTable
@@ -55,20 +55,20 @@ class CostTable:
         if any(not 0 <= value < FAR for value in (*sizes, *seconds)):
             raise ValueError(f"sizes and times must be finite and >= 0, got {sizes} and {seconds}")
         if any(low >= high for low, high in pairwise(sizes)):
-            raise ValueError(f"sizes must grow from point to point, got {sizes}; CostTable.measured() sorts them")
+            raise ValueError(f"sizes must increase strictly, got {sizes}; CostTable.measured() sorts them")
         if any(low > high for low, high in pairwise(seconds)):
-            raise ValueError(f"times must not fall, got {seconds}; CostTable.measured() evens them out")
+            raise ValueError(f"times must not decrease, got {seconds}; CostTable.measured() averages such times")
 
     @classmethod
     def affine(cls, latency: float, bandwidth: float) -> CostTable:
-        """A start-up time plus a time per byte.
+        """Return the table of a start-up time plus a time per byte.
 
         Args:
             latency: seconds of an empty all-reduce.
             bandwidth: bytes per second.
 
         Raises:
-            ValueError: a negative latency, or a bandwidth that is not above zero.
+            ValueError: The latency is negative, or the bandwidth is not above zero.
 
         Example:
             >>> from dpfuse.tune import CostTable
@@ -81,14 +81,14 @@ class CostTable:
 
     @classmethod
     def measured(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostTable:
-        """The table nearest to what was measured: where times fall, neighbours are pooled to their geometric mean.
+        """Return the table nearest to the measurements. Where times decrease, they become their geometric mean.
 
         Args:
-            sizes: bytes, in any order; those measured several times are averaged.
+            sizes: bytes, in any order. Repeated measurements of one size are averaged.
             seconds: for each size, above zero.
 
         Raises:
-            ValueError: nothing was measured, or a time is not above zero.
+            ValueError: There are no measurements, or a time is not above zero.
 
         Example:
             >>> from dpfuse.tune import CostTable
@@ -102,7 +102,7 @@ class CostTable:
         by_size: dict[float, list[float]] = {}
         for size, second in zip(sizes, seconds, strict=True):
             by_size.setdefault(float(size), []).append(math.log(second))
-        blocks: list[tuple[float, int, int]] = []  # sum of logarithms, how many, how many sizes
+        blocks: list[tuple[float, int, int]] = []  # sum of logarithms, number of times, number of sizes
         for size in sorted(by_size):
             total, count, width = sum(by_size[size]), len(by_size[size]), 1
             while blocks and blocks[-1][0] / blocks[-1][1] >= total / count:
@@ -117,12 +117,12 @@ class CostTable:
     @overload
     def __call__(self, nbytes: Floats) -> Floats: ...
     def __call__(self, nbytes: float | Floats) -> float | Floats:
-        """Seconds for a bucket of so many bytes; an array gives an array."""
+        """Return the seconds for a bucket of `nbytes` bytes; an array gives an array."""
         times = np.interp(nbytes, *self._knots)
         return times if isinstance(nbytes, np.ndarray) else float(times)
 
     def plus(self, seconds: float = 0.0, seconds_per_byte: float = 0.0) -> CostTable:
-        """The same with more time for each bucket, such as that of the host, and for each byte, such as packing.
+        """Return the table with time added per bucket (such as host time) and per byte (such as packing).
 
         Example:
             >>> from dpfuse.tune import CostTable
@@ -135,41 +135,41 @@ class CostTable:
         return CostTable(tuple(sizes), tuple(times + seconds + seconds_per_byte * sizes))
 
     def cheapest(self, nbytes: Floats) -> Floats:
-        """The least time in which so many bytes can be sent, in whatever pieces.
+        """Return the least time in which `nbytes` bytes can be sent, in one piece or in several.
 
-        Where large pieces cost more per byte than small ones, that is less than one piece of that size would take.
+        Several pieces are faster where large pieces cost more per byte than small pieces.
         """
         sizes, times = (knots[1:] if self.sizes[0] == 0 else knots for knots in self._knots)
         best = np.minimum.accumulate(times / sizes)  # seconds per byte, in pieces of up to that size
-        below = np.searchsorted(sizes, nbytes, side="right") - 1  # points that are not larger, less one
+        below = np.searchsorted(sizes, nbytes, side="right") - 1  # index of the last point that is not larger
         whole = self(nbytes)
-        # A line between two points is cheapest per byte at one of its ends.
+        # Between two points, the cost per byte is least at one of the two.
         return np.where(below >= 0, np.minimum(whole, best[below] * nbytes), whole)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for `json.dump`."""
+        """Return the table as an object for `json.dump`."""
         return {"format": FORMAT, "sizes": list(self.sizes), "seconds": list(self.seconds)}
 
     @classmethod
     def from_json(cls, data: Any) -> CostTable:
-        """What `to_json` gave.
+        """Return the table from the result of `to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this what CostTable.to_json gave?")
+            raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this a result of CostTable.to_json?")
         return cls(tuple(data["sizes"]), tuple(data["seconds"]))
 
     @cached_property
     def _points(self) -> tuple[Floats, Floats]:
-        """Those of the table, at least two."""
+        """The points of the table, at least two."""
         sizes, seconds = np.array(self.sizes), np.array(self.seconds)
         return (sizes, seconds) if len(sizes) > 1 else (np.append(sizes, sizes + DRAWN), np.repeat(seconds, 2))
 
     @cached_property
     def _knots(self) -> tuple[Floats, Floats]:
-        """Those points, and one so far out that `np.interp` never holds the last time."""
+        """The points and one more at FAR, because `np.interp` is constant beyond the last point."""
         sizes, seconds = self._points
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
         return np.append(sizes, FAR), np.append(seconds, seconds[-1] + slope * (FAR - sizes[-1]))

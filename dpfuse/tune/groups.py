@@ -1,4 +1,4 @@
-"""From groups of parameters to the plan that a wrapper can use. Decides nothing."""
+"""Makes a plan that a wrapper can use from groups of parameters. Decides nothing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def plan_from_groups(
     comm_buffer_size: float = math.inf,
     last_comm_buffer_size: float = math.inf,
 ) -> BucketPlan:
-    """The plan with these buckets.
+    """Return the plan with these buckets.
 
     Args:
         specs: the parameters, by registration index.
-        groups: for each bucket its registration indices in any order; buckets in the order of communication.
-        comm_buffer_size: for the record, the limit in MB under which the groups were made.
+        groups: for each bucket, registration indices in any order. Buckets are in the order of communication.
+        comm_buffer_size: the limit in MB with which the groups were made. The plan only records it.
         last_comm_buffer_size: the same for the bucket sent last.
 
     Returns:
-        A plan in which every bucket's parameters ascend, laid out as `plan_buckets` does it.
+        A plan in which the parameters of each bucket ascend, with the layout of `plan_buckets`.
 
     Raises:
-        ValueError: a limit is negative or NaN; a group is empty, mixes dtypes or devices, or puts a sparse parameter
-            beside others; a parameter is in no group, in several, or does not exist.
+        ValueError: A limit is negative or NaN. A group is empty, mixes dtypes or devices, or has a sparse parameter
+            together with others. A parameter is in no group, in several groups, or does not exist.
 
     Example:
         >>> import dpfuse

@@ -1,4 +1,4 @@
-"""What NCCL expects of a network: the time of an all-reduce by bytes and number of ranks. Measures nothing."""
+"""NCCL's model of a network: the time of an all-reduce by bytes and number of ranks. Measures nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dpfuse.tune.cost import CostTable, Floats
 __all__ = ["ETHERNET", "INFINIBAND", "NVLINK", "Link"]
 
 MICRO = 1e-6
-GRID = np.exp2(np.arange(6, 36, 0.25))  # bytes, 64 B to 32 GiB; between two points a concave cost is met within 0.4 %
+GRID = np.exp2(np.arange(6, 36, 0.25))  # bytes, 64 B to 32 GiB; interpolating a concave cost has an error below 0.4 %
 
 
 class _Way(NamedTuple):
-    """One of NCCL's ways to all-reduce: start-up and hops in µs, and the part of the bandwidth that it reaches."""
+    """One of NCCL's algorithms: start-up and hops in µs, and the part of the bandwidth that it reaches."""
 
     is_ring: bool
     start: float
@@ -39,15 +39,15 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks are connected: nodes of some GPUs, and a network between the nodes.
+    """The connection between ranks: nodes with several GPUs, and a network between the nodes.
 
     Args:
         name: for tables.
         ranks_per_node: GPUs that reach each other without the network.
         inside_bandwidth: bytes per second of a ring inside a node, in one direction.
-        network_bandwidth: bytes per second of a node's network, in one direction, all its cards together.
-        hop_overhead: seconds on top of NCCL's own for each hop through the network.
-        max_ranks: of the largest such machine; None: any number.
+        network_bandwidth: bytes per second of all network cards of a node together, in one direction.
+        hop_overhead: seconds per hop through the network, added to NCCL's latency.
+        max_ranks: of the largest such machine; None means any number.
 
     Example:
         >>> from dpfuse.tune import ETHERNET, INFINIBAND
@@ -56,8 +56,8 @@ class Link:
         True
 
     Source: NCCL 2.28.7, src/graph/tuning.cc (latencies and protocols of ring and tree). Left out: NVLS and CollNet,
-    the correction of trees at medium sizes, the plateau of rings. It is good for comparing plans and for the shape
-    of the curve; where a job can be run, `measure_all_reduce` is better.
+    the correction of trees at medium sizes, the plateau of rings. Use it to compare plans and to see the shape of the
+    curve. `measure_all_reduce` is better if you can run a job.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Link:
     max_ranks: int | None = None
 
     def cost(self, ranks: int) -> CostTable:
-        """The table for so many ranks, in full nodes.
+        """Return the table for `ranks` ranks, in full nodes.
 
         Raises:
-            ValueError: fewer than 2 ranks, more than there can be, or more than a node without filling all nodes.
+            ValueError: There are fewer than 2 ranks or more than `max_ranks`, or they do not fill their nodes.
         """
         if ranks < 2 or (self.max_ranks is not None and ranks > self.max_ranks):
             most = "2 or more" if self.max_ranks is None else f"2 to {self.max_ranks}"
@@ -81,7 +81,7 @@ class Link:
                 f"{ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple of that, or fewer"
             )
         times = np.min([self._time(way, ranks) for way in WAYS], axis=0)
-        # Ways are chosen by size, but no more bytes ever take less time.
+        # NCCL chooses an algorithm by size. More bytes must never take less time.
         return CostTable(tuple(GRID), tuple(np.maximum.accumulate(times)))
 
     def _time(self, way: _Way, ranks: int) -> Floats:
@@ -101,13 +101,13 @@ class Link:
 
 
 NVLINK = Link("NVLink", 576, 370e9, 370e9, max_ranks=576)
-"""GPUs of one NVLink domain: 8 in a server, 72 in a rack, 576 at most. 370 GB/s of the 450 that NVLink 4 has per
-direction, what NCCL's topology search counts with for eight H100."""
+"""GPUs of one NVLink domain: 8 in a server, 72 in a rack, 576 at most. NVLink 4 has 450 GB/s per direction. NCCL's
+topology search uses 370 GB/s for eight H100."""
 
 INFINIBAND = Link("InfiniBand", 8, 370e9, 8 * 48e9)
-"""Servers of eight GPUs with NVLink and a 400 Gb/s card per GPU, of which NCCL counts with 48 GB/s."""
+"""Servers of eight GPUs with NVLink and one 400 Gb/s card per GPU, for which NCCL uses 48 GB/s."""
 
 ETHERNET = Link("Ethernet", 8, 20e9, 2.8e9, hop_overhead=27e-6)
-"""Servers of eight GPUs on PCI Express with one 25 Gb/s card and TCP. A hop takes 30 µs, as in the all-reduces that
-the authors of MG-WFBP measured over 10 Gb/s Ethernet (0.908 ms with 16 ranks, their repository's
-`distributed_optimizer.py`); the rest is arithmetic."""
+"""Servers of eight GPUs on PCI Express with one 25 Gb/s card and TCP. A hop takes 30 µs, as measured by the authors of
+MG-WFBP over 10 Gb/s Ethernet (0.908 ms with 16 ranks, `distributed_optimizer.py` in their repository). The other
+numbers are computed."""

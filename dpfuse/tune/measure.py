@@ -1,4 +1,4 @@
-"""How long this group's all-reduces take, agreed on all ranks. Knows clocks and flat tensors, no plan."""
+"""Measures the time of a group's all-reduces; all ranks get the same table. Knows clocks and flat tensors, no plan."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ SIZES = tuple(1 << power for power in range(10, 28))  # 1 KiB to 128 MiB
 def measure_all_reduce(
     group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES, *, repetitions: int = 9
 ) -> CostTable:
-    """Time all-reduces of this group; to be called on all its ranks, while nothing else runs.
+    """Time all-reduces of this group. Call it on all its ranks, while nothing else runs.
 
-    The sizes take turns, so that a disturbance meets all of them. Of each turn the fastest rank counts, since the
-    others were waiting for the last to arrive, and of the turns the median. All ranks return rank 0's table.
+    Each repetition times every size once, so that a disturbance affects all sizes. The fastest rank's time is used: the
+    other ranks also waited for the last rank to arrive. The result is the median over the repetitions. All ranks return
+    rank 0's table.
 
     Args:
-        group: process group; None: the default group.
+        group: process group; None means the default group.
         sizes: bytes, at least one, each at least 4.
-        repetitions: how often each size takes its turn; one more is thrown away.
+        repetitions: number of times that each size is timed, after one that does not count.
 
     Raises:
-        DPFuseError: there is no process group, or this rank is not in it; the ranks' arguments differ, or one of them
-            has no memory for this.
-        ValueError: no sizes, one below 4 bytes, or no repetition.
+        DPFuseError: There is no process group, this rank is not in it, the ranks' arguments differ, or a rank has not
+            enough memory.
+        ValueError: There are no sizes, one is below 4 bytes, or there are no repetitions.
 
     Example:
         >>> import torch.distributed as dist
@@ -64,7 +65,7 @@ def measure_all_reduce(
     collective.all_reduce_max(fastest, group)
     median = (-fastest[1:]).median(dim=0).values
     collective.broadcast(median, group)
-    # A clock may not have moved at all.
+    # A coarse clock may have measured 0.
     return CostTable.measured(sizes, [max(second, math.ulp(1.0)) for second in median.tolist()])
 
 

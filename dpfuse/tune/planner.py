@@ -1,4 +1,4 @@
-"""The buckets with which the last gradient lands first: an exact dynamic program. Knows no published rule."""
+"""Finds the buckets with which the last bucket lands earliest, by dynamic programming. Knows no published rule."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dpfuse.tune.timeline import Timeline
 
 __all__ = ["lower_bound", "optimal_plan"]
 
-MAX_STATES = 1 << 21  # beyond that neighbours are joined before planning
-TIGHT = 1 << 32  # what a bucket counts that must not take longer than expected; all others count 1
-ROUNDING = 2.0**-50  # per gradient, as a part of the time: more than a sum and a difference can be off by
+MAX_STATES = 1 << 21  # with more states, adjacent gradients are joined before planning
+TIGHT = 1 << 32  # weight of a bucket without margin; a bucket with margin has weight 1
+ROUNDING = 2.0**-50  # per gradient, as a part of the time: more than the rounding error of a sum and a difference
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Gradients that may share buckets: those of one dtype and device, or the sparse ones of these."""
+    """Gradients that may share buckets: one dtype, one device, and either all dense or all sparse."""
 
-    runs: list[list[int]]  # parameter indices, in the order of their gradients; what a run holds is never parted
-    places: list[int]  # of each run's last gradient among all, from 0
+    runs: list[list[int]]  # parameter indices, in the order of their gradients; a run is never split
+    places: list[int]  # position of each run's last gradient among all gradients, from 0
     sums: Floats  # bytes of the first j runs, for j = 0 … n
-    first: list[int]  # first[j]: a bucket that ends with run j may begin behind this many runs, or later
+    first: list[int]  # first[j]: a bucket that ends with run j may begin after this many runs, or later
 
 
 def optimal_plan(
@@ -39,33 +39,32 @@ def optimal_plan(
     last_comm_buffer_size: float = math.inf,
     margin: float = 0.5,
 ) -> BucketPlan:
-    """The plan whose last bucket lands first, among all that send gradients in the order in which they come.
+    """Return the plan with which the last bucket lands earliest, if gradients are sent in the order of `timeline`.
 
-    A bucket is a run of gradients that follow each other in `timeline.order`. It is sent once the last of them is
-    ready and the bucket before has landed, and then takes `cost` of its bytes; the last bucket is sent when
-    backward has ended, as the wrappers do it. Many plans end together, since most of communication is hidden
-    anyhow. Of these one is taken with few buckets which stay hidden even if they all take longer than expected.
+    A bucket holds consecutive gradients of `timeline.order`. It is sent when its last gradient is ready and the bucket
+    before it has landed, and takes the `cost` of its bytes. The last bucket is sent when backward has ended, as the
+    wrappers do it. Many plans end at the same time, because most communication is hidden. Among these the planner takes
+    one with few buckets that stay hidden even if each takes longer than expected.
 
-    Gradients of different dtypes or devices never share a bucket, and a sparse one has its own. All buckets share
-    one link and are sent in the order in which they are complete. This is planned exactly as well, over all
-    combinations of how much of each kind was sent. Only where there are more than two million of these (a thousand
-    gradients of each of two kinds are one million), neighbours are joined until there are fewer, and the plan is the
-    best for the joined ones.
+    Gradients of different dtypes or devices never share a bucket, and a sparse gradient has its own bucket. All buckets
+    share one link and are sent in the order in which they are complete. The planner tries all combinations of how much
+    of each kind was sent. If there are more than two million combinations, it first joins adjacent gradients, and the
+    plan is optimal for the joined gradients. (A thousand gradients of each of two kinds give one million.)
 
     Args:
         timeline: when gradients are ready.
         cost: seconds by bytes.
-        comm_buffer_size: limit of a bucket in MB; like everywhere in dpfuse a bucket may pass it by its first or its
+        comm_buffer_size: limit of a bucket in MB. As everywhere in dpfuse, a bucket may exceed it by its first or its
             last gradient.
         last_comm_buffer_size: limit in MB of the last bucket of each dtype and device.
-        margin: by which part of its expected time each bucket may be slower without being noticed, where that costs
-            nothing if it is not slower. 0 gives fewer buckets that are easily late.
+        margin: fraction of its expected time by which each bucket may be slower and stay hidden. The planner keeps this
+            margin where it costs nothing. 0 gives fewer buckets, which are exposed sooner.
 
     Returns:
-        The plan; `simulate(timeline, plan, cost)` tells what to expect of it.
+        The plan; `simulate(timeline, plan, cost)` shows its expected times.
 
     Raises:
-        TypeError, ValueError: a limit or the margin is no number, negative or NaN.
+        TypeError, ValueError: A limit or the margin is no number, negative or NaN.
 
     Example:
         >>> import dpfuse
@@ -80,7 +79,7 @@ def optimal_plan(
     cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
     last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
     if not 0 <= margin < math.inf:
-        raise ValueError(f"margin must be a part of the expected time >= 0, such as 0.5, got {margin!r}")
+        raise ValueError(f"margin must be a fraction of the expected time >= 0, such as 0.5, got {margin!r}")
     kinds = _kinds(timeline, cap, last_cap)
     walk = _walk(timeline, kinds)
     end = _earliest_ends(kinds, walk, cost)
@@ -91,7 +90,7 @@ def optimal_plan(
 
 
 def lower_bound(timeline: Timeline, cost: CostTable) -> float:
-    """Seconds before which no plan can have landed, contiguous or not: what is ready late has yet to be sent.
+    """Return a time in seconds before which no plan can have landed: gradients that are ready late must still be sent.
 
     Example:
         >>> import dpfuse
@@ -126,7 +125,7 @@ def _kinds(timeline: Timeline, cap: float, last_cap: float) -> list[_Kind]:
 
 
 def _runs_per_kind(counts: Sequence[int]) -> list[int]:
-    """How many runs of each kind there may be, so that there are not too many combinations."""
+    """Return the largest number of runs of each kind that keeps the number of combinations within MAX_STATES."""
     most = list(counts)
     while math.prod(count + 1 for count in most) > MAX_STATES:
         most[most.index(max(most))] -= max(1, max(most) // 16)
@@ -134,7 +133,7 @@ def _runs_per_kind(counts: Sequence[int]) -> list[int]:
 
 
 def _joined(indices: Sequence[int], nbytes: Sequence[int], count: int) -> list[list[int]]:
-    """At most `count` runs of neighbours, of about the same number of bytes."""
+    """Return at most `count` runs of adjacent gradients with about equal numbers of bytes."""
     if count >= len(indices):
         return [[index] for index in indices]
     sums = np.cumsum([nbytes[index] for index in indices], dtype=float)
@@ -145,7 +144,10 @@ def _joined(indices: Sequence[int], nbytes: Sequence[int], count: int) -> list[l
 
 
 def _first_begins(nbytes: Sequence[int], cap: float) -> list[int]:
-    """By its end, the first begin of a bucket that is below the cap without the larger of its ends, or is one run."""
+    """Return for each end of a bucket its first possible begin.
+
+    A bucket has one run, or is below the cap without the larger of its first and last run.
+    """
     begin, total, begins = 0, 0, [0]
     for end, size in enumerate(nbytes):
         total += size
@@ -157,17 +159,17 @@ def _first_begins(nbytes: Sequence[int], cap: float) -> list[int]:
 
 
 def _walk(timeline: Timeline, kinds: Sequence[_Kind]) -> list[tuple[int, int, float]]:
-    """Kind, number within it (from 1) and time of every run, in the order in which they are complete."""
+    """Return kind, number within the kind (from 1) and time of every run, in the order in which they are complete."""
     steps = sorted(
         (place, kind, number) for kind, one in enumerate(kinds) for number, place in enumerate(one.places, start=1)
     )
     times = [timeline.ready[timeline.order[place]] for place, _, _ in steps]
-    times[-1] = timeline.backward_end  # the bucket with this one is sent then
+    times[-1] = timeline.backward_end  # the bucket with this run is sent then
     return [(kind, number, time) for (_, kind, number), time in zip(steps, times, strict=True)]
 
 
 def _earliest_ends(kinds: Sequence[_Kind], walk: Sequence[tuple[int, int, float]], cost: CostTable) -> Floats:
-    """By how much was sent of each kind: when the last of that can have landed."""
+    """Return the earliest time at which all runs sent so far can have landed, by the number sent of each kind."""
     end = np.full([len(kind.runs) + 1 for kind in kinds], np.inf)
     end[(0,) * len(kinds)] = 0.0
     complete = [0] * len(kinds)
@@ -182,9 +184,12 @@ def _earliest_ends(kinds: Sequence[_Kind], walk: Sequence[tuple[int, int, float]
 def _fewest_buckets(
     kinds: Sequence[_Kind], walk: Sequence[tuple[int, int, float]], cost: CostTable, end: Floats, margin: float
 ) -> list[list[int]]:
-    """Backwards from the end, of what still ends in time: fewest without margin, fewest at all, then latest begin."""
-    due = np.full(end.shape, -np.inf)  # when the link must be free for the rest to end in time
-    worth: NDArray[np.int64] = np.full(end.shape, np.iinfo(np.int64).max)  # buckets of the rest, see TIGHT
+    """Return the groups of a plan that ends at the earliest time, chosen from the end of the walk to its begin.
+
+    Prefer few buckets without margin, then few buckets, then a late begin.
+    """
+    due = np.full(end.shape, -np.inf)  # time at which the link must be free for the rest
+    worth: NDArray[np.int64] = np.full(end.shape, np.iinfo(np.int64).max)  # weighted buckets of the rest, see TIGHT
     choice: NDArray[np.int32] = np.zeros(end.shape, np.int32)  # where in the walk the next bucket ends
     due[(-1,) * len(kinds)] = end[(-1,) * len(kinds)] * (1 + ROUNDING * len(walk))
     worth[(-1,) * len(kinds)] = 0
@@ -217,7 +222,7 @@ def _fewest_buckets(
 def _states(
     complete: Sequence[int], kind: int, first: int, number: int
 ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """The states before and behind a bucket that ends with run `number` of `kind`, the last of all to be complete."""
+    """Return the states before and after a bucket that ends with run `number` of `kind`, the last complete run."""
     others = [slice(0, count + 1) for count in complete]
     before = tuple(slice(first, number) if place == kind else other for place, other in enumerate(others))
     behind = tuple(number if place == kind else other for place, other in enumerate(others))

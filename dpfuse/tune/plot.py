@@ -1,4 +1,4 @@
-"""A schedule as a picture. Needs matplotlib, which nothing else here does."""
+"""Draws a schedule. The only file of this folder that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dpfuse.tune.simulation import Schedule
 __all__ = ["save_plot"]
 
 COLOURS = {"filling": "0.85", "ready, not sent": "gold", "all-reduce": "tab:blue", "exposed": "tab:red"}
-NAMED = 40  # buckets; with more of them there is no room for the parameters' names
+NAMED = 40  # with more buckets there is no room for parameters' names
 
 
 def save_plot(schedule: Schedule, path: str | Path, *, title: str = "") -> None:
-    """Write a picture with a row per bucket: filling, waiting, all-reduce, and what of it is exposed.
+    """Write a picture with a row per bucket: filling, waiting, all-reduce, and the exposed part of the all-reduce.
 
     Args:
         schedule: simulated or recorded.
-        path: the ending says which format, such as `.png`.
+        path: the suffix sets the format, such as `.png`.
         title: above the picture.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
 
     Example:
         >>> import pathlib, tempfile, dpfuse

@@ -1,4 +1,4 @@
-"""When the gradients and buckets of real backwards were ready, sent and landed. Changes nothing of what it watches."""
+"""Records when gradients are ready and buckets are sent and land in real backwards. Does not change a backward."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ Stamp = Any  # a float of perf_counter, or a CUDA event
 @dataclass
 class _Backward:
     begin: Stamp
-    ready: dict[int, Stamp] = field(default_factory=dict)  # by parameter; of several, the last
+    ready: dict[int, Stamp] = field(default_factory=dict)  # by parameter; the last time if it fired several times
     end: Stamp = None
     sent: list[Stamp] = field(default_factory=list)
     landed: dict[int, Stamp] = field(default_factory=dict)  # by place in `sent`
-    waited: int = 0  # for how many of them
+    waited: int = 0  # number of them that were waited for
     complete: bool = False  # its last bucket was sent
-    delivered: Stamp = None  # all is averaged
+    delivered: Stamp = None  # all gradients are averaged
 
 
 class BackwardRecorder:
-    """Stands between a wrapper's engine hooks and its reducer, and writes down what passes.
+    """Stands between a wrapper's engine hooks and its reducer, and records their calls.
 
-    It is a `BackwardListener` that hands on to `listener`, a source of ready hooks that call others, and an observer
-    of buckets as `CommunicationTimes` is. On CUDA it records events, and waits for nothing before it is asked.
+    It is a `BackwardListener` that calls `listener`. It wraps ready hooks, and it observes buckets as
+    `CommunicationTimes` does. On CUDA it records events, and waits for them only when the times are read.
 
     Args:
-        listener: who listened before.
+        listener: the next listener.
         count: number of parameters.
         on_cuda: whether gradients are on a GPU.
-        skip: synchronised backwards to leave out, such as the first one, whose buckets are all sent at its end.
-        after: called at the end of each backward that was recorded, outside of it; all ranks get there alike.
+        skip: number of synchronised backwards to leave out. The first one sends all buckets at its end, for example.
+        after: called after each recorded backward, on all ranks.
 
     Attributes:
-        also: who is told of buckets, too.
+        also: a second observer of buckets.
     """
 
     def __init__(
@@ -77,34 +77,34 @@ class BackwardRecorder:
         self._after = after
         self._backward: _Backward | None = None
         self._side: torch.cuda.Stream | None = None
-        self._backwards: list[_Backward | None] = []  # None: this rank only shadowed those of others
+        self._backwards: list[_Backward | None] = []  # None: a backward of other ranks that this rank shadowed
         self.also: BucketObserver | None = None
 
     @property
     def steps(self) -> int:
-        """How many synchronised backwards were recorded."""
+        """Number of recorded synchronised backwards."""
         return len(self._backwards)
 
     def restart(self, count: int, *, skip: int = 0) -> None:
-        """Forget everything; from now on there are `count` parameters."""
+        """Forget all records. From now on there are `count` parameters."""
         self._count, self._skip = count, skip
         self._backwards.clear()
 
     def forget_last(self) -> None:
-        """Forget the last backward that was recorded."""
+        """Forget the last recorded backward."""
         self._backwards.pop()
 
     def stamped(self, markers: Sequence[Callable[[Any], None]]) -> list[Callable[[Any], None]]:
-        """Ready hooks by parameter that note the time before they call `markers`."""
+        """Return ready hooks, one per parameter, that record the time and call `markers`."""
         return [self._stamped(index, marker) for index, marker in enumerate(markers)]
 
     def open(self, *, announced: bool) -> None:
-        """A backward begins."""
+        """Record the begin of a backward."""
         self._backward = _Backward(self._now())
         self._listener.open(announced=announced)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
-        """The outermost backward ended; what the listener does now is no longer backward."""
+        """Record the end of the outermost backward, and then the end of delivery by the listener."""
         backward = self._backward
         assert backward is not None
         backward.end = self._now()
@@ -117,20 +117,20 @@ class BackwardRecorder:
             self._keep(backward)
 
     def shadowed(self) -> None:
-        """This rank has taken part in a backward of others, without one of its own."""
+        """Record that this rank took part in a backward of other ranks, without a backward on this rank."""
         self._keep(None)
 
     def abandon(self) -> None:
-        """The open backward died of an exception."""
+        """Drop the open backward, which an exception ended."""
         self._backward = None
         self._listener.abandon()
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
-        """A bucket was handed to the process group."""
+        """Record that a bucket was sent."""
         if self.also is not None:
             self.also.sent(tensors, work, is_last=is_last)
         if (backward := self._backward) is None:
-            return  # what is left of one that died
+            return  # the rest of an abandoned backward
         place = len(backward.sent)
         backward.sent.append(self._now())
         backward.complete |= is_last
@@ -143,35 +143,36 @@ class BackwardRecorder:
             when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))
 
     def wait_begins(self, flat: Tensor) -> None:
-        """Backward is over and waits for a bucket."""
+        """Tell the second observer that the wait for a bucket begins."""
         if self.also is not None:
             self.also.wait_begins(flat)
 
     def wait_ends(self) -> None:
-        """The bucket has landed."""
+        """Record that the bucket has landed."""
         if self.also is not None:
             self.also.wait_ends()
         if (backward := self._backward) is not None:
-            # Another thread tells when it landed, perhaps not yet.
+            # Another thread records the landing, and may not have done so yet.
             if not self._on_cuda:
                 backward.landed.setdefault(backward.waited, perf_counter())
             backward.waited += 1
 
     def timeline(self, plan: BucketPlan, group: dist.ProcessGroup, *, wire_dtype: str | None = None) -> Timeline:
-        """The typical backward of all ranks, the same on each of them; to be called on all.
+        """Return the typical backward of all ranks. Call it on all ranks; the result is the same on each.
 
         Raises:
-            DPFuseError: the ranks recorded different numbers of backwards, or none.
+            DPFuseError: The ranks recorded different numbers of backwards, or none.
         """
         return timeline_of(self.gather(group), plan, wire_dtype=wire_dtype)
 
     def gather(self, group: dist.ProcessGroup) -> Times:
-        """The seconds of all ranks: [step, rank, parameter, and end of backward, and end of delivery].
+        """Return the seconds of all ranks, [steps, ranks, parameters + 2].
 
-        Steps that some rank only shadowed are left out. To be called on all ranks; the same on each of them.
+        The last two entries are the end of backward and the end of delivery. Steps that some rank shadowed are left
+        out. Call it on all ranks; the result is the same on each.
 
         Raises:
-            DPFuseError: the ranks recorded different numbers of backwards, or none.
+            DPFuseError: The ranks recorded different numbers of backwards, or none.
         """
         device = collective.group_device(group)
         counts = [int(row) for row in collective.all_gather(torch.tensor([self.steps], device=device), group)]
@@ -184,18 +185,18 @@ class BackwardRecorder:
         return times[~np.isnan(times[:, :, -1]).any(axis=1)]
 
     def schedule(self, plan: BucketPlan, *, wire_dtype: str | None = None) -> Schedule:
-        """The typical way of this rank's own buckets, next to which a simulated one can be held.
+        """Return the typical schedule of this rank's buckets, for comparison with a simulated one.
 
-        `sent` is when a bucket was handed to the process group, which may still have been busy with others.
+        `sent` is the time at which the process group got the bucket. The group may still have been busy then.
 
         Raises:
-            DPFuseError: nothing was recorded, or not one collective per bucket of `plan`.
+            DPFuseError: There are no records, or there was not one collective per bucket of `plan`.
         """
         own = [one for one in self._backwards if one is not None]
         if not own or any(len(one.landed) != len(plan.buckets) for one in own):
             raise DPFuseError(
                 f"expected records of {len(plan.buckets)} collectives in each backward, one per bucket, got "
-                f"{[len(one.landed) for one in own]}; sparse gradients and communication hooks send others"
+                f"{[len(one.landed) for one in own]}; sparse gradients and communication hooks use other collectives"
             )
         timeline = timeline_of(np.asarray([[self._row(one)] for one in own]), plan, wire_dtype=wire_dtype)
         orders = range(len(plan.buckets))
@@ -207,7 +208,7 @@ class BackwardRecorder:
         return [[math.nan] * (self._count + 2) if one is None else self._row(one) for one in self._backwards]
 
     def _row(self, one: _Backward) -> list[float]:
-        """Seconds until each parameter was ready, NaN where it never was, until the end, until all was delivered."""
+        """Return the seconds to each parameter's ready mark (NaN without one), to the end and to delivery."""
         stamps = [*(one.ready.get(index) for index in range(self._count)), one.end, one.delivered]
         return [self._seconds(one.begin, stamp) for stamp in stamps]
 
@@ -238,12 +239,12 @@ class BackwardRecorder:
         if end is None:
             return math.nan
         if not self._on_cuda:
-            # A first ready mark that opens its backward was stamped just before it.
+            # A ready mark that opens the backward has a time just before the begin.
             return max(0.0, float(end - begin))
         end.synchronize()
         return max(0.0, float(begin.elapsed_time(end)) / 1000)
 
 
 def timeline_of(times: Times, plan: BucketPlan, *, wire_dtype: str | None = None) -> Timeline:
-    """The typical backward of those that `BackwardRecorder.gather` returned."""
+    """Return the typical backward of the times that `BackwardRecorder.gather` returned."""
     return Timeline.from_steps(plan.specs, times[:, :, :-2], times[:, :, -2], wire_dtype=wire_dtype)

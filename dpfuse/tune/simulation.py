@@ -1,4 +1,4 @@
-"""What a plan does on a timeline: when each bucket is ready, sent and landed. Decides nothing, measures nothing."""
+"""Simulates a plan on a timeline: when each bucket is ready, is sent and lands. Decides and measures nothing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["BucketTimes", "Schedule", "schedule_of", "simulate", "table_text"]
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket's way; times in seconds since backward began."""
+    """Times of one bucket, in seconds since backward began."""
 
     order: int  # of sending, from 0
-    params: int  # how many
-    nbytes: int  # as they travel, without padding
+    params: int  # number of parameters
+    nbytes: int  # bytes sent, without padding
     opened: float  # its first gradient was ready
     ready: float  # its last gradient was ready
     closed_by: str  # the parameter of that gradient
-    late: float  # seconds by which that one was later than the one before it
-    sent: float  # its all-reduce began: the bucket before has landed, too (recorded: it was handed to the group)
+    late: float  # seconds from its last but one gradient to its last
+    sent: float  # begin of its all-reduce, when the bucket before has landed (recorded: when the group got it)
     landed: float
     exposed: float  # seconds of its all-reduce after backward had ended
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All buckets of a plan on their way, simulated or recorded.
+    """The times of all buckets of a plan, simulated or recorded.
 
     Args:
         buckets: in the order of sending.
@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def end(self) -> float:
-        """Seconds from the begin of backward until the last bucket has landed."""
+        """Seconds from the begin of backward to the landing of the last bucket."""
         return max(self.backward_end, max(bucket.landed for bucket in self.buckets))
 
     @property
@@ -52,11 +52,11 @@ class Schedule:
         return self.end - self.backward_end
 
     def explain(self) -> str:
-        """The schedule as a table, one row per bucket; times in ms since backward began.
+        """Return the schedule as a table, with a row per bucket and times in ms since backward began.
 
         Returns:
-            Lines of text; the last one sums up. `late` is how long the bucket waited for its last gradient after it
-            had all others; `waited` how long it then waited for the buckets before it, or for the end of backward.
+            Lines of text; the last line is a summary. `late` is the time that the bucket waited for its last gradient.
+            `waited` is the time that it then waited for earlier buckets, or for the end of backward.
         """
         header = ("order", "MB", "params", "ready", "sent", "landed", "exposed", "waited", "late", "closed by")
         rows = [
@@ -78,7 +78,7 @@ class Schedule:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for `json.dump`; times in seconds."""
+        """Return the schedule as an object for `json.dump`, with times in seconds."""
         return {
             "backward_end": self.backward_end,
             "end": self.end,
@@ -88,10 +88,10 @@ class Schedule:
 
 
 def simulate(timeline: Timeline, plan: BucketPlan, cost: CostTable) -> Schedule:
-    """What to expect of a plan.
+    """Return the expected times of a plan.
 
-    A bucket is sent once all its gradients are ready and all buckets before it have landed; the last one not before
-    backward has ended.
+    A bucket is sent when all its gradients are ready and all buckets before it have landed. The last bucket also waits
+    for the end of backward.
 
     Args:
         timeline: when gradients are ready.
@@ -99,7 +99,7 @@ def simulate(timeline: Timeline, plan: BucketPlan, cost: CostTable) -> Schedule:
         cost: seconds by bytes.
 
     Raises:
-        ValueError: the plan is that of other parameters.
+        ValueError: The plan is for other parameters.
 
     Example:
         >>> import dpfuse
@@ -114,8 +114,8 @@ def simulate(timeline: Timeline, plan: BucketPlan, cost: CostTable) -> Schedule:
     """
     if [(spec.name, spec.shape) for spec in plan.specs] != [(spec.name, spec.shape) for spec in timeline.specs]:
         raise ValueError(
-            f"the plan is for {len(plan.specs)} parameters and the timeline of {len(timeline.specs)}, or they have "
-            "other names or shapes; expected those of the same model in the same order"
+            f"the plan has {len(plan.specs)} parameters and the timeline {len(timeline.specs)}, or their names or "
+            "shapes differ; expected the parameters of one model in the same order"
         )
     free, sent, landed = 0.0, [], []
     for order, bucket in enumerate(plan.buckets):
@@ -127,7 +127,7 @@ def simulate(timeline: Timeline, plan: BucketPlan, cost: CostTable) -> Schedule:
 
 
 def schedule_of(timeline: Timeline, plan: BucketPlan, sent: Sequence[float], landed: Sequence[float]) -> Schedule:
-    """The schedule of buckets whose all-reduces began and ended at these times."""
+    """Return the schedule of a plan with given begins and ends of its all-reduces."""
     buckets = []
     for order, bucket in enumerate(plan.buckets):
         last, *before = sorted(bucket.params, key=lambda index: (-timeline.ready[index], index))
@@ -150,7 +150,7 @@ def schedule_of(timeline: Timeline, plan: BucketPlan, sent: Sequence[float], lan
 
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of words as lines with aligned columns."""
+    """Return rows of words as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

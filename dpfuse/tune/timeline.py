@@ -1,4 +1,4 @@
-"""When each gradient of a backward was ready. Plain data; knows no model, no link and no bucket."""
+"""The times at which the gradients of a backward are ready. Plain data; knows no model, no link and no bucket."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ FORMAT = "dpfuse timeline 1"
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a planner needs to know of one backward.
+    """The times of one backward, as the planner needs them.
 
     Args:
         specs: the parameters, by registration index.
-        ready: for each of them the seconds from the begin of backward until its gradient was complete; that of
-            a parameter without gradient is `backward_end`.
+        ready: for each parameter the seconds from the begin of backward until its gradient was complete. For a
+            parameter without gradient this is `backward_end`.
         backward_end: seconds from the begin of backward to its end.
-        wire_dtype: name of the dtype that travels; None sends each gradient in its own.
+        wire_dtype: name of the dtype that is sent; None sends each gradient in its own dtype.
 
     Raises:
-        ValueError: no parameters; not one time per parameter; a time that is negative, not finite or after
-            `backward_end`; an unknown `wire_dtype`.
+        ValueError: There are no parameters, or not one time per parameter; a time is negative, not finite or after
+            `backward_end`; or `wire_dtype` is unknown.
 
     Example:
         >>> import dpfuse
@@ -79,16 +79,16 @@ class Timeline:
         *,
         wire_dtype: str | None = None,
     ) -> Timeline:
-        """The typical backward of several that were recorded: mean over the ranks, median over the steps.
+        """Return the typical backward of several recorded ones: mean over the ranks, median over the steps.
 
         Args:
             specs: the parameters, by registration index.
             ready: seconds, indexed by step, rank and parameter; NaN where there was no gradient.
             backward_end: seconds, indexed by step and rank.
-            wire_dtype: name of the dtype that travels.
+            wire_dtype: name of the dtype that is sent.
 
         Raises:
-            ValueError: the two do not fit together, or to `specs`.
+            ValueError: The shapes of `ready`, `backward_end` and `specs` do not fit.
 
         Example:
             >>> import dpfuse
@@ -104,10 +104,10 @@ class Timeline:
                 f"ready has shape {times.shape} and backward_end {ends.shape}; expected (steps, ranks, parameters) "
                 "and (steps, ranks), with at least one of each"
             )
-        # Where a rank has no gradient the bucket waits for the end of its backward.
+        # If a rank has no gradient, the bucket waits for the end of its backward.
         times = np.where(np.isnan(times), ends[:, :, None], times)
         typical, end = np.median(times.mean(axis=1), axis=0), float(np.median(ends.mean(axis=1)))
-        # Sums of equal numbers in another order may differ in the last place.
+        # Sums of equal numbers in another order may differ in the last digit.
         return cls(tuple(specs), tuple(np.minimum(typical, end).tolist()), end, wire_dtype)
 
     @classmethod
@@ -119,17 +119,17 @@ class Timeline:
         work: Sequence[float] | None = None,
         wire_dtype: str | None = None,
     ) -> Timeline:
-        """The backward that a model might have: gradients in reverse registration order, paced by work.
+        """Return an estimated backward: gradients in reverse registration order, at times proportional to the work.
 
         Args:
             specs: the parameters, by registration index.
-            backward: seconds in all.
-            work: for each parameter its share of the computing, in any unit, such as FLOPs; its number of
-                elements by default, which suits networks of matrix products.
-            wire_dtype: name of the dtype that travels.
+            backward: seconds of the whole backward.
+            work: amount of computation per parameter, in any unit, such as FLOPs. The default is the number of
+                elements, which suits networks of matrix products.
+            wire_dtype: name of the dtype that is sent.
 
         Raises:
-            ValueError: not one amount of work per parameter, a negative one, or none above zero.
+            ValueError: There is not one amount of work per parameter, an amount is negative, or all are zero.
 
         Example:
             >>> import dpfuse
@@ -149,16 +149,16 @@ class Timeline:
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:
-        """Bytes of each gradient as it travels; a sparse one counts with its full size."""
+        """Bytes of each gradient in the dtype that is sent. A sparse gradient counts with its dense size."""
         return tuple(spec.numel * ITEM_SIZE[self.wire_dtype or spec.dtype] for spec in self.specs)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Parameter indices, first ready first; of those ready at the same time, the last registered first."""
+        """Parameter indices in the order of their ready times; at equal times the last registered comes first."""
         return tuple(sorted(range(len(self.specs)), key=lambda index: (self.ready[index], -index)))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for `json.dump`."""
+        """Return the timeline as an object for `json.dump`."""
         return {
             "format": FORMAT,
             "backward_end": self.backward_end,
@@ -178,10 +178,10 @@ class Timeline:
 
     @classmethod
     def from_json(cls, data: Any) -> Timeline:
-        """What `to_json` gave.
+        """Return the timeline from the result of `to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this a file that Timeline.save wrote?")
@@ -193,10 +193,10 @@ class Timeline:
         return cls(tuple(specs), ready, data["backward_end"], data["wire_dtype"])
 
     def save(self, path: str | Path) -> None:
-        """Write it to a JSON file."""
+        """Write the timeline to a JSON file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """Read it from a file that `save` wrote."""
+        """Read a timeline from a file that `save` wrote."""
         return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))

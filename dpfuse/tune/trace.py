@@ -1,4 +1,4 @@
-"""A schedule for the trace viewers of Chrome and Perfetto. Knows no plan and no link."""
+"""Writes a schedule for the trace viewers of Chrome and Perfetto. Knows no plan and no link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKWARD, WAITING, LINK = 0, 1, 2  # rows
 
 
 def trace_events(schedule: Schedule) -> list[dict[str, Any]]:
-    """The events of a trace: backward, buckets that fill and wait, all-reduces, and what of these was exposed."""
+    """Return the events of a trace: backward, buckets that wait, all-reduces, and the exposed communication."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
         for row, name in ((BACKWARD, "backward"), (WAITING, "buckets ready, not sent"), (LINK, "all-reduces"))

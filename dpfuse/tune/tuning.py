@@ -1,4 +1,4 @@
-"""Records a few steps of a wrapped model, plans, lets it use the plan, and takes the plan back if it is worse."""
+"""Records a few steps of a wrapped model, plans, tries the new plan, and restores the old plan if that was better."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedTimes", "Tuning", "autotune"]
 
-WARM_UP = 1  # backwards after the buckets were made anew: their memory is touched for the first time
-TOLERANCE = 0.02  # part of a backward by which two records of the same buckets easily differ
+WARM_UP = 1  # backwards to leave out after buckets were rebuilt, because their memory is new
+TOLERANCE = 0.02  # fraction of a backward by which two records of the same buckets can differ
 
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Seconds of some backwards, one number for each, the same on all ranks."""
+    """Seconds of several backwards, the same on all ranks."""
 
-    exposed: tuple[float, ...]  # from the end of backward until all was averaged, on the rank that was last
-    total: tuple[float, ...]  # from the begin of backward until all was averaged
+    exposed: tuple[float, ...]  # from the end of backward until all gradients were averaged, on the last rank
+    total: tuple[float, ...]  # from the begin of backward until all gradients were averaged
 
     @classmethod
     def of(cls, times: NDArray[np.float64]) -> RecordedTimes:
-        """Those in what `BackwardRecorder.gather` returned."""
+        """Return the times of what `BackwardRecorder.gather` returned."""
         ends, delivered = times[:, :, -2], times[:, :, -1]
-        # Of the others' exposed time a part is waiting for the rank that was last.
+        # The minimum, because the other ranks' exposed time includes waiting for the last rank.
         return cls(tuple((delivered - ends).min(axis=1).tolist()), tuple(delivered.max(axis=1).tolist()))
 
     def worse_than(self, before: RecordedTimes) -> bool:
-        """Whether exposed or all time has grown; where noise decides, the old buckets win as often as the new."""
+        """Whether the exposed or the total time has grown by more than the tolerance."""
         tolerance = TOLERANCE * float(np.median(before.total))
         return any(
             np.median(new) - np.median(old) > tolerance
@@ -56,24 +56,24 @@ class RecordedTimes:
         )
 
     def explain(self) -> str:
-        """One line; times in ms."""
+        """Return one line, with times in ms."""
         exposed, total = (f"{np.median(one) * 1e3:.3f}" for one in (self.exposed, self.total))
-        return f"{exposed} ms exposed, backward with it {total} ms (medians of {len(self.total)})"
+        return f"{exposed} ms exposed, {total} ms with backward (medians of {len(self.total)})"
 
 
 class Tuning:
-    """What `autotune` has found so far.
+    """The results of `autotune` so far.
 
     Attributes:
-        done: whether nothing is recorded any more.
+        done: whether the recording has ended.
         kept: whether the new buckets are in use; None until that is known.
-        error: why there are none, if something failed.
-        timeline, cost: when gradients were ready, and what an all-reduce costs.
+        error: the reason why there are no new buckets, if something failed.
+        timeline, cost: when gradients were ready, and the time of an all-reduce.
         plan: the new buckets.
         before, after: recorded seconds with the old and with the new buckets.
-        old: how the old buckets travelled, recorded on this rank; None with sparse gradients.
-        expected: how the new ones are to travel.
-        new: how they did, like `old`.
+        old: the recorded schedule of the old buckets on this rank; None with sparse gradients.
+        expected: the simulated schedule of the new buckets.
+        new: the recorded schedule of the new buckets, as for `old`.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ class Tuning:
         self.new: Schedule | None = None
 
     def explain(self) -> str:
-        """What was recorded and what was expected, as text with tables."""
+        """Return the recorded and the expected times, as text with tables."""
         if self.error:
             return f"nothing was changed: {self.error}"
         if self.before is None or self.expected is None:
-            return "nothing is known yet: train on for a few steps"
+            return "there are no records yet: train for a few more steps"
         lines = [f"before: {self.before.explain()}"]
         if self.after is not None:
             lines.append(f"after:  {self.after.explain()}")
@@ -107,8 +107,8 @@ class Tuning:
         if not self.done:
             return "the new buckets are being tried"
         if self.after is None:
-            return "the old buckets are the best already"
-        return "the new buckets stay" if self.kept else "the new buckets are worse: the old ones are back"
+            return "the old buckets are already the best"
+        return "the new buckets are kept" if self.kept else "the new buckets are worse: the old buckets are restored"
 
 
 def autotune(
@@ -121,25 +121,24 @@ def autotune(
 ) -> Tuning:
     """Find and use the best buckets for this model on this machine, while it trains.
 
-    Records `steps` synchronised backwards. At the end of the last of them all-reduces are timed, rank 0 plans, and all
-    ranks use its plan. As many backwards are recorded with that; if they are slower, the old buckets come back. To be
-    called on all ranks at the same place, between two backwards.
+    Record `steps` synchronised backwards. Then time all-reduces, plan on rank 0, and use this plan on all ranks. Record
+    as many backwards with the new plan. If they are slower, restore the old buckets. Call this function on all ranks at
+    the same place, between two backwards.
 
     Args:
         model: a wrapped model.
         steps: synchronised backwards to record before and after, each time without the first.
         comm_buffer_size: limit of a bucket in MB.
         last_comm_buffer_size: limit in MB of the bucket sent last.
-        cost: seconds of an all-reduce by bytes; None: they are timed, which takes about a second.
+        cost: seconds of an all-reduce by bytes. With None, all-reduces are timed, which takes about a second.
 
     Returns:
-        An object that tells what was found, also in `model.tuning`; all of it once its `done` is true.
+        The results, also as `model.tuning`. They are complete when `done` is true.
 
     Raises:
-        ValueError, TypeError: a size that is none, fewer than 1 step.
-        DPFuseError: the model only passes calls through, has a communication hook, is recorded already, or is in the
-            middle of a backward. If some ranks do not call it, or with other arguments, the next synchronised backward
-            raises, on all ranks.
+        ValueError, TypeError: A size is invalid, or `steps` is less than 1.
+        DPFuseError: The model only passes calls through, has a communication hook, is already recorded, or is in the
+            middle of a backward. If the ranks' calls differ, the next synchronised backward raises on all ranks.
 
     Example:
         >>> import torch, dpfuse
@@ -155,7 +154,7 @@ def autotune(
     """
     caps = comm_buffer_size, last_comm_buffer_size
     for cap, name in zip(caps, ("comm_buffer_size", "last_comm_buffer_size"), strict=True):
-        size_in_bytes(cap, name)  # now, not when ranks wait for each other
+        size_in_bytes(cap, name)  # raise here, not later when ranks wait for each other
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}")
     sync = model._sync
@@ -166,13 +165,13 @@ def autotune(
         )
     if sync.wire in FP8:
         raise DPFuseError(
-            f"autotune was called on a model with wire_dtype=torch.{sync.wire}, expected one whose gradients are "
-            "all-reduced: that is what it measures. Choose the buffer sizes by hand, or with 16 bits."
+            f"autotune was called on a model with wire_dtype=torch.{sync.wire}, expected a wire dtype of 16 or more "
+            "bits, because it measures all-reduces. Choose the buffer sizes by hand, or tune with 16 bits."
         )
     if sync.recording:
         raise DPFuseError(
             f"rank {sync.group.rank()}: autotune was called while it records this model; expected one call at a time. "
-            "Go on once the tuning is done."
+            "Call it again when the tuning is done."
         )
     sync.ask(f"autotune: {steps} steps, sizes {caps[0]:g} and {caps[1]:g} MB, cost {cost}")
     tuner = _Tuner(sync, steps, caps, cost)
@@ -181,7 +180,7 @@ def autotune(
 
 
 class _Tuner:
-    """What happens between two backwards, on all ranks alike: plan, then judge."""
+    """Acts between two backwards, on all ranks in the same way: it plans, and later compares old and new times."""
 
     def __init__(self, sync: GradSync, steps: int, caps: tuple[float, float], cost: CostTable | None) -> None:
         self.tuning = Tuning()
@@ -189,8 +188,8 @@ class _Tuner:
         self._steps = steps
         self._caps = caps
         self._cost = cost
-        self._plan: BucketPlan | None = None  # whose buckets are recorded
-        self._old: BucketPlan | None = None  # while new ones are tried
+        self._plan: BucketPlan | None = None  # the plan that is recorded
+        self._old: BucketPlan | None = None  # the old plan, while the new one is tried
         self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.plan.specs)
         self._recorder = BackwardRecorder(
             sync.reducer, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
@@ -209,7 +208,7 @@ class _Tuner:
             return
         try:
             times = self._recorder.gather(self._sync.group)
-            if not len(times):  # some rank has no input left: inside join() it comes back with the next epoch
+            if not len(times):  # some rank has no input left; inside join() it has input again in the next epoch
                 self._recorder.restart(len(self._sync.plan.specs))
             elif self._old is None:
                 self._try_plan(times)
@@ -225,7 +224,7 @@ class _Tuner:
         self._recorder.restart(len(self._plan.specs), skip=WARM_UP)
 
     def _failed(self) -> bool:
-        """Whether this backward failed on some rank, which on CUDA would else be told a step later."""
+        """Whether this backward failed on some rank. On CUDA this rank would otherwise learn it a step later."""
         tail = self._sync.reducer.buckets[-1].tail
         return tail is not None and bool(tail.report(wait=True).failed)
 
@@ -262,7 +261,7 @@ class _Tuner:
         self._sync.record(None)
 
     def _planned_on_rank_0(self, timeline: Timeline, cost: CostTable) -> BucketPlan:
-        """Rank 0's plan; machines that round differently might not agree on each their own."""
+        """Return rank 0's plan. Ranks do not plan on their own: machines that round differently may differ."""
         caps, group = self._caps, self._sync.group
 
         def numbers_here() -> torch.Tensor:
@@ -281,12 +280,12 @@ class _Tuner:
         return plan_from_groups(timeline.specs, groups, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
 
     def _schedule(self) -> Schedule | None:
-        """None with sparse gradients, for which there is more than one collective per bucket."""
+        """Return the recorded schedule; None with sparse gradients, which need several collectives per bucket."""
         if any(spec.sparse for spec in self._sync.plan.specs):
             return None
         return self._recorder.schedule(self._sync.plan, wire_dtype=self._sync.wire)
 
 
 def _sizes_for(nbytes: int) -> list[int]:
-    """Sizes to time for gradients of so many bytes in all."""
+    """Return the sizes to time for gradients of `nbytes` bytes."""
     return [size for size in SIZES if size < 2 * nbytes] or [SIZES[0]]

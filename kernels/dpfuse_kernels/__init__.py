@@ -1,4 +1,11 @@
-"""Packs tensors into flat buffers, unpacks, measures and scales them. Needs torch; triton only to launch kernels."""
+"""Kernels that pack tensors into flat buffers, unpack, measure and scale them. They need torch, and triton to launch.
+
+Read `pointer_table` first: it says which tensor lies where in a buffer. Then read `flatten`, a whole example of a
+kernel with its reference, and `unflatten`. `backend` chooses between the two; `entries` checks their tensors.
+`launcher` runs kernels on a GPU (with `address_ring` and `bound`), `host_plan` runs torch's operations on the CPU.
+The other kernels are `squared_norm`, `multiply`, `spoil`, `sum_parts`, and for eight-bit blocks `quantize`,
+`dequantize` and `sum_quantized`, which use the files `mx*`.
+"""
 
 from dpfuse_kernels.backend import (
     dequantize,

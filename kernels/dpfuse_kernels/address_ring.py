@@ -9,23 +9,23 @@ import torch
 
 __all__ = ["AddressRing", "CudaStreams", "HostStreams"]
 
-# Three would do for safety; with four, pack and unpack of two alternating gradient sets find their lists.
+# Three entries are enough for safety. Four hold the lists for pack and unpack of two alternating gradient sets.
 ENTRIES = 4
 
 
 class HostStreams:
-    """Stream operations where there is only one stream, the host's: nothing to wait for."""
+    """Stream operations on the CPU, where the host is the only stream: nothing has to wait."""
 
     def current(self) -> Any:
-        """The stream on which the next operation will run; hashable."""
+        """Return the stream on which the next operation will run; it is hashable."""
         return None
 
     def capturing(self) -> bool:
-        """Is a CUDA graph being captured?"""
+        """Whether a CUDA graph is being captured."""
         return False
 
     def record(self, stream: Any) -> Any:
-        """An event behind all that was submitted to `stream`."""
+        """Return an event behind all work that was submitted to `stream`."""
         return None
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -43,7 +43,7 @@ class CudaStreams(HostStreams):
         self._known: dict[int, torch.cuda.Stream] = {}
 
     def current(self) -> Any:
-        # Torch makes a new object at each call of `current_stream`; the handle alone is had for a tenth of that.
+        # `current_stream` makes a new object at each call. Reading only the handle takes a tenth of the time.
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
         stream = self._known.get(handle)
         if stream is None:
@@ -70,23 +70,22 @@ class _Entry:
     addresses: list[int] | None = None
     uploaded: Any = None  # event behind the upload
     streams: set[Any] = field(default_factory=set)  # streams ordered behind the upload, which may read `device`
-    captured: bool = False  # a CUDA graph reads `device` at each replay: never to be written again
+    captured: bool = False  # a CUDA graph reads `device` at each replay: never write it again
 
 
 class AddressRing:
-    """Keeps the last few address lists on the device and uploads one only when it is new.
+    """Keeps the last few address lists on the device and uploads a list only when it is new.
 
-    In the steady state addresses repeat, and a call costs one comparison of lists. Rewriting an entry is safe
-    on both sides: its pinned host memory is reused only after its own upload has run, and its device memory
-    is overwritten only behind the kernels that read it.
+    Usually addresses repeat, and a call costs one comparison of lists. Before an entry is rewritten, its upload from
+    pinned host memory has run. Its device memory is overwritten behind the kernels that read it.
 
     Args:
         count: addresses per list.
-        device: where the copies live.
-        streams: stream operations; those of `device` unless a test brings its own.
+        device: device of the copies.
+        streams: stream operations; by default those of `device`.
 
     Attributes:
-        uploads: how many lists were copied to the device so far.
+        uploads: number of lists copied to the device so far.
 
     Example:
         >>> ring = AddressRing(2, torch.device("cpu"))
@@ -102,10 +101,10 @@ class AddressRing:
         self.uploads = 0
 
     def device_copy(self, addresses: list[int]) -> torch.Tensor:
-        """The list on the device, int64 [count], ready for a kernel on the current stream.
+        """Return the list on the device, int64 [count], ready for a kernel on the current stream.
 
         Raises:
-            ValueError: the list is new and a CUDA graph is being captured.
+            ValueError: The list is new, and a CUDA graph is being captured.
         """
         streams = self._streams
         current = streams.current()
@@ -115,14 +114,14 @@ class AddressRing:
             if capturing:
                 raise ValueError(
                     f"{self._changed(addresses)} tensors are not where the last call found them, while a CUDA "
-                    "graph is being captured. Expected known addresses: a graph cannot hold their upload. Keep "
-                    "gradients as bucket views or use zero_grad(set_to_none=False), and run a step before the "
-                    "capture."
+                    "graph is being captured. Expected the addresses of an earlier call, because a graph cannot upload "
+                    "new ones. Keep gradients as bucket views or use zero_grad(set_to_none=False), and run a step "
+                    "before the capture."
                 )
             entry = self._upload(addresses, current)
         elif current not in entry.streams:
-            # In a capture the event of an upload outside it cannot be waited for; torch.cuda.graph has
-            # synchronised the device before it began, so the upload has run.
+            # A capture cannot wait for an event from outside it. It need not: torch.cuda.graph synchronises the device
+            # before a capture begins, so the upload has run.
             if not capturing:
                 streams.wait(current, entry.uploaded)
             entry.streams.add(current)
@@ -141,7 +140,7 @@ class AddressRing:
         return entry
 
     def _free_entry(self, current: Any) -> _Entry:
-        """An entry that may be written: by the host now, on the device behind what `current` has queued."""
+        """Return an entry that the host may write now, and that the device may write behind the work on `current`."""
         free = [entry for entry in self._entries if not entry.captured]
         if len(free) < ENTRIES:
             pinned = self._device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Chooses who packs, measures and scales: the Triton kernels on CUDA tensors, torch's own operations elsewhere."""
+"""Chooses the implementation of each function: the Triton kernel on CUDA tensors, torch's own operations elsewhere."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ VARIABLE = "DPFUSE_KERNELS"
 
 
 def uses_triton(table: PointerTable) -> bool:
-    """Will the functions of this file launch Triton kernels for this table?
+    """Whether the functions of this file launch Triton kernels for this table.
 
-    CUDA tables use Triton, others torch's own operations; the environment variable DPFUSE_KERNELS,
-    `triton` or `reference`, overrides that (on CPU tensors Triton needs TRITON_INTERPRET=1).
+    Tables on CUDA use Triton, others use torch's own operations. The environment variable DPFUSE_KERNELS (`triton`
+    or `reference`) overrides that. On CPU tensors Triton needs TRITON_INTERPRET=1.
 
     Raises:
-        ValueError: DPFUSE_KERNELS holds something else.
+        ValueError: DPFUSE_KERNELS has another value.
     """
     if table.triton is None:
         table.triton = _choose(table.flat.device)
@@ -80,11 +80,11 @@ def flatten(
     accumulate: bool = False,
     matched: bool = False,
 ) -> None:
-    """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass, and count if asked to.
+    """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass; count if `counts` is given.
 
-    Arguments, result and errors are those of `dpfuse_kernels.flatten.flatten`, and `matched`: True promises a
-    list of tensors whose shapes and device are those of their slots, as autograd promises of gradients; the
-    CPU path then only checks dtypes, at about 0.05 us per tensor. Kernels are always checked for.
+    Arguments, result and errors are those of `dpfuse_kernels.flatten.flatten`. With `matched=True` the caller promises
+    a list of tensors that have the shapes and the device of their slots, as autograd guarantees for gradients. The CPU
+    path then checks only dtypes, at about 0.05 us per tensor. Before a kernel, all checks are made.
 
     Example:
         >>> import torch
@@ -120,7 +120,7 @@ def unflatten(
 ) -> None:
     """Copy the slots of `table.flat` to `tensors`, or add them: copy, scale, cast and measure in one pass.
 
-    Arguments, result and errors are those of `dpfuse_kernels.unflatten.unflatten`, and `matched` as for `flatten`.
+    Arguments, result and errors are those of `dpfuse_kernels.unflatten.unflatten`. `matched` is that of `flatten`.
 
     Example:
         >>> import torch
@@ -155,7 +155,7 @@ def quantize(
 ) -> None:
     """Pack `tensors` into eight-bit blocks: scale, encode, count and keep the error in one pass.
 
-    Arguments, result and errors are those of `dpfuse_kernels.quantize.quantize`, and `matched` as for `flatten`.
+    Arguments, result and errors are those of `dpfuse_kernels.quantize.quantize`. `matched` is that of `flatten`.
 
     Example:
         >>> import torch
@@ -184,7 +184,7 @@ def dequantize(
 ) -> None:
     """Unpack eight-bit blocks into `tensors`: decode, scale, cast and measure in one pass.
 
-    Arguments, result and errors are those of `dpfuse_kernels.dequantize.dequantize`, and `matched` as for `flatten`.
+    Arguments, result and errors are those of `dpfuse_kernels.dequantize.dequantize`. `matched` is that of `flatten`.
 
     Example:
         >>> import torch
@@ -223,7 +223,7 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
 
 
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
-    """The sum of the squares of all `tensors`, a scalar in float64 on their device.
+    """Return the sum of the squares of all `tensors`, a scalar in float64 on their device.
 
     Arguments, result and errors are those of `dpfuse_kernels.squared_norm.squared_norm`.
 
@@ -238,7 +238,7 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
 
 
 def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tensor) -> None:
-    """Multiply `tensors` in place by a scalar that may be known to the device only.
+    """Multiply `tensors` in place by a scalar on their device, which the host does not read.
 
     Arguments and errors are those of `dpfuse_kernels.multiply.multiply`.
 

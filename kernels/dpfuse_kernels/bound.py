@@ -1,8 +1,8 @@
-"""Launches a compiled kernel past Triton's dispatcher. The only file that knows Triton's private ways.
+"""Launches a compiled kernel without Triton's dispatcher. The only file that uses private parts of Triton.
 
-`kernel[grid](…)` finds the compilation anew at each call, in 4 to 5 us of Python. What it ends in is a call of
-`CompiledKernel.run`, the same in Triton 3.6 and 3.9: half a microsecond. `bind` returns that call only
-where this Triton is seen to make it just so, and None elsewhere.
+`kernel[grid](…)` looks up the compiled kernel at each call, in 4 to 5 us of Python, and then calls
+`CompiledKernel.run`, which takes half a microsecond. `bind` returns that inner call. It first checks that this version
+of Triton makes the call in the known way, as 3.6 and 3.9 do, and otherwise returns None.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 __all__ = ["BoundKernel", "bind"]
 
-ALIGNMENT = 16  # bytes: all that Triton may have assumed of a pointer
+ALIGNMENT = 16  # bytes: the only property of a pointer that Triton may have assumed
 
 
 class BoundKernel:
-    """One compilation, and all that its launches have in common.
+    """One compiled kernel, with everything that its launches have in common.
 
     Args:
-        compiled: what `kernel[grid](…)` returned.
+        compiled: the result of `kernel[grid](…)`.
         types: of the arguments that change, as Triton spells them; pointers are passed as integers.
-        constants: the compile-time arguments, which are the last ones.
+        constants: the compile-time arguments, which come last.
     """
 
     def __init__(self, compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> None:
         from triton import knobs
         from triton.runtime import driver
 
-        self._kernel = compiled  # a kernel that nobody holds may be unloaded
+        self._kernel = compiled  # Triton may unload a kernel without references
         self._run: Callable[..., Any] = compiled.run
         self._function = compiled.function
         self._metadata = compiled.packed_metadata
@@ -39,25 +39,25 @@ class BoundKernel:
         self._stream_of: Callable[[int], int] = driver.active.get_current_stream
 
     def fits(self, arguments: tuple[int, ...]) -> bool:
-        """Was this compiled for such arguments, and does nobody, such as a profiler, listen to launches?"""
+        """Whether this was compiled for such arguments, and no hook (such as a profiler's) is set on launches."""
         for index in self._pointers:
             if arguments[index] % ALIGNMENT:
                 return False
         return _unheard(self._runtime.launch_enter_hook) and _unheard(self._runtime.launch_exit_hook)
 
     def launch(self, programs: int, device: int, arguments: tuple[int, ...]) -> None:
-        """Launch it on the current stream of `device`, which is the current device."""
+        """Launch the kernel on the current stream of `device`, which must be the current device."""
         stream = self._stream_of(device)
-        # Three times None: what hooks would be told, and the hooks.
+        # Three times None: the launch metadata, which only hooks read, and the two hooks.
         common = (stream, self._function, self._metadata, None, None, None)
         self._run(programs, 1, 1, *common, *arguments, *self._constants)
 
 
 def bind(compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> BoundKernel | None:
-    """`compiled` as a plain call, or None where anything about it is not as known.
+    """Return `compiled` as a bound kernel, or None if anything about it differs from what is known.
 
     Args:
-        compiled: what `kernel[grid](…)` returned; None in Triton's interpreter.
+        compiled: the result of `kernel[grid](…)`; None in Triton's interpreter.
         types: of the arguments that change, as Triton spells them: `i64`, `*i64`.
         constants: the compile-time arguments, in the order of the kernel's.
     """
@@ -65,15 +65,15 @@ def bind(compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> B
         if _takes(compiled, types, len(constants)) and _launches_as_known(type(compiled)):
             return BoundKernel(compiled, types, constants)
     except Exception:
-        # Whatever a future Triton does to the private parts looked at here, its dispatcher works.
+        # A future Triton may change these private parts in any way. Its dispatcher still works.
         pass
     return None
 
 
 def _takes(compiled: Any, types: tuple[str, ...], constants: int) -> bool:
-    """Is it compiled for every value of its integers, and for every pointer with that alignment?
+    """Whether the kernel was compiled for every value of its integers and for every aligned pointer.
 
-    A value that Triton has specialised on, such as 1, would be a constant here, or have an attribute.
+    A value on which Triton specialises, such as 1, would show up as a constant or as an attribute.
     """
     source = compiled.src
     pointers = {(index,) for index, kind in enumerate(types) if kind.startswith("*")}
@@ -86,7 +86,7 @@ def _takes(compiled: Any, types: tuple[str, ...], constants: int) -> bool:
 
 
 def _launches_as_known(kind: Any) -> bool:
-    """Lets `CompiledKernel[grid]` launch something that only takes down how it was called."""
+    """Whether `CompiledKernel[grid]` makes the known call. It launches a probe that records how it is called."""
     calls: list[tuple[Any, ...]] = []
     probe = SimpleNamespace(
         _init_handles=lambda: None,
@@ -97,10 +97,10 @@ def _launches_as_known(kind: Any) -> bool:
     )
     kind.__getitem__(probe, (2, 3, 4))("first", "second", stream="stream")
     known = (2, 3, 4, "stream", "function", "metadata", "launch metadata")
-    # Between them are two hooks, which are Triton's own.
+    # Triton's own two hooks come between the known part and the arguments.
     return [(call[:7], len(call[7:9]), call[9:]) for call in calls] == [(known, 2, ("first", "second"))]
 
 
 def _unheard(hook: Any) -> bool:
-    # Triton 3.6 has chains of hooks, which may be empty, and takes a single one as well.
+    # In Triton 3.6 a hook is a chain of hooks, which may be empty, or a single hook.
     return hook is None or getattr(hook, "calls", None) == []

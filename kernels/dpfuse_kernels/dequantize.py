@@ -17,7 +17,7 @@ from dpfuse_kernels.squared_norm import chunk_sums, squares_of_slots
 from dpfuse_kernels.unflatten import unflatten_reference
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["dequantize", "dequantize_reference"]
 
@@ -37,7 +37,7 @@ def _dequantize_kernel(
     SQUARES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p decodes one chunk: whole blocks to `length` elements of tensor `tensor`, from `start` on.
+    """Decode one chunk in program p: whole blocks to `length` elements of tensor `tensor`, from `start` on.
 
     Example: numel 3, E4M3, a slot at 32; bytes 32 to 34 of flat are 126, 168, 48, byte 513 is 128. With scale 0.5 the
     tensor becomes [448, -0.25, 0.5], and with SQUARES the program's sum 200704.3125.
@@ -52,7 +52,7 @@ def _dequantize_kernel(
     lane = block * 32 + tl.arange(0, 32)[None, :]
     there = (tl.load(row_ptr + 3) >> 5) + block.to(tl.int64)
     if SQUARES:
-        # Each sum has a place of its own: none depends on who is first.
+        # Each program stores its own sum: no sum depends on the order of programs.
         sum_ptr = sums_address.to(tl.pointer_type(tl.float32)) + program
     if address != 0:
         element = tl.load(_element_ptr(flat_address, there), mask=block * 32 < length, other=0)
@@ -63,7 +63,7 @@ def _dequantize_kernel(
             value *= scale_bits.to(tl.float64, bitcast=True).to(tl.float32)
         value = value.to(TENSOR)
         if (length % 8 == 0) & (target % 16 == 0):
-            # A known alignment, and a mask that parts no eight elements: 128-bit stores.
+            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit stores.
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
             tl.store(target_ptr + lane, value, mask=lane < tl.multiple_of(length, 8))
         else:
@@ -81,18 +81,20 @@ def dequantize(
 ) -> None:
     """Unpack blocks of eight-bit floats to `tensors` with one kernel launch on the current stream.
 
-    Each tensor becomes the numbers of its slot times `scale`, computed in float32 and rounded once to `table.dtype`.
+    Each tensor becomes the values of its slot times `scale`, computed in float32 and rounded once to `table.dtype`.
 
     Args:
         table: the layout.
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped. One
-            whose strides differ from the slot's goes through a dense copy. They must not share memory with each other.
-            The caller keeps them referenced until work that may reuse their memory is ordered behind this launch.
+        tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped. A
+            tensor with other strides than its slot goes through a dense copy. They must not share memory with each
+            other. Keep a reference to all of them until the work that may reuse their memory is ordered behind this
+            launch.
         scale: the factor.
-        squares: as for `unflatten`: becomes the sum of the squares of what the tensors now hold.
+        squares: as for `unflatten`. It becomes the sum of the squares of what the tensors now hold.
 
     Raises:
-        ValueError: a wrong tensor, by slot name, or a wrong `squares`, with nothing written, as `unflatten` raises it.
+        ValueError: A tensor is wrong, as for `unflatten`, or `squares` does not fit. The text names the slot, and
+            nothing was written.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, dequantize, mx_bytes
@@ -131,17 +133,17 @@ def dequantize_reference(
     squares: Tensor | None = None,
     matched: bool = False,
 ) -> None:
-    """Unpack with torch's own operations: the same result as `dequantize`, on any device; the CPU path.
+    """Unpack with torch's own operations, on any device. The result equals that of `dequantize`.
 
     Args:
         table: the layout.
         tensors: as for `dequantize`; any strides without overlap.
         scale: the factor.
         squares: as for `dequantize`.
-        matched: True promises a list of tensors whose shapes and device are those of their slots.
+        matched: promise of the caller that `tensors` is a list of tensors with the shapes and device of their slots.
 
     Raises:
-        ValueError: a wrong tensor, by slot name; a wrong `squares`.
+        ValueError: A tensor is wrong, and the text names its slot, or `squares` does not fit.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, mx_bytes

@@ -1,7 +1,7 @@
-"""The tensors of one call, checked against the slots they belong to. Moves no data.
+"""Checks the tensors of one call against their slots. Moves no data.
 
-What is right costs a few C-level passes over the list; only a list that fails one of them is walked tensor by
-tensor, to name the culprit or to find that it is merely unusual (None, strides of its own).
+The usual list costs a few passes in C. If one of these passes fails, the list is checked tensor by tensor. That names
+the wrong tensor, or finds that it is allowed but unusual (None, or other strides).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _address_of = Tensor.data_ptr
 
 @dataclass(frozen=True)
 class Entries:
-    """One call's tensors, found right.
+    """The tensors of one call, after the checks.
 
     Attributes:
         addresses: per slot, the tensor's address in bytes; 0 for None and for an empty tensor.
-        missing: indices whose tensor is None.
-        own: indices whose tensor is its slot, by address and strides; None where all of them are.
-        irregular: the tensors whose memory order differs from their slot's, by index; `check_cheaply` does not
-            look for them.
+        missing: indices of the tensors that are None.
+        own: indices of the tensors that are their slots, by address and strides; None if all of them are.
+        irregular: by index, the tensors with another memory order than their slot. `check_cheaply` does not look for
+            them.
     """
 
     addresses: list[int]
@@ -40,19 +40,19 @@ class Entries:
 
 
 def check_cheaply(tensors: list[Tensor | None], table: PointerTable, *, written: bool = False) -> Entries:
-    """Check what torch's own operations would silently broadcast, cast or copy across devices.
+    """Check for everything that torch's own operations would silently broadcast, cast or copy across devices.
 
-    For the CPU path; costs about 0.2 us per tensor, 0.09 where every tensor is its slot. Strides are free.
+    The CPU path uses this. It takes about 0.2 us per tensor, and 0.09 us if every tensor is its slot. Any strides pass.
 
     Raises:
-        ValueError: names the first slot that got a wrong tensor: count, shape, dtype, device, sparse layout,
-            memory that overlaps the flat buffer without being the slot.
+        ValueError: A tensor is wrong: count, shape, dtype, device, sparse layout, or memory that overlaps the flat
+            buffer without being the slot. The text names the first such slot.
     """
     return _check(tensors, table, written, _torch_would_see)
 
 
 def check_all(tensors: list[Tensor | None], table: PointerTable, *, written: bool = False) -> Entries:
-    """Check everything that a kernel relies on when it follows the addresses; also finds `irregular`.
+    """Check everything that a kernel relies on when it uses the addresses; also find `irregular`.
 
     Raises:
         ValueError: as `check_cheaply`.
@@ -80,7 +80,7 @@ def _check(
         addresses = list(map(_address_of, found))
         if addresses == slot_addresses and all(map(is_, found, table.views)):
             return Entries(addresses, own=None)
-    except (TypeError, RuntimeError):  # None has no address, nor has a sparse tensor
+    except (TypeError, RuntimeError):  # None and sparse tensors have no address
         present = [i for i, tensor in enumerate(tensors) if tensor is not None]
         found = [tensors[i] for i in present]  # type: ignore[misc]
         slot_addresses = [slot_addresses[i] for i in present]
@@ -111,10 +111,10 @@ def _torch_would_see(found: list[Tensor], table: PointerTable, present: list[int
     if list(map(Tensor.numel, found)) != numels or not set(map(_dtype_of, found)) <= {table.dtype}:
         return False
     if present is None and table.host_plan.only_rows:
-        return True  # `cat` refuses other devices and other numbers of dimensions by itself
+        return True  # `cat` itself rejects other devices and other numbers of dimensions
     ndims = table.ndims if present is None else sum(len(table.slots[i].shape) for i in present)
-    # A copy broadcasts by adding dimensions or elements, never by dropping any: with the sums right, and
-    # nothing refused by torch, every shape is right.
+    # A broadcasting copy can only add dimensions or elements. So if the sums are equal and torch rejects no copy, all
+    # shapes are right.
     return sum(map(Tensor.dim, found)) == ndims and _devices_right(found, table)
 
 
@@ -142,7 +142,7 @@ def _has_strides(tensor: Tensor, table: PointerTable, index: int) -> bool:
 
 
 def _devices_right(found: list[Tensor], table: PointerTable) -> bool:
-    # -1 on the CPU and 0 or more elsewhere, so on the CPU a right sum is proof.
+    # `get_device` is -1 on the CPU and at least 0 elsewhere, so for the CPU the sum is sufficient.
     devices = map(Tensor.get_device, found)
     device = table.flat.get_device()
     return sum(devices) == -len(found) if device < 0 else set(devices) <= {device}
@@ -156,7 +156,7 @@ def _touches(addresses: list[int], memory: tuple[int, int]) -> bool:
 
 
 def _is_slot(tensor: Tensor | None, table: PointerTable, index: int) -> bool:
-    """Is a tensor at the slot's address, of its shape, the slot?"""
+    """Whether a tensor with the slot's address and shape is the slot."""
     return tensor is table.views[index] or (
         tensor is not None
         and table.dtype == table.flat.dtype
@@ -166,15 +166,15 @@ def _is_slot(tensor: Tensor | None, table: PointerTable, index: int) -> bool:
 
 
 def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: bool = False) -> Entries:
-    """Go tensor by tensor: raise for the first wrong one, else say which ones are unusual.
+    """Check tensor by tensor. Raise for the first wrong tensor, or return which tensors are unusual.
 
     Args:
         tensors: one per slot, or None.
         table: the layout.
-        written: are the tensors the target? Then one that holds an element twice is wrong, too.
+        written: the tensors are the target. Then an expanded tensor is wrong, too.
 
     Raises:
-        ValueError: names slot, got, expected and remedy.
+        ValueError: A tensor is wrong; the text names its slot.
     """
     if len(tensors) != len(table.slots):
         raise ValueError(
@@ -195,7 +195,7 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
         addresses.append(address)
         if slot.numel == 0:
             if tensor.dtype == table.flat.dtype:
-                own.append(index)  # nothing of it is elsewhere
+                own.append(index)  # it has no elements that could lie elsewhere
             continue
         if address == 0:
             raise ValueError(
@@ -209,7 +209,7 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
         if _overlaps_flat(tensor, table):
             raise ValueError(
                 f"Slot {slot.name!r} got a tensor at address {address:#x} that overlaps the flat buffer, "
-                f"expected the slot itself, at {table.addresses[index]:#x}, or memory of its own. "
+                f"expected the slot itself, at {table.addresses[index]:#x}, or separate memory. "
                 "Pass the slot's view, or a clone."
             )
         if not same_order:
@@ -217,8 +217,8 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
                 step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
             ):
                 raise ValueError(
-                    f"Slot {slot.name!r} got an expanded tensor of strides {tensor.stride()}, expected memory "
-                    "for each element, since it is written. Pass tensor.contiguous()."
+                    f"Slot {slot.name!r} got an expanded tensor with strides {tensor.stride()}, expected separate "
+                    "memory for each element, because the tensor is written. Pass tensor.contiguous()."
                 )
             irregular[index] = tensor
     everything = len(own) == len(table.slots)

@@ -13,7 +13,7 @@ from dpfuse_kernels.options import check_factor, check_residual
 from dpfuse_kernels.pointer_table import PointerTable
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["all_finite", "check_options", "count_nonfinite", "flatten", "flatten_reference", "product"]
 
@@ -37,14 +37,14 @@ def _flatten_kernel(
     ACCUMULATE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p copies one chunk: `length` elements of tensor `tensor`, from `start` on, to flat[offset:].
+    """Copy one chunk in program p: `length` elements of tensor `tensor`, from `start` on, to flat[offset:].
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     Tensors [1, 2, 3] and [4, 5], scale 0.5, in a buffer full of 9: flat is [0.5, 1, 1.5, 9, 2, 2.5].
     COUNT with tensors [1, inf, nan] and [4, nan]: counts [10, 20] become [12, 21].
     FACTOR 4 and ACCUMULATE, with scale 0.5, tensors [1, 2, 3] and [4, 5]: flat is [11, 13, 15, 9, 17, 19].
-    RESIDUAL full of 0.25 with a float16 buffer, tensors [1, 2048, 3] and [4, 5]: flat is [1.25, 2048, 3.25, 9, 4.25,
-    5.25], and residual [0, 0.25, 0, 0.25, 0, 0].
+    RESIDUAL full of 0.25 with a float16 buffer, tensors [1, 2048, 3] and [4, 5]: flat is
+    [1.25, 2048, 3.25, 9, 4.25, 5.25] and residual is [0, 0.25, 0, 0.25, 0, 0].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
@@ -65,7 +65,7 @@ def _flatten_kernel(
             _count(kept, lane < length, count_ptr, WIRE)
     else:
         source = address + start * (TENSOR.primitive_bitwidth // 8)
-        # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
+        # The factor arrives as the bits of a double: float64 uses it exactly, float32 uses it rounded.
         scale = scale_bits.to(tl.float64, bitcast=True)
         if FACTOR:
             scale *= tl.load(factor_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
@@ -75,7 +75,7 @@ def _flatten_kernel(
         if RESIDUAL:
             aligned &= residual % 16 == 0
         if aligned:
-            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
+            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
             _pack(
                 tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16) + lane,
                 tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane,
@@ -124,12 +124,12 @@ def _pack(
     RESIDUAL: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
-    """Reads, computes and writes one chunk of `_flatten_kernel`."""
+    """Read, compute and write one chunk of `_flatten_kernel`."""
     value = tl.load(source_ptr, mask=tl.where(present, mask, False) if RESIDUAL else mask)
     if SCALED:
         value = value.to(COMPUTE) * scale
     if RESIDUAL:
-        # Zero times an infinite factor is not zero. The negative one changes nothing that it is added to.
+        # A zero times an infinite factor would be NaN. Adding -0.0 changes no value.
         value = tl.where(present, value.to(COMPUTE), -0.0)
     if ACCUMULATE:
         value = tl.load(target_ptr, mask=mask).to(COMPUTE) + value.to(COMPUTE)
@@ -137,7 +137,7 @@ def _pack(
         value += tl.load(residual_ptr, mask=mask).to(COMPUTE)
     exact = value
     if value.dtype.is_fp64() and not WIRE.is_fp64():
-        # To 16 bits by way of float32, as torch converts.
+        # Torch converts float64 to 16 bits through float32.
         value = value.to(tl.float32)
     value = value.to(WIRE)
     tl.store(target_ptr, value, mask=mask)
@@ -150,7 +150,7 @@ def _pack(
 
 
 def _count(value: tl.tensor, mask: tl.tensor, count_ptr: tl.tensor, WIRE: tl.constexpr) -> None:
-    """Adds the number of values that are not finite: those with all bits of the exponent set."""
+    """Add the number of values that are not finite to the count. Such values have all exponent bits set."""
     BITS: tl.constexpr = tl.int64 if WIRE.is_fp64() else tl.int32 if WIRE.is_fp32() else tl.int16
     EXPONENT: tl.constexpr = (
         0x7FF0000000000000 if WIRE.is_fp64() else 0x7F800000 if WIRE.is_fp32() else 0x7C00 if WIRE.is_fp16() else 0x7F80
@@ -174,30 +174,31 @@ def flatten(
 ) -> None:
     """Pack `tensors` into their slots of `table.flat` with one kernel launch on the current stream.
 
-    Each slot becomes the tensor times `scale`, computed in float32 (float64 where either side is) and rounded
-    once to the dtype of `flat` (float64 to 16 bits by way of float32, as torch converts). What lies between
-    slots is not touched, in `residual` neither.
+    Each slot becomes the tensor times `scale`. The product is computed in float32, or in float64 if either side is
+    float64, and rounded once to the dtype of `flat`. Float64 is rounded to 16 bits through float32, as torch does it.
+    The elements between slots are not touched, in `flat` or in `residual`.
 
     Args:
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `flat`. None packs zeros, whatever
-            `scale` and `factor` are. A tensor that is its slot is scaled in place. One whose strides differ from the
-            slot's goes through a dense copy. The caller keeps all of them referenced until work that may reuse their
-            memory is ordered behind this launch.
+        tensors: one per slot, with the slot's shape, `table.dtype` and the device of `flat`. None packs zeros for any
+            `scale` and `factor`. A tensor that is its slot is scaled in place. A tensor with other strides than its
+            slot goes through a dense copy. Keep a reference to all of them until the work that may reuse their memory
+            is ordered behind this launch.
         table: the layout.
         scale: the factor.
-        counts: [slots] int32 on the device of `flat`; each is increased by the number of NaN and infinities that
-            its slot holds now. None counts nothing.
-        factor: [] float32 on the device of `flat`, read there: tensors are multiplied by the product of `scale` and it,
+        counts: [slots] int32 on the device of `flat`. Each count grows by the number of NaN and infinities that its
+            slot now holds. None counts nothing.
+        factor: [] float32 on the device of `flat`, read by the kernel. Tensors are multiplied by `scale * factor`,
             which is computed in double precision.
-        residual: [flat.numel()] float32 on the device of `flat`, for error feedback: what rounding took from earlier
-            calls is added before this one rounds, and what it takes now is kept, 0 where that is not finite. In short,
+        residual: [flat.numel()] float32 on the device of `flat`, for error feedback. The rounding errors of earlier
+            calls are added before rounding, and the new errors are kept (0 where an error is not finite). In short,
             v = x * scale * factor + residual; flat = round(v); residual = v - flat. Not for a float64 buffer.
-        accumulate: add to what the slot holds, before the residual and the one rounding. None leaves it as it is.
+        accumulate: add to what the slot holds, before adding the residual and rounding. A tensor that is None then
+            leaves its slot unchanged.
 
     Raises:
-        ValueError: a wrong tensor, by slot name, with nothing written: count, shape, dtype, device, sparse,
-            memory that overlaps `flat` without being its slot; a tensor moved while a CUDA graph is captured; a factor
-            or a residual of another shape, dtype or device, or a residual of a float64 buffer.
+        ValueError: A tensor is wrong: count, shape, dtype, device, sparse, or memory that overlaps `flat` without being
+            the slot. Or it moved while a CUDA graph is captured, or `factor` or `residual` does not fit. The text names
+            the slot, and nothing was written.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, flatten
@@ -206,7 +207,7 @@ def flatten(
         >>> table.flat
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
 
-        With a residual, the small value that a 16-bit buffer cannot add is not lost, but sent later:
+        With a residual, a small value that a 16-bit buffer cannot hold is kept and sent later:
 
         >>> table = PointerTable(torch.zeros(1, dtype=torch.float16), [Slot("a", 0, (1,), (1,))], torch.float32)
         >>> residual = torch.zeros(1)
@@ -224,7 +225,7 @@ def flatten(
     if entries.own is None and scale == 1.0 and counts is None and plain:
         return
     addresses = entries.addresses
-    # Held until the launch; what is freed after it is reused behind it, on the same stream.
+    # Keep the copies until the launch. Memory that is freed later is reused behind it, on the same stream.
     dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
     for index, copy in dense.items():
         addresses[index] = copy.data_ptr()
@@ -251,16 +252,16 @@ def flatten_reference(
     residual: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Pack `tensors` with torch's own operations: the same result as `flatten`, on any device; the CPU path.
+    """Pack `tensors` with torch's own operations, on any device. The result equals that of `flatten`.
 
     Args:
         tensors: as for `flatten`; any strides.
         table: the layout.
         scale: the factor.
         counts: as for `flatten`.
-        factor: likewise; read by the host.
+        factor: as for `flatten`, but read by the host.
         residual: as for `flatten`.
-        accumulate: likewise.
+        accumulate: as for `flatten`.
 
     Raises:
         ValueError: as `flatten`.
@@ -292,7 +293,7 @@ def flatten_reference(
 
 
 def product(scale: float, factor: Tensor | None) -> float:
-    """`scale` times `factor` as the kernel computes it, read by the host.
+    """Return `scale` times `factor` as the kernel computes it. The host reads `factor`.
 
     Example:
         >>> product(0.5, torch.tensor(3.0)), product(0.5, None)
@@ -304,8 +305,8 @@ def product(scale: float, factor: Tensor | None) -> float:
 def count_nonfinite(table: PointerTable, counts: Tensor) -> None:
     """Increase `counts`, [slots] int32, by the number of NaN and infinities in each slot.
 
-    On the CPU that costs one sum over the buffer, which is finite only if all is; where it is not, slots are counted
-    one by one. On a GPU nothing waits for a result, so they always are.
+    On the CPU one sum over the buffer shows whether all values are finite. Only if it is not finite, slots are counted
+    one by one. On a GPU slots are always counted one by one, because the host must not wait for the sum.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot
@@ -322,19 +323,19 @@ def count_nonfinite(table: PointerTable, counts: Tensor) -> None:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Is every value known to be finite? False may be a false alarm: a sum of finite numbers that overflows.
+    """Whether every value is known to be finite. False may be wrong: the sum of finite numbers can overflow.
 
     Example:
         >>> all_finite(torch.ones(3)), all_finite(torch.tensor([1.0, float("nan")])), all_finite(torch.full((2,), 3e38))
         (True, False, False)
     """
-    # The sum of 16-bit numbers as such would overflow too often.
+    # A sum in 16 bits would overflow too often.
     sum_type = torch.promote_types(values.dtype, torch.float32)
     return bool(values.sum(dtype=sum_type).isfinite())
 
 
 def check_options(table: PointerTable, factor: Tensor | None, residual: Tensor | None) -> None:
-    """Raise ValueError for a factor or a residual that does not belong to this table."""
+    """Raise ValueError for a factor or a residual that does not fit this table."""
     if factor is not None:
         check_factor(factor, table.flat.device)
     if residual is not None:

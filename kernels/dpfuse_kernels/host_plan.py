@@ -1,9 +1,9 @@
-"""Moves tensors into and out of a flat buffer with torch's own operations, in as few calls as it can.
+"""Moves tensors into and out of a flat buffer with torch's own operations, in as few calls as possible.
 
-Measured on one thread, per tensor of 16 floats: `cat(out=)` 0.11 us, `_foreach_copy_` 0.35, `_foreach_mul_`
-1.7, `mul(out=)` in a loop 2.9, `mul_` over the whole buffer 0.003. Hence small tensors are moved by one `cat`
-where their shapes allow it and by one `_foreach_copy_` elsewhere, and multiplied as one stretch of the buffer,
-which is still in cache. For large tensors bytes count, not calls: one `mul(out=)` moves and scales in one pass.
+Measured on one thread, per tensor of 16 floats: `cat(out=)` 0.11 us, `_foreach_copy_` 0.35, `_foreach_mul_` 1.7,
+`mul(out=)` in a loop 2.9, `mul_` over the whole buffer 0.003. So one `cat` moves small tensors if their shapes allow
+it, else one `_foreach_copy_`. They are then multiplied as one stretch of the buffer, which is still in cache. For large
+tensors the bytes cost more than the calls, so one `mul(out=)` per tensor moves and scales in one pass.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["HostPlan"]
 
 _dtype_of = attrgetter("dtype")
 
-# Elements from which a call of its own per tensor costs less than a second pass over its bytes.
+# From this many elements on, one call per tensor costs less than a second pass over its bytes.
 LARGE = 32768
 
-# Tensors from which one `cat` is cheaper than their share of a `_foreach_copy_`.
+# From this many tensors on, one `cat` is cheaper than their share of a `_foreach_copy_`.
 CAT = 4
 
-# Elements of padding between two small slots that are saved and restored rather than cut around.
+# Up to this many elements of padding between two small slots are saved and restored. More padding starts a new stretch.
 GAP = 256
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Slots `first` to `stop - 1`: neighbours without gaps, equal in shape but for the first dimension."""
+    """Slots `first` to `stop - 1`: adjacent, without gaps, and equal in shape except for the first dimension."""
 
     first: int
     stop: int
@@ -45,7 +45,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A part of the buffer that holds small slots only, and little padding."""
+    """A part of the buffer that holds only small slots and little padding."""
 
     flat: Tensor  # [elements]
     padding: Tensor | None  # indices into `flat` that belong to no slot
@@ -54,11 +54,11 @@ class _Stretch:
 
 
 class HostPlan:
-    """Which slots of a table are moved by which call; made once, keeps no reference to the table."""
+    """Decides which call moves which slots of a table. Made once; keeps no reference to the table."""
 
     def __init__(self, table: PointerTable) -> None:
         slots = table.slots
-        # A small one alone, as behind large gradients, takes one call like them: copy and pass would be two.
+        # A single small slot is treated as a large one: one call instead of a copy and a multiplication.
         least = LARGE if sum(0 < slot.numel < LARGE for slot in slots) > 1 else 1
         self._large = [i for i, slot in enumerate(slots) if slot.numel >= least]
         self._small = [i for i, slot in enumerate(slots) if 0 < slot.numel < least]
@@ -66,7 +66,7 @@ class HostPlan:
         self._rows = _rows(table, self._views)
         in_rows = {i for row in self._rows for i in range(row.first, row.stop)}
         self._loose = [i for i in self._small if i not in in_rows]
-        # Will `cat` move everything? It does not cast, and is slower than a copy where it must.
+        # Whether `cat` moves everything. It is not used for a cast, in which it is slower than a copy.
         self.only_rows = len(in_rows) == len(slots) and table.dtype == table.flat.dtype
         self._stretches = _stretches(table, self._small)
         self._scratch: list[Tensor] | None = None
@@ -74,11 +74,11 @@ class HostPlan:
         self._scratch_views: list[Tensor | None] = []  # None for a large slot
 
     def pack(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
-        """What `flatten_reference` does, for tensors that `check_cheaply` found right."""
+        """Pack as `flatten_reference` does; `check_cheaply` must have passed the tensors."""
         views, compute = self._views, table.compute_dtype
         scaled = scale != 1.0
         moved = self._moved(entries)
-        # Multiplying in the buffer rounds once only if the copy into it did not round.
+        # Multiplying in the buffer must be the only rounding. So the copy into the buffer must not round.
         if scaled and table.flat.dtype not in (table.dtype, compute):
             stages = self._scratch_of(table)
             _copy_each(_pick(self._scratch_views, moved), _pick(tensors, moved))
@@ -101,7 +101,7 @@ class HostPlan:
                 continue
             _check_shape(tensor, view)
             scaled_copy(tensor, scale, view, compute)
-        # Last, since stretches are multiplied as a whole, and zero times an infinite factor is not zero.
+        # Zeros come last: a stretch is multiplied as a whole, and zero times an infinite factor is NaN.
         for index in entries.missing:
             views[index].zero_()
 
@@ -114,12 +114,12 @@ class HostPlan:
         residual: Tensor | None,
         accumulate: bool,
     ) -> None:
-        """`pack` by way of an unrounded copy, to which the buffer's content and the residual are added."""
+        """Pack into an unrounded copy, add the buffer's values and the residual to it, and round once."""
         stage = self._stage_of(table)
-        # Nothing in a stage is a slot of the buffer, nor the other way round.
+        # The stage and the buffer share no memory, so no tensor is its slot in the stage.
         stage.host_plan.pack(tensors, stage, replace(entries, own=()), scale)
         for index in entries.missing:
-            stage.views[index].fill_(-0.0)  # which changes nothing that it is added to
+            stage.views[index].fill_(-0.0)  # adding -0.0 changes no value
         value, flat = stage.flat, table.flat
         with table.gaps_kept(*() if residual is None else (residual,)):
             if accumulate:
@@ -131,20 +131,20 @@ class HostPlan:
                 torch.sub(value, flat, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 
     def add(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
-        """`pack_staged` into a buffer of the compute type, in which nothing has to be rounded later: needs no stage."""
+        """Add to a buffer of the compute dtype. It needs no stage, because nothing is rounded later."""
         missing = set(entries.missing)
         present = [index for index in range(len(tensors)) if index not in missing]
         views, values = _pick(self._views, present), _pick(tensors, present)
         if not present:
             return
-        if math.frexp(scale)[0] == 0.5:  # a power of two: the product is exact, so it does not matter how it is added
+        if math.frexp(scale)[0] == 0.5:  # a power of two: the product is exact, and only the addition rounds
             torch._foreach_add_(views, values, alpha=scale)
         else:
             products = torch._foreach_mul([value.to(table.compute_dtype) for value in values], scale)
             torch._foreach_add_(views, products)
 
     def _stage_of(self, table: PointerTable) -> PointerTable:
-        """The layout over a buffer of its own in the compute type."""
+        """Return a table with the same layout over a separate buffer in the compute dtype."""
         if self._stage is None:
             self._stage = PointerTable(
                 torch.zeros_like(table.flat, dtype=table.compute_dtype), table.slots, table.dtype
@@ -152,16 +152,16 @@ class HostPlan:
         return self._stage
 
     def pack_matched(self, tensors: list[Tensor | None], table: PointerTable, scale: float) -> bool:
-        """`pack` for the usual gradients, without checks beyond their dtype.
+        """Pack the usual gradients, and check only their dtypes.
 
         Args:
-            tensors: gradients of parameters with the slots' shapes, on their device; autograd guarantees that.
+            tensors: gradients with the slots' shapes and device; autograd guarantees that.
             table: the layout.
             scale: the factor.
 
         Returns:
-            False where something is unusual (None, a sparse or a kept gradient, another dtype); `pack` must
-            then do all of the work.
+            False if something is unusual (None, a sparse gradient, a gradient in its slot, another dtype). Then `pack`
+            must do all of the work.
         """
         views = self._views
         if table.dtype != table.flat.dtype or not tensors or tensors[0] is table.views[0]:
@@ -169,7 +169,7 @@ class HostPlan:
         try:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
-            # A large one in place would be scaled again by `pack`, should anything below be refused.
+            # A large tensor in its slot would be scaled twice if something below fails and `pack` follows.
             large = self._large
             if large and any(tensors[i].data_ptr() == views[i].data_ptr() for i in large):  # type: ignore[union-attr]
                 return False
@@ -179,7 +179,7 @@ class HostPlan:
                 torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
             for index in self._large:
                 _check_shape(tensors[index], views[index])  # type: ignore[arg-type]
-                if scale == 1.0:  # older torch changes the bits of a NaN that it multiplies with 1
+                if scale == 1.0:  # older versions of torch change the bits of a NaN when they multiply it by 1
                     views[index].copy_(tensors[index])  # type: ignore[arg-type]
                 else:
                     torch.mul(tensors[index], scale, out=views[index])  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class HostPlan:
         return True
 
     def unpack_matched(self, tensors: list[Tensor | None], table: PointerTable) -> bool:
-        """`unpack` at scale 1 for the usual gradients; arguments and result are those of `pack_matched`."""
+        """Unpack the usual gradients with scale 1. Arguments and result are those of `pack_matched`."""
         try:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
@@ -212,9 +212,9 @@ class HostPlan:
         scale: float,
         accumulate: bool,
     ) -> None:
-        """What `unflatten_reference` does, for tensors that `check_cheaply` found right."""
+        """Unpack as `unflatten_reference` does; `check_cheaply` must have passed the tensors."""
         compute = table.compute_dtype
-        # Adding needs the value in the tensor's own type, rounded, before the sum.
+        # The value must be rounded to the tensor's dtype before it is added.
         direct = scale == 1.0 and (not accumulate or table.dtype == table.flat.dtype)
         small = self._small
         if entries.missing:
@@ -241,7 +241,7 @@ class HostPlan:
                 scaled_copy(view, scale, tensor, compute)
 
     def _moved(self, entries: Entries) -> list[int]:
-        """Small slots whose content comes from elsewhere; the list `_small` itself where that is all."""
+        """Return the small slots that need a copy. If all do, this is the list `_small` itself."""
         if entries.own is None:
             return []
         if not entries.own and not entries.missing:
@@ -250,7 +250,7 @@ class HostPlan:
         return [i for i in self._small if i not in stay]
 
     def _scratch_of(self, table: PointerTable) -> list[Tensor]:
-        """Per stretch a buffer of the tensors' dtype; zeros, so that padding in it holds a number."""
+        """Return for each stretch a buffer of the tensors' dtype. It starts as zeros, so that padding holds numbers."""
         if self._scratch is None:
             self._scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
             self._scratch_views = [None] * len(table.slots)
@@ -263,7 +263,7 @@ class HostPlan:
 
 
 def scaled_copy(source: Tensor, scale: float, out: Tensor, compute: torch.dtype) -> Tensor:
-    """`out` becomes `source * scale`, computed in `compute` and rounded once; returns `out`.
+    """Write `source * scale` to `out`, computed in `compute` and rounded once. Return `out`.
 
     Example:
         >>> scaled_copy(torch.tensor([1.0, 3.0]), 0.5, torch.zeros(2, dtype=torch.bfloat16), torch.float32)
@@ -272,7 +272,7 @@ def scaled_copy(source: Tensor, scale: float, out: Tensor, compute: torch.dtype)
     if scale == 1.0:
         return out.copy_(source)
     if source.dtype in (compute, out.dtype):
-        # torch multiplies 16-bit numbers by a Python float in float32, and casts the result into `out`.
+        # Torch multiplies 16-bit numbers by a Python float in float32, and casts the result to `out`.
         return torch.mul(source, scale, out=out)
     if out.dtype == compute:
         return out.copy_(source).mul_(scale)
@@ -280,7 +280,7 @@ def scaled_copy(source: Tensor, scale: float, out: Tensor, compute: torch.dtype)
 
 
 def _pick(items: Sequence[Tensor | None], indices: list[int]) -> list[Tensor]:
-    """The items at ascending `indices`, none of which is None; the list itself where that is all of them."""
+    """Return the items at ascending `indices`, none of which is None. If that is all items, return `items` itself."""
     if len(indices) == len(items) and isinstance(items, list):
         return items
     return [items[i] for i in indices]  # type: ignore[misc]
@@ -292,14 +292,14 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _check_shape(tensor: Tensor, view: Tensor) -> None:
-    # `out=` would resize, where the copies of small tensors refuse.
+    # `out=` would resize the tensor; the copies of small tensors raise an error.
     if tensor.size() != view.size():
         raise RuntimeError(f"shape {tuple(tensor.shape)} instead of {tuple(view.shape)}")
 
 
 @contextmanager
 def _padding_kept(stretch: _Stretch) -> Iterator[None]:
-    """Put back what the padding held, after the stretch was written as a whole."""
+    """Restore the padding after a write to the whole stretch."""
     if stretch.padding is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""How much of a buffer one program moves, and with how many threads. Plain data; knows no kernel."""
+"""The number of elements and threads of one program. Plain data; knows no kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LaunchShape", "launch_shape"]
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """The two figures with which a kernel is compiled.
+    """The two numbers with which a kernel is compiled.
 
     Args:
         chunk: elements per program, a power of two.
@@ -22,11 +22,11 @@ class LaunchShape:
     warps: int
 
 
-# A bucket of 25 MiB gives 132 SMs a dozen programs each. With 8 warps a thread moves 16 elements; with 32 of them,
-# float16 spilled 120 bytes on sm_90. Not yet chosen by measurement: `python -m bench --gpu --only kernels`.
+# A bucket of 25 MiB gives each of 132 SMs a dozen programs. With 8 warps a thread moves 16 elements. With 32 elements
+# per thread, float16 spilled 120 bytes on sm_90. Not yet chosen by measurement: `python -m bench --gpu --only kernels`.
 DEFAULT = LaunchShape(chunk=4096, warps=8)
 
-# (dtype of the tensors, of the buffer) -> shapes by the bytes of the buffer from which on they hold.
+# (dtype of the tensors, of the buffer) -> least bytes of the buffer -> shape.
 SHAPES: dict[tuple[torch.dtype, torch.dtype], dict[int, LaunchShape]] = {
     (torch.float32, torch.float32): {0: DEFAULT},
     (torch.float32, torch.bfloat16): {0: DEFAULT},
@@ -35,7 +35,7 @@ SHAPES: dict[tuple[torch.dtype, torch.dtype], dict[int, LaunchShape]] = {
 
 
 def launch_shape(dtype: torch.dtype, wire: torch.dtype, nbytes: int) -> LaunchShape:
-    """The shape for a buffer of `nbytes` bytes.
+    """Return the shape for a buffer of `nbytes` bytes.
 
     Args:
         dtype: of the tensors.

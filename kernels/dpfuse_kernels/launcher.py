@@ -1,4 +1,4 @@
-"""Launches a kernel over a table's chunks. The only file that imports triton, at the first launch."""
+"""Launches a kernel over a table's chunks. Triton is imported at the first launch, here and in `bound` only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpfuse_kernels.pointer_table import PointerTable
 
 __all__ = ["Launcher", "dispatch", "jit"]
 
-# What the kernels take, and in which types, before addresses of their own (i64) and their compile-time arguments.
+# The first arguments of every kernel, with their types. Further addresses (i64) and compile-time arguments follow.
 ARGUMENTS = {
     "flat_address": "i64",
     "address_ptr": "*i64",
@@ -30,11 +30,11 @@ ARGUMENTS = {
 
 @cache
 def jit(kernel: Callable[..., None]) -> Any:
-    """Compile `kernel` when it is first launched; until then its file needs no triton.
+    """Return `kernel` as a Triton function, so that its file needs no triton before the first launch.
 
-    The kernel refers to `tl`, which its own module does not import: it is set there now. So are the functions of its
-    module that it calls, which begin with an underscore. It takes integers as they come: specialising on their values
-    would compile once more for each new one.
+    The kernel refers to `tl`, which its own module does not import: this function sets `tl` there. It also replaces the
+    functions with an underscore in front that the kernel calls. Integers are not specialised: otherwise Triton would
+    compile again for each new value.
     """
     import triton
     import triton.language as tl
@@ -42,7 +42,7 @@ def jit(kernel: Callable[..., None]) -> Any:
     scope = kernel.__globals__
     scope["tl"] = tl
     for name in kernel.__code__.co_names:
-        # Kernels share code in functions that they call; those are compiled, or interpreted, as they are.
+        # Kernels share code in functions that they call. These need the same treatment.
         shared = getattr(scope.get(name), "fn", scope.get(name))
         if isinstance(shared, FunctionType) and name.startswith("_"):
             scope[name] = jit(shared)
@@ -57,13 +57,13 @@ def dispatch(
     constants: dict[str, Any],
     warps: int,
 ) -> Any:
-    """Launch `kernel` through Triton on the current stream of `device`, which is the current device.
+    """Launch `kernel` through Triton on the current stream of `device`, which must be the current device.
 
     Returns:
-        What Triton has compiled; None in its interpreter.
+        The compiled kernel; None in Triton's interpreter.
 
     Raises:
-        ValueError: the device is the CPU, and Triton does not interpret.
+        ValueError: The device is the CPU, and Triton's interpreter is off.
     """
     compiled = jit(kernel)
     if device.type == "cpu" and not interpreting(compiled):
@@ -71,19 +71,19 @@ def dispatch(
             "Triton got a flat buffer on the CPU, expected one on a GPU. Unset DPFUSE_KERNELS, or set "
             "TRITON_INTERPRET=1 to run Triton's interpreter."
         )
-    # A product that is rounded and then added must not become one fused multiply-add.
+    # The product must be rounded before the addition: no fused multiply-add.
     return compiled[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """The type of `triton.language` with the same name."""
+    """Return the type of `triton.language` with the same name."""
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def chunk_rows(table: PointerTable, chunk: int) -> torch.Tensor:
-    """Per program: tensor index, first element in the tensor, number of elements, offset in flat.
+    """Return for each program: tensor index, first element in the tensor, number of elements, offset in flat.
 
     Args:
         table: the layout.
@@ -108,19 +108,19 @@ def chunk_rows(table: PointerTable, chunk: int) -> torch.Tensor:
 
 
 class Launcher:
-    """What a table needs on the device: its chunks, and the addresses of the last calls' tensors.
+    """Launches kernels over one table. Holds the table's chunks and the last tensors' addresses on the device.
 
     Args:
         table: the layout.
-        shape: of the programs; by default the best known one.
+        shape: of the programs; by default that of `launch_shape`.
 
     Attributes:
         ring: the device copies of address lists; `ring.uploads` counts the host-to-device copies.
-        launches: how many kernels were launched.
-        bound_launches: how many of them past Triton's dispatcher.
+        launches: number of kernels launched.
+        bound_launches: number of those that were launched without Triton's dispatcher.
 
     Raises:
-        ValueError: made while a CUDA graph is being captured.
+        ValueError: A CUDA graph is being captured.
     """
 
     def __init__(self, table: PointerTable, shape: LaunchShape | None = None) -> None:
@@ -135,14 +135,14 @@ class Launcher:
         self._dtypes = (table.dtype, table.flat.dtype, table.compute_dtype)
         self._rows = chunk_rows(table, self.shape.chunk).to(self._device)
         self._programs = range(len(self._rows))
-        self._bound: dict[Any, BoundKernel | None] = {}  # None: this Triton's ways are not known
+        self._bound: dict[Any, BoundKernel | None] = {}  # None: this version of Triton launches in an unknown way
         self.ring = AddressRing(len(table.slots), self._device)
         self.launches = 0
         self.bound_launches = 0
 
     @property
     def programs(self) -> int:
-        """How many run in a launch over all chunks."""
+        """Number of programs in a launch over all chunks."""
         return len(self._programs)
 
     def launch(
@@ -155,20 +155,20 @@ class Launcher:
         programs: range | None = None,
         **options: bool,
     ) -> None:
-        """Launch `kernel` once, over all chunks or over `programs` only (tests of far ends use that).
+        """Launch `kernel` once, over all chunks or only over `programs` (for tests).
 
-        The first launch with these compile-time arguments goes through Triton's dispatcher, later ones past it.
+        The first launch with these compile-time arguments goes through Triton's dispatcher. Later launches skip it.
 
         Args:
             kernel: a kernel that takes ARGUMENTS, the addresses of `extras`, and compile-time arguments.
             addresses: one per slot, bytes; 0 means None.
             scale: the factor, in double precision.
-            extras: what the kernel reads or writes beside the buffer and the tensors, on their device, in the order of
-                its arguments; None becomes the address 0.
+            extras: further tensors that the kernel reads or writes, on the same device and in the order of the kernel's
+                arguments. None becomes the address 0.
             options: further compile-time arguments, in the order of the kernel's.
 
         Raises:
-            ValueError: `flat` is on the CPU and Triton does not interpret; or as `AddressRing.device_copy`.
+            ValueError: `flat` is on the CPU and Triton's interpreter is off, or `AddressRing.device_copy` raised.
         """
         programs = self._programs if programs is None else programs
         if not programs:
@@ -189,21 +189,21 @@ class Launcher:
         self.launches += 1
 
     def _launch_bound(self, key: tuple[Any, ...], programs: int, arguments: tuple[int, ...]) -> bool:
-        """Launch what is bound; False where nothing is, or nothing that fits."""
+        """Launch the bound kernel. Return False if none is bound or if it does not fit the arguments."""
         bound = self._bound.get(key)
         if bound is None or not bound.fits(arguments):
             return False
         try:
             bound.launch(programs, self._device.index or 0, arguments)
         except (TypeError, AttributeError):
-            # Not called as this Triton expects it: arguments are read before anything is launched.
+            # This Triton expects another call. It reads the arguments first, so nothing was launched.
             self._bound[key] = None
             return False
         self.bound_launches += 1
         return True
 
     def _dispatch(self, key: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
-        """Launch through Triton, and bind what it has compiled."""
+        """Launch through Triton's dispatcher, and bind the compiled kernel."""
         kernel, scaled, *options = key
         tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
         constants = {
@@ -221,12 +221,12 @@ class Launcher:
 
 
 def interpreting(compiled: Any) -> bool:
-    """Does `compiled` run in Triton's interpreter?"""
+    """Whether `compiled` runs in Triton's interpreter."""
     return type(compiled).__name__ == "InterpretedFunction"
 
 
 def double_bits(value: float) -> int:
-    """The 64 bits of a double as a signed integer: Triton would narrow a float argument to 32 bits.
+    """Return the 64 bits of a double as a signed integer: Triton would narrow a float argument to 32 bits.
 
     Example:
         >>> hex(double_bits(1.0))
@@ -236,7 +236,7 @@ def double_bits(value: float) -> int:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which `device` is the current one."""
+    """Return a context in which `device` is the current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)

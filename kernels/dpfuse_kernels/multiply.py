@@ -1,4 +1,4 @@
-"""Multiplies all tensors of a layout by a number that only the device knows. Knows no bucket and no collective."""
+"""Multiplies all tensors of a layout by a scalar on the device. Knows no bucket and no collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpfuse_kernels.entries import check_all, check_cheaply
 from dpfuse_kernels.pointer_table import PointerTable
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["multiply", "multiply_reference"]
 
@@ -30,7 +30,7 @@ def _multiply_kernel(
     SCALED: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p multiplies one chunk: `length` elements of tensor `tensor`, from `start` on. By 1: touches nothing.
+    """Multiply one chunk in program p: `length` elements of tensor `tensor`, from `start` on. 1 as factor does nothing.
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     Tensors [1, 2, 3] and [4, 5], factor 0.5: they become [0.5, 1, 1.5] and [2, 2.5].
@@ -46,7 +46,7 @@ def _multiply_kernel(
     if (address != 0) & (factor != 1.0):
         target = address + start * (TENSOR.primitive_bitwidth // 8)
         if (length % 8 == 0) & (target % 16 == 0):
-            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
+            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16) + lane
             whole = lane < tl.multiple_of(length, 8)
             value = tl.load(target_ptr, mask=whole).to(PRODUCT) * factor
@@ -62,13 +62,13 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
     """Multiply `tensors` in place with one kernel launch on the current stream; a factor of 1 moves no byte.
 
     Args:
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped.
+        tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped.
             They must not share memory with each other.
-        table: the layout; nothing in its buffer changes that is none of the tensors.
-        factor: a scalar on that device. Products are computed in float32 (float64 for float64), rounded once.
+        table: the layout. Its buffer changes only where it holds one of the tensors.
+        factor: a scalar on that device. Products are computed in float32 (float64 for float64) and rounded once.
 
     Raises:
-        ValueError: a wrong tensor, by slot name, as `unflatten` raises it, with nothing written.
+        ValueError: A tensor is wrong, as for `unflatten`. The text names the slot, and nothing was written.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, multiply
@@ -91,7 +91,7 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
 
 @torch.no_grad()
 def multiply_reference(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tensor) -> None:
-    """The same with torch's own operations, on any device; the CPU path. Tensors that fill the buffer are one.
+    """Multiply with torch's own operations, on any device. Tensors that fill the buffer take one operation.
 
     Args:
         tensors: as for `multiply`; any strides without overlap.
@@ -99,7 +99,7 @@ def multiply_reference(tensors: Sequence[Tensor | None], table: PointerTable, fa
         factor: as for `multiply`.
 
     Raises:
-        ValueError: a wrong tensor, by slot name.
+        ValueError: A tensor is wrong; the text names its slot.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot

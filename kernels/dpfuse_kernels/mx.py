@@ -1,14 +1,14 @@
 """Eight-bit floats with a shared scale per block of 32, as bytes: sizes, encoding, decoding. Knows no table.
 
 The elements and scales are those of the OCP Microscaling (MX) specification, version 1.0: MXFP8 with E4M3 or E5M2
-elements, and one power of two (E8M0) per block of 32. The order of the bytes is ours. A *super-block* of 528 bytes
-holds 512 element bytes and then their 16 scale bytes: it starts at a multiple of 16 bytes and needs nothing from
-elsewhere, so that a buffer may be split between ranks behind any of them. 528 / 2048 is 0.258 of what float32 takes.
+elements, and one power of two (E8M0) per block of 32. The order of the bytes is our own. A *super-block* of 528 bytes
+holds 512 element bytes and then their 16 scale bytes. It starts at a multiple of 16 bytes and is complete in itself, so
+a buffer may be split between ranks behind any super-block. It takes 528 / 2048 = 0.258 of the bytes of float32.
 
-The scale is chosen as the specification leaves open: the smallest power of two with which no finite element of the
-block overflows after rounding. So nothing saturates: the specification's own example takes the largest element's
-exponent, with which elements that are larger than the format's largest number become that number. Only what would be
-rounded up to 2 ** 128, which is no float32, is rounded down, to 1.875 or 1.75 times 2 ** 127.
+The specification leaves the choice of the scale open. We use the smallest power of two with which no finite element of
+the block overflows after rounding, so no element saturates. The specification's example uses the largest element's
+exponent; there, elements above the format's largest number saturate. One case remains: a value that would be rounded up
+to 2 ** 128, which is no float32, is rounded down to 1.875 or 1.75 times 2 ** 127.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 __all__ = ["BLOCK", "SUPER_BLOCK", "SUPER_BYTES", "MxFormat", "mx_bytes", "mx_decode", "mx_encode", "mx_format"]
 
 BLOCK = 32  # elements that share a scale
-SUPER_BLOCK = 512  # elements whose scales lie behind them
+SUPER_BLOCK = 512  # elements that are followed by their scales
 SUPER_BYTES = SUPER_BLOCK + SUPER_BLOCK // BLOCK
 
-NAN = 0x7F  # the element byte of whatever is not finite, in both formats
+NAN = 0x7F  # the element byte for NaN and infinities, in both formats
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class MxFormat:
     """The elements of one format.
 
     Attributes:
-        dtype: torch's type of them.
-        mantissa: bits of it.
+        dtype: torch's dtype of the elements.
+        mantissa: number of mantissa bits.
         exponent: of the largest number, which is 1.75 * 2 ** exponent.
-        room: what may be added to the mantissa bits of a float32 before a number of that exponent overflows, once it
-            is rounded to nearest even: 1.8125 still becomes 1.75 where the last bit of that is 0, 1.875 does not.
+        room: added to the bits of a float32, it carries into the exponent if rounding to nearest even would overflow:
+            for E4M3 above 1.8125, which is rounded to 1.75, and for E5M2 from 1.875 on.
         cap: the largest number, with any scale, that is also a float32.
     """
 
@@ -54,24 +54,22 @@ FORMATS = {
 
 
 def mx_format(dtype: torch.dtype) -> MxFormat:
-    """The format whose elements are `dtype`.
+    """Return the format with elements of `dtype`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no such format.
 
     Example:
         >>> mx_format(torch.float8_e5m2).mantissa
         2
     """
     if dtype not in FORMATS:
-        raise ValueError(
-            f"format is {dtype}, expected one of {', '.join(map(str, FORMATS))}. Only those have blocks with a scale."
-        )
+        raise ValueError(f"format is {dtype}, expected one of {', '.join(map(str, FORMATS))}. Pass one of these.")
     return FORMATS[dtype]
 
 
 def mx_bytes(elements: int) -> int:
-    """Bytes of a buffer for `elements` elements: whole super-blocks.
+    """Return the number of bytes of a buffer for `elements` elements, in whole super-blocks.
 
     Example:
         >>> mx_bytes(0), mx_bytes(1), mx_bytes(512), mx_bytes(513)
@@ -82,11 +80,11 @@ def mx_bytes(elements: int) -> int:
 
 @torch.no_grad()
 def mx_encode(values: Tensor, format: torch.dtype, out: Tensor) -> Tensor:
-    """Write `values` as bytes, by torch's own operations; on a GPU the host waits for some of them.
+    """Write `values` as bytes, with torch's own operations. On a GPU the host waits for some of them.
 
     Each element is divided by its block's scale and rounded to nearest even. The scale is the smallest power of two,
-    from 2 ** -127 on, with which no finite element of the block overflows. What is not finite becomes NaN and has
-    no part in the scale. Zeros keep their sign.
+    from 2 ** -127 on, with which no finite element of the block overflows. NaN and infinities become NaN and do not
+    affect the scale. Zeros keep their sign.
 
     Args:
         values: [elements] float32, contiguous, a multiple of 512 of them.
@@ -125,12 +123,12 @@ def mx_encode(values: Tensor, format: torch.dtype, out: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Read bytes as float32, which holds every such number exactly, by torch's own operations; the host waits for some.
+    """Read bytes as float32, which is exact, with torch's own operations. On a GPU the host waits for some of them.
 
     Args:
         packed: [bytes] uint8, contiguous: whole super-blocks.
         format: torch.float8_e4m3fn or torch.float8_e5m2.
-        out: [elements] float32, contiguous; made by default.
+        out: [elements] float32, contiguous; by default a new tensor.
 
     Returns:
         `out`: 512 elements for each 528 bytes.
@@ -147,8 +145,8 @@ def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) ->
         out = torch.empty(len(rows) * SUPER_BLOCK, dtype=torch.float32, device=packed.device)
     elements = rows[:, :SUPER_BLOCK]
     if mx_format(format).dtype == torch.float8_e4m3fn:
-        # A float16 has the same bits further left, and an exponent that is larger by 8. Torch converts vectors of it,
-        # but floats of this kind one by one, which takes six times as long.
+        # A float16 has the same bits further left, with a bias that is larger by 8. Torch converts float16 in vectors,
+        # but E4M3 one by one, which takes six times as long.
         wide = elements.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.view(-1, SUPER_BLOCK).copy_(wide.view(torch.float16)).mul_(256.0)
         code = elements & 0x7F
@@ -162,7 +160,7 @@ def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) ->
 
 
 def check_packed(name: str, packed: Tensor) -> None:
-    """Raise ValueError unless `packed`, [..., bytes] uint8, is contiguous, aligned and of whole super-blocks."""
+    """Raise ValueError unless `packed`, [..., bytes] uint8, is contiguous, aligned and made of whole super-blocks."""
     length = packed.shape[-1] if packed.dim() else 0
     whole = packed.dim() > 0 and length % SUPER_BYTES == 0 and packed.data_ptr() % 16 == 0
     if packed.dtype != torch.uint8 or not whole or not packed.is_contiguous():

@@ -1,7 +1,7 @@
-"""One program's part of an eight-bit buffer in a kernel: where its bytes lie, how they are made and read.
+"""One program's part of an eight-bit buffer in a kernel: the addresses of its bytes, their encoding and decoding.
 
-Integers and plain float32 arithmetic only, no conversion of the hardware's: so the bits are the same everywhere. These
-functions are called by kernels; `launcher.jit` compiles them.
+The functions use only integers and plain float32 arithmetic, no conversions of the hardware: so all devices give the
+same bits. Kernels call these functions; `launcher.jit` compiles them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__: list[str] = []
 
 
 def _encode(value: tl.tensor, E4M3: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """[blocks, 32] float32 to element bytes [blocks, 32] and scale bytes [blocks, 1], uint8; `mx_encode` says how.
+    """Encode [blocks, 32] float32 as element bytes [blocks, 32] and scale bytes [blocks, 1], as `mx_encode` does.
 
     Example: in E4M3 a block of 896, -0.5, 1 and zeros becomes 126, 168, 48 and zeros; its scale is 128.
     """
@@ -33,8 +33,8 @@ def _encode(value: tl.tensor, E4M3: tl.constexpr) -> tuple[tl.tensor, tl.tensor]
     scale = tl.maximum(((largest + ROOM) >> 23) - EXPONENT, 0)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     scaled = magnitude.to(tl.float32, bitcast=True) * inverse
-    # Half of the last place is added, less a little where the even neighbour is below: what is carried goes up to the
-    # exponent. Of what is below the normal numbers, a sum with the power of two whose last place is theirs is rounded.
+    # Round to nearest even: add half of the last place, or a little less if the even neighbour is below. A carry goes
+    # into the exponent. Subnormal results are rounded by adding a power of two with the same last place.
     there = scaled.to(tl.int32, bitcast=True)
     normal = ((there + ((1 << (SHIFT - 1)) - 1) + ((there >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     STEP: tl.constexpr = 127 + 1 - BIAS - MANTISSA + 23  # exponent bits of that power of two
@@ -45,7 +45,7 @@ def _encode(value: tl.tensor, E4M3: tl.constexpr) -> tuple[tl.tensor, tl.tensor]
 
 
 def _decode(element: tl.tensor, scale: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
-    """Element bytes [blocks, 32] and scale bytes [blocks, 1] to [blocks, 32] float32, exactly.
+    """Decode element bytes [blocks, 32] and scale bytes [blocks, 1] to [blocks, 32] float32, exactly.
 
     Example: in E4M3 126, 168, 48 with the scale 128 are 896, -0.5 and 1.
     """
@@ -54,7 +54,7 @@ def _decode(element: tl.tensor, scale: tl.tensor, E4M3: tl.constexpr) -> tl.tens
     element = element.to(tl.int32)
     scale = scale.to(tl.int32)
     code = element & 0x7F
-    # The same bits in a float32, whose exponents are larger; its subnormal numbers become normal ones with that.
+    # The same bits in a float32, with the difference of the biases added. This makes subnormal numbers normal.
     OFFSET: tl.constexpr = (127 + 127 - BIAS) << 23
     offset = tl.full(code.shape, OFFSET, tl.int32).to(tl.float32, bitcast=True)
     value = (code << (23 - MANTISSA) | (element & 0x80) << 24).to(tl.float32, bitcast=True) * offset
@@ -68,11 +68,11 @@ def _decode(element: tl.tensor, scale: tl.tensor, E4M3: tl.constexpr) -> tl.tens
 
 
 def _element_ptr(flat_address: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Where the element bytes of blocks [blocks, 1] int64 of a buffer at a multiple of 16 bytes lie: [blocks, 32]."""
+    """Return pointers [blocks, 32] to the element bytes of `block`, [blocks, 1] int64. The buffer must be aligned."""
     flat_ptr = tl.multiple_of(flat_address.to(tl.pointer_type(tl.uint8)), 16)
     return flat_ptr + ((block >> 4) * 528 + (block & 15) * 32) + tl.arange(0, 32)[None, :]
 
 
 def _scale_ptr(flat_address: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Where the scale bytes of blocks [blocks, 1] int64 lie: [blocks, 1]."""
+    """Return pointers [blocks, 1] to the scale bytes of `block`, [blocks, 1] int64."""
     return flat_address.to(tl.pointer_type(tl.uint8)) + ((block >> 4) * 528 + 512 + (block & 15))

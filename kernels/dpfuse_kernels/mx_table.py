@@ -1,4 +1,4 @@
-"""The static description of one buffer of eight-bit blocks: which tensor lies where. Knows no bucket and no kernel."""
+"""The static description of one buffer of eight-bit blocks: where each tensor lies. Knows no bucket and no kernel."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class MxTable(PointerTable):
     """The places of all tensors in one buffer of bytes, for `quantize` and `dequantize`.
 
-    Bytes are no tensors: the table has no views, and no tensor can be its slot.
+    No tensor can view encoded blocks: the table has no views, and no tensor can be its slot.
 
     Args:
-        flat: [mx_bytes(elements)] uint8, contiguous, at a multiple of 16 bytes. The table keeps it alive and counts on
+        flat: [mx_bytes(elements)] uint8, contiguous, at a multiple of 16 bytes. The table keeps it alive and relies on
             its address: never resize it.
-        slots: one per tensor, in the order in which `quantize` and `dequantize` get the tensors; offsets in elements,
-            each a multiple of 32, so that no two tensors share a scale.
+        slots: one per tensor, in the order in which `quantize` and `dequantize` get the tensors. Offsets are in
+            elements, each a multiple of 32, so that no two tensors share a scale.
         dtype: of the tensors: float32, float16 or bfloat16.
         format: of the elements: torch.float8_e4m3fn or torch.float8_e5m2.
 
     Attributes:
-        elements: that the buffer has room for, a multiple of 512.
+        elements: capacity of the buffer, a multiple of 512.
 
     Raises:
-        ValueError: a slot leaves the buffer, overlaps another one, is not dense or starts inside a block; `flat` is not
-            of whole super-blocks; another dtype or format.
+        ValueError: A slot leaves the buffer, overlaps another slot, is not dense or starts inside a block; `flat` has
+            no whole super-blocks; or the dtype or format is another.
 
     Example:
         >>> import torch
@@ -71,38 +71,38 @@ class MxTable(PointerTable):
                 )
 
     def new_views(self) -> list[Tensor]:
-        """Per slot an empty tensor: there is no dtype whose tensors are blocks with a scale."""
+        """Return an empty tensor for each slot: torch has no dtype for blocks with a scale."""
         return [self.flat[:0] for _ in self.slots]
 
     def first(self, count: int) -> MxTable:
-        """A table of the first `count` slots alone, over the super-blocks that end with them."""
+        """Return a table of only the first `count` slots, over the super-blocks up to their end."""
         end = max((slot.offset + slot.numel for slot in self.slots[:count]), default=0)
         return MxTable(self.flat[: mx_bytes(end)], self.slots[:count], self.dtype, self.format.dtype)
 
     @property
     def e4m3(self) -> bool:
-        """Which of the two formats, as the kernels want to know it."""
+        """Whether the format is E4M3, as the kernels' compile-time argument."""
         return self.format.dtype == torch.float8_e4m3fn
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The type in which values are scaled, added up and rounded."""
+        """The dtype in which values are scaled, added and rounded."""
         return torch.float32
 
     @cached_property
     def addresses(self) -> list[int]:
-        """Where each slot's first element byte lies; 0 for an empty slot."""
+        """Address of each slot's first element byte; 0 for an empty slot."""
         starts = [slot.offset // SUPER_BLOCK * SUPER_BYTES + slot.offset % SUPER_BLOCK for slot in self.slots]
         return [self.address + start if slot.numel else 0 for slot, start in zip(self.slots, starts, strict=True)]
 
     @cached_property
     def contiguous(self) -> bool:
-        """Are all slots in C order?"""
+        """Whether all slots are in C order."""
         return all(torch.empty_strided(slot.shape, slot.stride, device="meta").is_contiguous() for slot in self.slots)
 
     @contextmanager
     def gaps_kept(self, *beside: Tensor, zero: bool = False) -> Iterator[None]:
-        """Put back the blocks that belong to no slot after the buffer was written as a whole, scales included."""
+        """Restore the blocks that belong to no slot, with their scales, after a write to the whole buffer."""
         if self._gaps is None:
             yield
             return
@@ -112,7 +112,7 @@ class MxTable(PointerTable):
 
     @cached_property
     def _gaps(self) -> Tensor | None:
-        """Indices of the bytes of blocks that belong to no slot; None where there are none."""
+        """Indices of the bytes of blocks that belong to no slot; None if there are none."""
         free = torch.ones(self.elements // BLOCK, dtype=torch.bool, device="cpu")
         for slot in self.slots:
             free[slot.offset // BLOCK : -(-(slot.offset + slot.numel) // BLOCK)] = False
@@ -122,6 +122,6 @@ class MxTable(PointerTable):
 
     @cached_property
     def stage(self) -> PointerTable:
-        """The same slots over float32 elements, by way of which torch's own operations go; zeros between them."""
+        """The same slots over float32 elements, for torch's own operations; zeros between the slots."""
         flat = torch.zeros(self.elements, dtype=torch.float32, device=self.flat.device)
         return PointerTable(flat, self.slots, self.dtype)

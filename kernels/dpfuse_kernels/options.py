@@ -1,4 +1,4 @@
-"""What packing, adding and unpacking take beside tensors and buffers, checked. Knows no layout."""
+"""Checks the optional arguments of packing and unpacking: factor, residual and squares. Knows no layout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def check_factor(factor: Tensor, device: torch.device) -> None:
 
 
 def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: torch.dtype) -> None:
-    """Raise ValueError unless `residual` is [numel] float32 on `device`, beside a buffer of dtype `of`."""
+    """Raise ValueError unless `residual` is [numel] float32 on `device` and fits a buffer of dtype `of`."""
     if of == torch.float64:
         raise ValueError(
-            "residual was given beside a buffer of torch.float64, expected float16, bfloat16 or float32: what rounding "
-            "to float64 takes does not fit in a float32. Leave residual out."
+            "residual was given for a buffer of torch.float64, expected float16, bfloat16 or float32: a float32 cannot "
+            "hold the rounding error of a float64. Leave residual out."
         )
     fits = residual.shape == (numel,) and residual.dtype == torch.float32 and residual.is_contiguous()
     if not fits or residual.device != device:
@@ -33,7 +33,7 @@ def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: to
     if of == torch.uint8 and residual.data_ptr() % 16:
         raise ValueError(
             f"residual lies at address {residual.data_ptr():#x}, expected a multiple of 16: kernels move 128 bits "
-            "at a time. Pass a whole tensor, or a slice that starts at a multiple of 4 elements of one."
+            "at a time. Pass a whole tensor, or a slice that starts at a multiple of 4 elements."
         )
 
 

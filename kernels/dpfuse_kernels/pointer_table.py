@@ -1,4 +1,4 @@
-"""The static description of one flat buffer: which tensor lies where. Knows no bucket and no kernel."""
+"""The static description of one flat buffer: where each tensor lies. Knows no bucket and no kernel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Slot:
     """One tensor's place in a flat buffer.
 
     Args:
-        name: what error texts call the tensor.
+        name: the tensor's name in error texts.
         offset: where the slot starts, in elements from the start of the flat buffer.
         shape: the tensor's shape.
-        stride: its strides in elements: a dense permutation, so that the slot fills elements `offset` to
-            `offset + numel` without holes. Strides of size-1 dimensions are free.
+        stride: its strides in elements. They must be a dense permutation, so that the slot fills elements `offset` to
+            `offset + numel` without holes. A dimension of size 1 may have any stride.
 
     Example:
         >>> Slot("weight", offset=4, shape=(2, 3), stride=(3, 1)).numel
@@ -48,7 +48,7 @@ class Slot:
         return math.prod(self.shape)
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """A new tensor of the dtype and device of `tensor` in this slot's memory order, not initialised."""
+        """Return a new, uninitialised tensor in this slot's memory order, with the dtype and device of `tensor`."""
         return torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -56,19 +56,19 @@ class PointerTable:
     """The places of all tensors in one flat buffer, built once per plan and used at every pack and unpack.
 
     Args:
-        flat: the buffer, 1-D and contiguous; its dtype is the wire dtype. The table keeps it alive and counts
-            on its address: never resize it.
+        flat: the buffer, 1-D and contiguous; its dtype is the wire dtype. The table keeps it alive and relies on its
+            address: never resize it.
         slots: one per tensor, in the order in which `flatten` and `unflatten` get the tensors. They may lie
             anywhere in `flat` but must not overlap.
         dtype: dtype of the tensors that are packed and unpacked.
 
     Attributes:
-        views: per slot, `flat` seen with the slot's shape and strides.
+        views: per slot, a view of `flat` with the slot's shape and strides.
         address: of `flat`, in bytes.
 
     Raises:
-        ValueError: a slot leaves the buffer, overlaps another one or is not dense; `flat` is not 1-D and
-            contiguous; a dtype other than float32, float16, bfloat16, float64.
+        ValueError: A slot leaves the buffer, overlaps another slot or is not dense; `flat` is not 1-D and contiguous;
+            or a dtype is not float32, float16, bfloat16 or float64.
 
     Example:
         >>> flat = torch.zeros(8)
@@ -84,7 +84,7 @@ class PointerTable:
         self.dtype = dtype
         self._check_layout()
         self.address = flat.data_ptr()
-        self.triton: bool | None = None  # whether kernels run over it, once `backend` has chosen
+        self.triton: bool | None = None  # whether kernels run over this table; None until `backend` has chosen
         self.views: list[Tensor] = self.new_views()
 
     def _check_layout(self) -> None:
@@ -103,12 +103,12 @@ class PointerTable:
         check_slots(self.slots, flat.numel())
 
     def new_views(self) -> list[Tensor]:
-        """Per slot, a new tensor over its part of `flat`."""
+        """Return a new view of `flat` for each slot."""
         base = self.flat.storage_offset()
         return [self.flat.as_strided(slot.shape, slot.stride, base + slot.offset) for slot in self.slots]
 
     def first(self, count: int) -> PointerTable:
-        """A table of the first `count` slots alone, over the part of the buffer that ends with them; same views."""
+        """Return a table of only the first `count` slots, over the buffer up to their end, with the same views."""
         end = max((slot.offset + slot.numel for slot in self.slots[:count]), default=0)
         table = PointerTable(self.flat[:end], self.slots[:count], self.dtype)
         table.views[:] = self.views[:count]
@@ -116,14 +116,16 @@ class PointerTable:
 
     @contextmanager
     def gaps_kept(self, *beside: Tensor, zero: bool = False) -> Iterator[None]:
-        """Put back what lies between the slots after the buffer was written as a whole; `zero` makes it zeros first.
+        """Restore the elements between the slots after a write to the whole buffer.
 
-        The same of buffers `beside` it, which have its length.
+        Args:
+            beside: other buffers of the same length, restored in the same way.
+            zero: fill the elements between the slots of `flat` with zeros first.
         """
         if self._gaps is None:
             yield
             return
-        # To `data`: autograd is not to take that for a write to the slots, which a graph may have saved.
+        # Write to `data`: a graph may have saved the slots, and autograd must not count this as a write to them.
         buffers = [buffer.data for buffer in (self.flat, *beside)]
         kept = [buffer[self._gaps] for buffer in buffers]
         if zero:
@@ -134,11 +136,11 @@ class PointerTable:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The type in which the scale is applied: float64 if either side is, else float32."""
+        """The dtype in which the scale is applied: float64 if either side is float64, else float32."""
         return torch.float64 if torch.float64 in (self.dtype, self.flat.dtype) else torch.float32
 
-    # What the checks of every call compare with, as lists: one C-level comparison instead of a Python loop. Taken
-    # from the slots, not from the views: those are handed out as gradients, and `gradient.data = x` moves one.
+    # The checks of every call compare with these lists: one comparison in C instead of a Python loop. They are computed
+    # from the slots, not from the views: views are used as gradients, and `gradient.data = x` moves a view.
 
     @cached_property
     def numels(self) -> list[int]:
@@ -157,34 +159,34 @@ class PointerTable:
 
     @cached_property
     def ndims(self) -> int:
-        """Sum of the slots' numbers of dimensions."""
+        """Number of dimensions, summed over all slots."""
         return sum(len(slot.shape) for slot in self.slots)
 
     @cached_property
     def addresses(self) -> list[int]:
-        """Address per slot, in bytes; 0 for an empty one, as `Tensor.data_ptr` gives it."""
+        """Address per slot, in bytes; 0 for an empty slot, as from `Tensor.data_ptr`."""
         size = self.flat.element_size()
         return [self.address + slot.offset * size if slot.numel else 0 for slot in self.slots]
 
     @cached_property
     def contiguous(self) -> bool:
-        """Are all slots in C order?"""
+        """Whether all slots are in C order."""
         return all(view.is_contiguous() for view in self.new_views())
 
     @cached_property
     def ascending(self) -> bool:
-        """Does each slot lie behind the one before it?"""
+        """Whether the slots' offsets ascend."""
         return all(a.offset + a.numel <= b.offset for a, b in zip(self.slots, self.slots[1:], strict=False))
 
     @cached_property
     def storage_range(self) -> tuple[int, int]:
-        """First address of the memory that `flat` is part of, and the first address behind it."""
+        """First address of the storage of `flat`, and the first address behind the storage."""
         storage = self.flat.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
     @cached_property
     def _gaps(self) -> Tensor | None:
-        """Indices of the elements of `flat` that belong to no slot; None where there are none."""
+        """Indices of the elements of `flat` that belong to no slot; None if there are none."""
         end = 0
         gaps: list[int] = []
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
@@ -193,26 +195,26 @@ class PointerTable:
         gaps += range(end, self.flat.numel())
         return torch.tensor(gaps, device=self.flat.device) if gaps else None
 
-    # Both are made when first needed and hold no reference to the table: a cycle would keep `flat` allocated
-    # until the garbage collector runs.
+    # The next two are made on first use. They hold no reference to the table: a cycle would keep `flat` allocated until
+    # the garbage collector runs.
 
     @cached_property
     def launcher(self) -> Launcher:
-        """How a kernel runs over this table."""
+        """Runs kernels over this table."""
         from dpfuse_kernels.launcher import Launcher
 
         return Launcher(self)
 
     @cached_property
     def host_plan(self) -> HostPlan:
-        """How torch's own operations run over this table."""
+        """Runs torch's own operations over this table."""
         from dpfuse_kernels.host_plan import HostPlan
 
         return HostPlan(self)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Do the elements fill one block of memory, each address once, whatever the order of the dimensions?
+    """Whether the elements fill one block of memory, each address once, in any order of dimensions.
 
     Example:
         >>> is_dense((2, 3), (1, 2)), is_dense((2, 3), (4, 1)), is_dense((1, 3), (99, 1))
@@ -229,7 +231,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def check_slots(slots: Sequence[Slot], numel: int) -> None:
-    """Raise ValueError for a slot that is not dense, leaves a buffer of `numel` elements or overlaps another one."""
+    """Raise ValueError for a slot that is not dense, leaves a buffer of `numel` elements or overlaps another slot."""
     end, previous = 0, ""
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if len(slot.stride) != len(slot.shape) or not is_dense(slot.shape, slot.stride):
@@ -247,6 +249,6 @@ def check_slots(slots: Sequence[Slot], numel: int) -> None:
         if slot.offset < end:
             raise ValueError(
                 f"Slot {slot.name!r} starts at element {slot.offset}, expected {end} or later, "
-                f"where slot {previous!r} ends. Give each tensor a place of its own."
+                f"where slot {previous!r} ends. Give each tensor its own place."
             )
         end, previous = slot.offset + slot.numel, slot.name

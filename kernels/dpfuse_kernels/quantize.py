@@ -16,7 +16,7 @@ from dpfuse_kernels.mx_table import MxTable
 from dpfuse_kernels.options import check_factor, check_residual
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["quantize", "quantize_reference"]
 
@@ -40,11 +40,11 @@ def _quantize_kernel(
     E4M3: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p encodes one chunk, of whole blocks but for the tensor's last: `length` elements from `start` on.
+    """Encode one chunk in program p: `length` elements from `start` on. Only a tensor's last block may be partial.
 
     Example: numel 3, E4M3, a slot at 32, tensor [896, -0.5, 1]: bytes 32 to 34 of flat are 126, 168, 48, the next 29
-    are zeros, byte 513 is 128; these are 448, -0.25 and 0.5 times 2 ** (128 - 127). RESIDUAL full of 30 with [896, 0,
-    0]: the bytes stand for 896, 30 and 30, and residual is [30, 0, 0].
+    are zeros, byte 513 is 128. They mean 448, -0.25 and 0.5 times 2 ** (128 - 127).
+    RESIDUAL full of 30 with [896, 0, 0]: the bytes mean 896, 30 and 30, and residual is [30, 0, 0].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     row_ptr = chunk_ptr + (first_program + tl.program_id(0).to(tl.int64)) * 4
@@ -58,18 +58,18 @@ def _quantize_kernel(
     mask = lane < length
     readable = tl.where(address != 0, mask, False)
     if (length % 8 == 0) & (source % 16 == 0):
-        # A known alignment, and a mask that parts no eight elements: 128-bit loads.
+        # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads.
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
         whole = tl.where(address != 0, lane < tl.multiple_of(length, 8), False)
         value = tl.load(source_ptr + lane, mask=whole, other=0.0).to(tl.float32)
     else:
         value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=readable, other=0.0).to(tl.float32)
-    # The factor arrives as the bits of a double: both are multiplied there and rounded once.
+    # The factor arrives as the bits of a double: both factors are multiplied in float64, and the product is rounded.
     scale = scale_bits.to(tl.float64, bitcast=True)
     if FACTOR:
         scale *= tl.load(factor_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
     if SCALED or FACTOR:
-        # Where there is no element, zero times an infinite factor is not zero.
+        # Lanes without an element hold zero, and zero times an infinite factor would be NaN.
         value = tl.where(readable, value * scale.to(tl.float32), 0.0)
     residual = residual_address + offset * 4
     residual_ptr = tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane
@@ -98,26 +98,26 @@ def quantize(
 ) -> None:
     """Pack `tensors` into blocks of eight-bit floats with one kernel launch on the current stream.
 
-    Each tensor times `scale`, in float32, is encoded block by block, as `mx_encode` says. Elements between a tensor's
-    end and that of its last block become zeros; blocks that belong to no slot are not touched.
+    Each tensor is multiplied by `scale` in float32 and encoded block by block, as `mx_encode` does. The rest of a
+    tensor's last block becomes zeros. Blocks that belong to no slot are not touched.
 
     Args:
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `table.flat`. None packs zeros,
-            whatever `scale` and `factor` are. One whose strides differ from the slot's goes through a dense copy. The
-            caller keeps all of them referenced until work that may reuse their memory is ordered behind this launch.
+        tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None packs zeros for
+            any `scale` and `factor`. A tensor with other strides than its slot goes through a dense copy. Keep a
+            reference to all of them until the work that may reuse their memory is ordered behind this launch.
         table: the layout.
         scale: the factor.
-        factor: [] float32 on the device of `flat`, read there: tensors are multiplied by the product of `scale` and it,
+        factor: [] float32 on the device of `flat`, read by the kernel. Tensors are multiplied by `scale * factor`,
             which is computed in double precision.
-        counts: [slots] int32 on that device; each is increased by the number of NaN in its slot, as which infinities
-            are packed, too. None counts nothing.
-        residual: [table.elements] float32 on that device, at a multiple of 16 bytes, for error feedback: what encoding
-            took from earlier calls is added before this one encodes, and what it takes now is kept, 0 where that
-            is not finite. In short, v = x * scale * factor + residual; flat = encode(v); residual = v - decode(flat).
+        counts: [slots] int32 on that device. Each count grows by the number of NaN in its slot; infinities are packed
+            as NaN, too. None counts nothing.
+        residual: [table.elements] float32 on that device, at a multiple of 16 bytes, for error feedback. The encoding
+            errors of earlier calls are added before encoding, and the new errors are kept (0 where an error is not
+            finite). In short, v = x * scale * factor + residual; flat = encode(v); residual = v - decode(flat).
 
     Raises:
-        ValueError: a wrong tensor, by slot name, with nothing written, as `flatten` raises it; a factor or a residual
-            of another shape, dtype, device or alignment.
+        ValueError: A tensor is wrong, as for `flatten`, or `factor` or `residual` does not fit. The text names the
+            slot, and nothing was written.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, mx_bytes, quantize
@@ -131,7 +131,7 @@ def quantize(
     check_options(table, factor, residual)
     entries = check_all(tensors, table)
     addresses = entries.addresses
-    # Held until the launch; what is freed after it is reused behind it, on the same stream.
+    # Keep the copies until the launch. Memory that is freed later is reused behind it, on the same stream.
     dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
     for index, copy in dense.items():
         addresses[index] = copy.data_ptr()
@@ -158,7 +158,7 @@ def quantize_reference(
     residual: Tensor | None = None,
     matched: bool = False,
 ) -> None:
-    """Pack `tensors` with torch's own operations: the same bytes as `quantize`, on any device; the CPU path.
+    """Pack `tensors` with torch's own operations, on any device. The bytes equal those of `quantize`.
 
     Args:
         tensors: as for `quantize`; any strides.
@@ -166,8 +166,8 @@ def quantize_reference(
         scale: the factor.
         factor: as for `quantize`; read by the host.
         counts: as for `quantize`.
-        residual: likewise.
-        matched: True promises a list of tensors whose shapes and device are those of their slots.
+        residual: as for `quantize`.
+        matched: promise of the caller that `tensors` is a list of tensors with the shapes and device of their slots.
 
     Raises:
         ValueError: as `quantize`.
@@ -199,7 +199,7 @@ def quantize_reference(
 
 
 def check_options(table: MxTable, factor: Tensor | None, residual: Tensor | None) -> None:
-    """Raise ValueError for a factor or a residual that does not belong to this table."""
+    """Raise ValueError for a factor or a residual that does not fit this table."""
     if factor is not None:
         check_factor(factor, table.flat.device)
     if residual is not None:

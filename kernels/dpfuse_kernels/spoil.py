@@ -1,4 +1,4 @@
-"""Fills tensors with NaN if a flag on the device is set, without asking the device. Knows no bucket and no tail."""
+"""Fills tensors with NaN if a flag on the device is set. The host does not wait. Knows no bucket and no report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpfuse_kernels.address_ring import AddressRing
 from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["SpoilTable", "spoil", "spoil_reference"]
 
-# Nearly always a program only looks at the flag: few of them, each for many elements.
+# Usually a program only reads the flag. So there are few programs, each for many elements.
 CHUNK = 16384
 WARPS = 8
 
@@ -30,10 +30,10 @@ def _spoil_kernel(
     TENSOR: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p fills one chunk with NaN if the flag is not 0: `length` elements of tensor `tensor`, from `start` on.
+    """Fill one chunk with NaN in program p if the flag is set: `length` elements of tensor `tensor`, from `start` on.
 
     Example: numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2). With addresses [a, 0] and flag 1 all
-    three elements of the first tensor become NaN, and nothing else.
+    three elements of the first tensor become NaN, and nothing else changes.
     """
     if tl.load(flag_ptr) != 0:
         # Every address is computed in 64 bits: a tensor may exceed 2**31 elements.
@@ -52,12 +52,12 @@ class SpoilTable:
 
     Args:
         numels: elements of each tensor.
-        dtype: theirs: float32, float16, bfloat16 or float64.
-        device: theirs.
+        dtype: of the tensors: float32, float16, bfloat16 or float64.
+        device: of the tensors.
         chunk: elements per program, a power of two.
 
     Attributes:
-        launches: how many kernels were launched.
+        launches: number of kernels launched.
 
     Example:
         >>> from dpfuse_kernels import SpoilTable
@@ -71,7 +71,7 @@ class SpoilTable:
         self.device = device
         self.chunk = chunk
         self.launches = 0
-        self._found: list[int] | None = None  # where the last call's tensors lay, if all were as said
+        self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
 
     @cached_property
     def rows(self) -> Tensor:
@@ -89,13 +89,14 @@ class SpoilTable:
         return AddressRing(len(self.numels), self.device)
 
     def addresses(self, tensors: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
-        """Per tensor where its elements lie, in any order but without holes, 0 for None; and those that do not lie so.
+        """Return each tensor's address (0 for None), and a list of the tensors that the kernel cannot fill.
 
-        The latter, which count as None, are other than the table says, sparse, or have holes. Costs about 0.1 us per
-        tensor where the last call found them, and keeps no reference: gradients are freed between steps.
+        The kernel cannot fill a tensor that differs from the table's description, is sparse, or has holes. Its address
+        is 0, too. A check costs about 0.1 us per tensor if the addresses equal those of the last call. No reference is
+        kept, because gradients are freed between steps.
         """
         try:
-            # A parameter's gradient has its size, dtype and device: where it lies it was found right before.
+            # A parameter's gradient keeps its size, dtype and device. An address that passed before passes again.
             found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             if found == self._found:
                 return found, []
@@ -106,14 +107,14 @@ class SpoilTable:
         addresses, others = [], []
         for tensor, numel in zip(tensors, self.numels, strict=True):
             addresses.append(0)
-            if tensor is not None and self._is_as_said(tensor, numel):
+            if tensor is not None and self._is_as_described(tensor, numel):
                 addresses[-1] = tensor.data_ptr()
             elif tensor is not None:
                 others.append(tensor)
         self._found = None if others else addresses
         return addresses, others
 
-    def _is_as_said(self, tensor: Tensor, numel: int) -> bool:
+    def _is_as_described(self, tensor: Tensor, numel: int) -> bool:
         return (
             tensor.layout is torch.strided
             and tensor.numel() == numel
@@ -129,13 +130,13 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:
-    """Fill `tensors` with NaN if `alarm` is set, with one kernel launch on the current stream; waits for nothing.
+    """Fill `tensors` with NaN if `alarm` is set, with one kernel launch on the current stream. The host does not wait.
 
     Args:
-        table: of their sizes.
-        tensors: one per size; None is skipped. One that is not as the table says is filled by torch, which
-            reads and writes it whether `alarm` is set or not. Where all lie where the last call's lay, they are
-            taken to be as those were.
+        table: the tensors' sizes.
+        tensors: one per size; None is skipped. Torch fills a tensor that differs from the table's description, and then
+            reads and writes it whether `alarm` is set or not. If all addresses equal those of the last call, the
+            tensors are not checked again.
         alarm: bool, [], on their device.
 
     Example:
@@ -169,10 +170,10 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) ->
 
 @torch.no_grad()
 def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:
-    """Fill with torch's own operations: the same result as `spoil`, for tensors of any layout; the CPU path.
+    """Fill with torch's own operations, for tensors of any layout. The result equals that of `spoil`.
 
     Args:
-        table: of their sizes; not looked at.
+        table: the tensors' sizes; not used.
         tensors: as for `spoil`.
         alarm: bool, [].
 

@@ -12,16 +12,16 @@ from dpfuse_kernels.entries import Entries, check_all, check_cheaply
 from dpfuse_kernels.pointer_table import PointerTable
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["chunk_sums", "row_norms", "squared_norm", "squared_norm_reference", "squares_of", "squares_of_slots"]
 
-# Elements that are added up by themselves. In one sum of millions, float32 loses the fourth digit: a norm of 6.5
-# million normal numbers was off by 2e-4, that of its rows of 512 by 2e-8, in the same time.
+# Elements that are added up in one float32 sum. A single sum over 6.5 million normal numbers gave a norm with an error
+# of 2e-4. Sums over rows of 512 gave an error of 2e-8 in the same time.
 ROW = 512
 
-# Tensors of up to MIDDLE elements are copied behind each other, GROUP elements at a time, and read as one: 1000 tensors
-# of 1000 elements take a fifth of the time so. Longer ones cost more to copy than to call for.
+# Tensors of up to MIDDLE elements are concatenated in groups of GROUP elements and read as one. So 1000 tensors of 1000
+# elements take a fifth of the time. For longer tensors the copy costs more than the call.
 MIDDLE = 1 << 15
 GROUP = 1 << 18
 
@@ -39,7 +39,7 @@ def _squared_norm_kernel(
     SCALED: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p writes to sums[p] the sum of the squares of one chunk: of tensor `tensor`, from `start` on.
+    """Write to sums[p], in program p, the sum of the squares of one chunk of tensor `tensor`, from `start` on.
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     Tensors [1, 2, 3] and [4, 5]: sums are [5, 9, 41].
@@ -52,14 +52,14 @@ def _squared_norm_kernel(
     length = tl.load(row_ptr + 2).to(tl.int32)
     lane = tl.arange(0, CHUNK)
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
-    # No atomic addition: each sum has a place of its own, so that the order of all additions is fixed.
+    # No atomic addition: each program stores its own sum, so that the order of all additions is fixed.
     sum_ptr = sums_address.to(tl.pointer_type(SUM)) + program
     if address == 0:
         tl.store(sum_ptr, 0.0)
     else:
         source = address + start * (TENSOR.primitive_bitwidth // 8)
         if (length % 8 == 0) & (source % 16 == 0):
-            # A known alignment, and a mask that parts no eight elements: 128-bit loads.
+            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads.
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
             value = tl.load(source_ptr + lane, mask=lane < tl.multiple_of(length, 8), other=0.0).to(SUM)
             tl.store(sum_ptr, tl.sum(value * value))
@@ -70,19 +70,19 @@ def _squared_norm_kernel(
 
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
-    """The sum of the squares of all `tensors`, read where they are with one kernel launch on the current stream.
+    """Return the sum of the squares of all `tensors`, computed by one kernel launch on the current stream.
 
     Args:
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `table.flat`. None counts
-            nothing. One whose strides differ from the slot's goes through a dense copy.
-        table: the layout; nothing in its buffer counts that is none of the tensors.
+        tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None adds nothing.
+            A tensor with other strides than its slot goes through a dense copy.
+        table: the layout. Its buffer is read only where it holds one of the tensors.
 
     Returns:
-        A scalar in float64 on that device; nobody has waited for it. Squares are added up in float32 within 4096
-        elements (float64 for float64), always in the same order, and those sums in float64.
+        A scalar in float64 on that device; the host does not wait for it. Squares are added up in float32 within 4096
+        elements (float64 for float64), always in the same order. Those sums are added up in float64.
 
     Raises:
-        ValueError: a wrong tensor, by slot name, as `flatten` raises it.
+        ValueError: A tensor is wrong, as for `flatten`; the text names its slot.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, squared_norm
@@ -93,7 +93,7 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
     tensors = list(tensors)
     entries = check_all(tensors, table)
     addresses = entries.addresses
-    # Held until the launch; what is freed after it is reused behind it, on the same stream.
+    # Keep the copies until the launch. Memory that is freed later is reused behind it, on the same stream.
     dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
     for index, copy in dense.items():
         addresses[index] = copy.data_ptr()
@@ -103,24 +103,26 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
 
 
 def chunk_sums(table: PointerTable) -> Tensor:
-    """[programs] not initialised: a place for the sum of each chunk's squares, in the type in which it is added up."""
+    """Return an uninitialised tensor [programs] for the sums of the chunks' squares, in the dtype of the additions."""
     kind = torch.float64 if table.dtype == torch.float64 else torch.float32
     return torch.empty(table.launcher.programs, dtype=kind, device=table.flat.device)
 
 
 @torch.no_grad()
 def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
-    """The same with torch's own operations, on any device; the CPU path. Tensors that are the first slots are one.
+    """Compute `squared_norm` with torch's own operations, on any device.
+
+    If the tensors are the first slots of the buffer, they are read in one operation.
 
     Args:
         tensors: as for `squared_norm`; any strides.
         table: the layout.
 
     Returns:
-        As `squared_norm`; the order of additions is another.
+        As `squared_norm`, but the order of the additions differs.
 
     Raises:
-        ValueError: a wrong tensor, by slot name.
+        ValueError: A tensor is wrong; the text names its slot.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot
@@ -136,13 +138,13 @@ def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable
 def squares_of(
     tensors: list[Tensor | None], table: PointerTable, entries: Entries, *, in_slots: bool = False
 ) -> Tensor:
-    """What `squared_norm_reference` returns for tensors that `check_cheaply` has found right.
+    """Return the result of `squared_norm_reference` for tensors that passed `check_cheaply`.
 
     Args:
         tensors: one per slot, or None.
         table: the layout.
-        entries: what the check has found.
-        in_slots: the slots hold the same numbers, in the dtype of the buffer.
+        entries: the result of the check.
+        in_slots: the slots hold the same values, in the dtype of the buffer.
 
     Returns:
         A scalar in float64.
@@ -159,11 +161,11 @@ def squares_of(
 
 
 def squares_of_slots(table: PointerTable, count: int | None = None) -> Tensor:
-    """The same of what slots hold, in one call over the buffer; in the precision of `table.dtype`.
+    """Return the sum of the squares of what slots hold, read in one operation, in the precision of `table.dtype`.
 
     Args:
         table: the layout.
-        count: of the first slots, which must lie in ascending order; by default all slots, in any.
+        count: only the first `count` slots, which must lie in ascending order; by default all slots, in any order.
     """
     last = None if count is None else table.slots[count - 1]
     end = table.flat.numel() if last is None else last.offset + last.numel
@@ -172,9 +174,9 @@ def squares_of_slots(table: PointerTable, count: int | None = None) -> Tensor:
 
 
 def row_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Norms of parts of all elements of real, dense `tensors`, each exact to a few last digits; [parts] float64.
+    """Return the norms, [parts] float64, of short parts of the real, dense `tensors`.
 
-    They are computed in `dtype`, by default that of the tensors, but at least float32.
+    Norms are computed in `dtype`, by default that of the tensors, but at least in float32.
 
     Example:
         >>> row_norms([torch.tensor([3.0, 4.0]), torch.ones(ROW + 4)]).tolist()
@@ -191,7 +193,7 @@ def row_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor
 
 
 def _joined(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """All their elements in few tensors of one dimension; only short ones are copied."""
+    """Yield all elements in few one-dimensional tensors. Only short tensors are copied."""
     waiting: list[Tensor] = []
     count = 0
     for flat in map(_in_memory_order, tensors):
@@ -212,7 +214,7 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements in one dimension; without a copy where they are dense."""
+    """Return all elements in one dimension, without a copy if they are dense."""
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)

@@ -1,4 +1,4 @@
-"""Adds up the parts of a buffer that came from all ranks, in the order of the ranks. Knows no bucket, no collective."""
+"""Adds up the parts of a buffer from all ranks, in the order of the ranks. Knows no bucket and no collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfuse_kernels.options import check_residual
 from dpfuse_kernels.pointer_table import DTYPES
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["sum_parts", "sum_parts_reference"]
 
@@ -30,10 +30,10 @@ def _sum_parts_kernel(
     RESIDUAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p adds up one chunk: out[i] = (parts[0, i] + parts[1, i]) + parts[2, i] …, rounded once to WIRE.
+    """Add up one chunk in program p: out[i] = (parts[0, i] + parts[1, i]) + parts[2, i] …, rounded once to WIRE.
 
     Example: parts [[1, 2], [256, 4], [1, 6]] in bfloat16 give [258, 12]. A sum that is rounded to bfloat16 after each
-    addition gives [256, 12]: it has no 257.
+    addition gives [256, 12], because bfloat16 has no 257.
     RESIDUAL with parts [[256, 4], [3, 6]]: out is [260, 10], and residual [0.5, 0] becomes [-0.5, 0].
     """
     # Every address is computed in 64 bits: parts may hold more than 2**31 elements.
@@ -46,10 +46,10 @@ def _sum_parts_kernel(
     residual = residual_address + start * 4
     lane = tl.arange(0, CHUNK)
     if (numel % 8 == 0) & (parts_address % 16 == 0) & (out_address % 16 == 0) & (residual_address % 16 == 0):
-        # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
+        # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
         whole = lane < tl.multiple_of(length, 8)
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
-        # From the first part on, not from zero: the sum of negative zeros is negative zero.
+        # Start with the first part, not with zero: the sum of negative zeros is a negative zero.
         total = tl.load(source_ptr + lane, mask=whole).to(SUM)
         for _ in range(1, count):
             source += stride
@@ -69,7 +69,7 @@ def _sum_parts_kernel(
 
 
 def _add_error(residual_ptr: tl.tensor, mask: tl.tensor, total: tl.tensor, WIRE: tl.constexpr) -> None:
-    """Adds what rounding takes from `total`, where that is finite."""
+    """Add the rounding error of `total` to the residual, where the error is finite."""
     error = total - total.to(WIRE).to(tl.float32)
     error = tl.where(tl.abs(error) < float("inf"), error, 0.0)
     tl.store(residual_ptr, tl.load(residual_ptr, mask=mask) + error, mask=mask)
@@ -80,16 +80,16 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
     """Add up the rows of `parts` in their order, with one kernel launch on the current stream.
 
     Each element is added up in float32 (float64 for float64), first row first, and rounded once. So its bits depend
-    on nothing but its own summands: not on where it lies, and not on what else is in the rows.
+    only on its summands, not on its place or on other elements.
 
     Args:
         parts: [rows, numel], contiguous, float32, float16, bfloat16 or float64; at least one row.
         out: [numel], contiguous, of the same dtype and device; shares no memory with `parts`.
-        residual: [numel] float32, contiguous, on that device, for error feedback by whoever rounds the sum: what
-            rounding takes, the sum minus what `out` then holds, is added to it where that is finite. Not for float64.
+        residual: [numel] float32, contiguous, on that device, for error feedback. The rounding error, the exact sum
+            minus `out`, is added to it where the error is finite. Not for float64.
 
     Raises:
-        ValueError: tensors of other shapes, dtypes or devices, or that are not contiguous; nothing is written.
+        ValueError: A tensor has another shape, dtype or device, or is not contiguous. Nothing was written.
 
     Example:
         >>> import torch
@@ -117,12 +117,12 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
 
 @torch.no_grad()
 def sum_parts_reference(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-    """Add up the rows with torch's own operations: the same bits as `sum_parts`, on any device; the CPU path.
+    """Add up the rows with torch's own operations, on any device. The bits equal those of `sum_parts`.
 
     Args:
         parts: as for `sum_parts`.
-        out: likewise.
-        residual: likewise.
+        out: as for `sum_parts`.
+        residual: as for `sum_parts`.
 
     Raises:
         ValueError: as `sum_parts`.
@@ -162,8 +162,8 @@ def _check(parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
         )
     if not parts.is_contiguous() or not out.is_contiguous():
         raise ValueError(
-            f"parts has strides {parts.stride()} and out {out.stride()}, expected contiguous tensors: addresses are "
-            "computed from the shape. Call .contiguous() on them."
+            f"parts has strides {parts.stride()} and out {out.stride()}, expected contiguous tensors: the kernel "
+            "computes addresses from the shape. Call .contiguous() on them."
         )
     if residual is not None:
         check_residual(residual, out.numel(), out.device, of=out.dtype)

@@ -1,4 +1,4 @@
-"""Adds up eight-bit blocks that came from all ranks, in the order of the ranks. Knows no bucket and no collective."""
+"""Adds up eight-bit blocks from all ranks, in the order of the ranks. Knows no bucket and no collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
 from dpfuse_kernels.options import check_residual
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["sum_quantized", "sum_quantized_reference"]
 
@@ -30,10 +30,10 @@ def _sum_quantized_kernel(
     E4M3: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p adds up CHUNK elements: out = encode((decode(parts[0]) + decode(parts[1])) + decode(parts[2]) …).
+    """Add up CHUNK elements in program p: out = encode((decode(parts[0]) + decode(parts[1])) + decode(parts[2]) …).
 
-    Example: in E4M3 blocks of 32 times 1, 2.25 and 240 have the sum 243.25, which lies between 240 and 256: they become
-    a block of 240, and RESIDUAL full of 0.5 becomes 3.75.
+    Example: in E4M3 three blocks full of 1, 2.25 and 240 have the sum 243.25. The nearest numbers are 240 and 256: out
+    is a block full of 240, and RESIDUAL full of 0.5 becomes 3.75.
     """
     # Every address is computed in 64 bits: parts may hold more than 2**31 elements.
     first = (first_program + tl.program_id(0).to(tl.int64)) * (CHUNK // 32)
@@ -68,17 +68,18 @@ def _sum_quantized_kernel(
 def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
     """Decode the rows of `parts`, add them up in their order and encode the sum, with one kernel launch.
 
-    Each element is added up in float32, first row first. What is NaN in one row is NaN in the sum.
+    Each element is added up in float32, first row first. NaN in one row gives NaN in the sum.
 
     Args:
         parts: [rows, bytes] uint8 of whole super-blocks, contiguous, at a multiple of 16 bytes; at least one row.
         out: [bytes], contiguous, at a multiple of 16 bytes of the same device; shares no memory with `parts`.
         format: torch.float8_e4m3fn or torch.float8_e5m2.
         residual: [elements] float32, 512 for each 528 bytes of `out`, at a multiple of 16 bytes of that device, for
-            error feedback by whoever encodes the sum: what encoding takes is added to it where that is finite.
+            error feedback. The encoding error is added to it where the error is finite.
 
     Raises:
-        ValueError: tensors of other shapes, dtypes or devices, not contiguous or not aligned; nothing is written.
+        ValueError: A tensor has another shape, dtype or device, or is not contiguous or not aligned. Nothing was
+            written.
 
     Example:
         >>> from dpfuse_kernels import mx_bytes, mx_decode, mx_encode, sum_quantized
@@ -109,13 +110,13 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
 
 @torch.no_grad()
 def sum_quantized_reference(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
-    """Add up with torch's own operations: the same bytes as `sum_quantized`, on any device; the CPU path.
+    """Add up with torch's own operations, on any device. The bytes equal those of `sum_quantized`.
 
     Args:
         parts: as for `sum_quantized`.
-        out: likewise.
-        format: likewise.
-        residual: likewise.
+        out: as for `sum_quantized`.
+        format: as for `sum_quantized`.
+        residual: as for `sum_quantized`.
 
     Raises:
         ValueError: as `sum_quantized`.
@@ -140,7 +141,7 @@ def sum_quantized_reference(parts: Tensor, out: Tensor, format: torch.dtype, res
 
 
 def check_sum(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None) -> None:
-    """Raise ValueError for buffers that do not belong together."""
+    """Raise ValueError if the tensors do not fit each other."""
     mx_format(format)
     check_packed("parts", parts)
     check_packed("out", out)

@@ -14,7 +14,7 @@ from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.squared_norm import chunk_sums, squared_norm, squares_of
 
 if TYPE_CHECKING:
-    import triton.language as tl  # at run time `launcher.jit` brings it, when a kernel is first launched
+    import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__ = ["unflatten", "unflatten_reference"]
 
@@ -34,11 +34,11 @@ def _unflatten_kernel(
     SQUARES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program p copies one chunk: flat[offset:] to `length` elements of tensor `tensor`, from `start` on.
+    """Copy one chunk in program p: flat[offset:] to `length` elements of tensor `tensor`, from `start` on.
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     flat [1, 2, 3, 9, 4, 5], scale 0.5, ACCUMULATE into tensors full of 10: [10.5, 11, 11.5] and [12, 12.5].
-    SQUARES of what the tensors now hold, per program: [231.25, 132.25, 300.25].
+    SQUARES are sums over what the tensors now hold, one per program: [231.25, 132.25, 300.25].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     program = first_program + tl.program_id(0).to(tl.int64)
@@ -51,14 +51,14 @@ def _unflatten_kernel(
     # 16-bit numbers are added in float32 and rounded, as torch's add_ does.
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
     if SQUARES:
-        # Each sum has a place of its own, and is that of `_squared_norm_kernel`: none depends on who is first.
+        # Each program stores its own sum, as `_squared_norm_kernel` does: no sum depends on the order of programs.
         sum_ptr = sums_address.to(tl.pointer_type(SUM)) + program
     if address != 0:
         target = address + start * (TENSOR.primitive_bitwidth // 8)
-        # The factor arrives as the bits of a double, so float64 gets all of it and float32 its rounding.
+        # The factor arrives as the bits of a double: float64 uses it exactly, float32 uses it rounded.
         scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
         if (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0):
-            # A known alignment, and a mask that parts no eight elements: 128-bit loads and stores.
+            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
             whole = lane < tl.multiple_of(length, 8)
@@ -66,7 +66,7 @@ def _unflatten_kernel(
             if SCALED:
                 value = value.to(COMPUTE) * scale
             if value.dtype.is_fp64() and not TENSOR.is_fp64():
-                # To 16 bits by way of float32, as torch converts.
+                # Torch converts float64 to 16 bits through float32.
                 value = value.to(tl.float32)
             value = value.to(TENSOR)
             if ACCUMULATE:
@@ -105,24 +105,24 @@ def unflatten(
 ) -> None:
     """Copy the slots of `table.flat` to `tensors` with one kernel launch on the current stream.
 
-    Each tensor becomes its slot times `scale`, computed in float32 (float64 where either side is) and rounded
-    once to `table.dtype` (float64 to 16 bits by way of float32, as torch converts).
+    Each tensor becomes its slot times `scale`. The product is computed in float32, or in float64 if either side is
+    float64, and rounded once to `table.dtype`. Float64 is rounded to 16 bits through float32, as torch does it.
 
     Args:
         table: the layout.
-        tensors: one per slot, of the slot's shape, `table.dtype` and the device of `flat`. None is skipped.
-            A tensor that is its slot is scaled in place. One whose strides differ from the slot's goes
-            through a dense copy. They must not share memory with each other. The caller keeps them
-            referenced until work that may reuse their memory is ordered behind this launch.
+        tensors: one per slot, with the slot's shape, `table.dtype` and the device of `flat`. None is skipped. A tensor
+            that is its slot is scaled in place. A tensor with other strides than its slot goes through a dense copy.
+            They must not share memory with each other. Keep a reference to all of them until the work that may reuse
+            their memory is ordered behind this launch.
         scale: the factor.
         accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
-        squares: [] float64 on the device of `flat`: becomes the sum of the squares of what the tensors now hold, in the
-            same launch, without reading them again. It is the sum of `squared_norm`, which says how it is added up.
+        squares: [] float64 on the device of `flat`. It becomes the sum of the squares of what the tensors now hold,
+            computed in the same launch. The sum equals that of `squared_norm`.
 
     Raises:
-        ValueError: a wrong tensor, by slot name, with nothing written: count, shape, dtype, device, sparse,
-            expanded, memory that overlaps `flat` without being its slot; a wrong `squares`; or a tensor moved while a
-            CUDA graph is captured.
+        ValueError: A tensor is wrong: count, shape, dtype, device, sparse, expanded, or memory that overlaps `flat`
+            without being the slot. Or it moved while a CUDA graph is captured, or `squares` does not fit. The text
+            names the slot, and nothing was written.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, unflatten
@@ -147,7 +147,7 @@ def unflatten(
         if accumulate:
             copy.copy_(entries.irregular[index])
         addresses[index] = copy.data_ptr()
-    # Freed behind the launch; what reuses it is ordered behind it, on the same stream.
+    # Freed after the launch. Work that reuses this memory is ordered behind it, on the same stream.
     sums = None if squares is None else chunk_sums(table)
     table.launcher.launch(
         _unflatten_kernel, addresses, scale=scale, extras=(sums,), ACCUMULATE=accumulate, SQUARES=sums is not None
@@ -167,17 +167,17 @@ def unflatten_reference(
     accumulate: bool = False,
     squares: Tensor | None = None,
 ) -> None:
-    """Unpack with torch's own operations: the same result as `unflatten`, on any device; the CPU path.
+    """Unpack with torch's own operations, on any device. The result equals that of `unflatten`.
 
     Args:
         table: the layout.
         tensors: as for `unflatten`; any strides without overlap.
         scale: the factor.
         accumulate: add instead of overwriting.
-        squares: as for `unflatten`. Where nothing is rounded or added, it is the sum of what the buffer holds.
+        squares: as for `unflatten`. If nothing is rounded or added, it is the sum over what the buffer holds.
 
     Raises:
-        ValueError: a wrong tensor, by slot name; a wrong `squares`.
+        ValueError: A tensor is wrong, and the text names its slot, or `squares` does not fit.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot

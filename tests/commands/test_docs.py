@@ -10,7 +10,7 @@ import pytest
 from dpfuse.commands.command_line import _parser, main
 from tests.docs.pages import ROOT, blocks_of, pages
 
-PAGE = ROOT / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "guide" / "commands.md"
 DOORS = {"dpfuse ": [], "python -m dpfuse ": [], "python -m dpfuse.bench ": ["bench"]}
 
 

@@ -57,7 +57,7 @@ def train(rank, size, face, tuned, worse):
         assert result.plan.layout == optimal_plan(result.timeline, CHEAP).layout
         assert len(result.before.total) == len(result.after.total) == 3
         assert all(0 <= exposed <= total for exposed, total in zip(*astuple(result.after), strict=True))
-        assert ("the old ones are back" if worse else "the new buckets stay") in result.explain()
+        assert ("the old buckets are restored" if worse else "the new buckets are kept") in result.explain()
         assert "before: " in result.explain()
         assert "after, recorded" in result.explain()
         assert len(result.new.buckets) == len(result.expected.buckets) == len(result.plan.buckets)

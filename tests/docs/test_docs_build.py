@@ -25,7 +25,7 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path):
         [*command, "docs", str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "html/api/data_parallel.html").read_text(encoding="utf-8")
+    page = (tmp_path / "html/reference/data_parallel.html").read_text(encoding="utf-8")
     assert "comm_buffer_size" in page
 
 
@@ -35,8 +35,17 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/design").glob("0*.md")), ids=lambda page: page.stem)
+def test_a_decision_answers_a_question_in_forty_lines(page):
+    title, *lines = page.read_text(encoding="utf-8").splitlines()
+    assert title.startswith(f"# {page.name[:4]}: ")
+    assert title.endswith("?")
+    assert len(lines) < 40
+    assert f"]({page.name})" in (page.parent / "architecture.md").read_text(encoding="utf-8")
+
+
 def test_every_public_name_is_in_the_api_pages():
-    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/reference").glob("*.md"))
     documented = {name.rpartition(".")[2] for name in DIRECTIVE.findall(text)}
     public = {*dpfuse.__all__, *dpfuse.distributed.__all__, *dpfuse_kernels.__all__} - {"__version__"}
     assert public <= documented

@@ -74,7 +74,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("line", LAUNCHES)
 def test_the_launcher_understands_every_command_line_shown(line, tmp_path, monkeypatch):
-    from dpfuse.distributed.launch import _parse
+    from dpfuse.job.launcher import _parse
 
     words = shlex.split(line, comments=True)
     words = words[3 if words[0] == "python" else 1 :]
@@ -154,7 +154,7 @@ def texts_of_the_sources() -> list[str]:
 
 
 def test_every_error_that_is_explained_exists():
-    phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/guide/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(phrases) > 20
     texts = texts_of_the_sources()
     patterns = {phrase: re.compile(".*?".join(map(re.escape, phrase.split("…")))) for phrase in phrases}

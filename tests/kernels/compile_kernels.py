@@ -1,7 +1,8 @@
-"""Compiles all kernels for GPUs that are not here. Run as a program: prints one JSON object per compilation.
+"""Compiles kernels for one GPU that is not here. Run as a program: prints one JSON object per compilation.
 
-With the argument `shapes` it compiles the shapes that `bench/bench_kernels.py` measures, with `spoil` the kernel that
-fills with NaN, with `mx` those of eight-bit blocks.
+The first argument says what is compiled: `copies` is all that copies, measures, scales or adds, `shapes` the shapes
+that `bench/bench_kernels.py` measures, `spoil` the kernel that fills with NaN, `mx` the kernels of eight-bit blocks.
+The second argument is the architecture: 90 for sm_90, gfx942 for AMD's.
 
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
@@ -144,7 +145,7 @@ def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) ->
     options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL", "SQUARES")}
     constants = {key: (types | options)[key] for key, kind in kinds.items() if kind == "tl.constexpr"}
     arguments = {key: ARGUMENTS.get(key, "i64") for key in kinds if key not in constants and key != "return"}
-    row = {"kernel": kernel, "dtype": dtype, "format": format}
+    row = {"kernel": kernel, "dtype": dtype, "wire": format}
     return row | _compiled(functions[name], arguments, constants, architecture, usual.chunk, usual.warps)
 
 
@@ -212,44 +213,41 @@ def _amd_spills(assembly: str) -> int:
     return sum(map(int, found))
 
 
-def every_compilation() -> Iterator[dict[str, object]]:
-    for architecture in (*NVIDIA, *AMD):
-        for dtype, wire in PAIRS:
-            for kernel in KERNELS:
-                if fits(kernel, dtype, wire):
-                    yield compile_one(kernel, architecture, dtype, wire)
-        for dtype in SUM_TYPES:
-            yield compile_sum(architecture, dtype)
-            if dtype != "float64":
-                yield compile_sum(architecture, dtype, residual=True)
+def every_copy(architecture: int | str) -> Iterator[dict[str, object]]:
+    for dtype, wire in PAIRS:
+        for kernel in KERNELS:
+            if fits(kernel, dtype, wire):
+                yield compile_one(kernel, architecture, dtype, wire)
+    for dtype in SUM_TYPES:
+        yield compile_sum(architecture, dtype)
+        if dtype != "float64":
+            yield compile_sum(architecture, dtype, residual=True)
 
 
-def every_shape() -> Iterator[dict[str, object]]:
+def every_shape(architecture: int | str) -> Iterator[dict[str, object]]:
     for shape in SHAPES:
         for dtype, wire in MEASURED_PAIRS:
             for kernel in MOVERS[:2]:
-                yield compile_one(kernel, 90, dtype, wire, shape)
+                yield compile_one(kernel, architecture, dtype, wire, shape)
 
 
-def every_spoil() -> Iterator[dict[str, object]]:
-    for architecture in (*NVIDIA, *AMD):
-        for dtype in SUM_TYPES:
-            yield compile_spoil(architecture, dtype)
+def every_spoil(architecture: int | str) -> Iterator[dict[str, object]]:
+    for dtype in SUM_TYPES:
+        yield compile_spoil(architecture, dtype)
 
 
-def every_mx() -> Iterator[dict[str, object]]:
-    for architecture in (*NVIDIA, *AMD):
-        for kernel in MX_KERNELS:
-            for dtype, format in MX_TYPES:
-                yield compile_mx(kernel, architecture, dtype, format)
+def every_mx(architecture: int | str) -> Iterator[dict[str, object]]:
+    for kernel in MX_KERNELS:
+        for dtype, format in MX_TYPES:
+            yield compile_mx(kernel, architecture, dtype, format)
 
 
-def main() -> None:
+def main(what: str, architecture: str) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    which = {"shapes": every_shape, "spoil": every_spoil, "mx": every_mx}
-    for row in which[sys.argv[1]]() if sys.argv[1:] else every_compilation():
+    rows = {"copies": every_copy, "shapes": every_shape, "spoil": every_spoil, "mx": every_mx}[what]
+    for row in rows(int(architecture) if architecture.isdigit() else architecture):
         print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

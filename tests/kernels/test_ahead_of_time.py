@@ -1,4 +1,7 @@
-"""The machine code of all kernels, for sm_80, sm_90, sm_100 and gfx942: vector width, spills, address arithmetic."""
+"""The machine code of all kernels: vector width, spills, address arithmetic.
+
+`make test` compiles for sm_90, `make test-all` for sm_80, sm_100 and gfx942 as well.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,13 @@ from tests.kernels.compile_kernels import (
 
 ROOT = Path(__file__).parents[2]
 
-Compiled = dict[tuple[str, object, str, str], dict[str, object]]
 
-
-def compilations(*arguments: str) -> list[dict[str, object]]:
+def compilations(what: str, architecture: int | str) -> list[dict[str, object]]:
     """What the program prints, run in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", *arguments],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", what, str(architecture)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -46,18 +47,45 @@ def compilations(*arguments: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+class Compiled:
+    """Every compilation in the shape that is in use, by kernel, architecture and the two dtypes.
+
+    An architecture is compiled when a test asks for it first, since `make test` asks for one of them only.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._targets: dict[int | str, dict[tuple[str, str, str], dict[str, object]]] = {}
+
+    def target(self, architecture: int | str) -> dict[tuple[str, str, str], dict[str, object]]:
+        if architecture not in self._targets:
+            self._targets[architecture] = {
+                (str(row["kernel"]), str(row["dtype"]), str(row["wire"])): row
+                for row in compilations(self.what, architecture)
+            }
+        return self._targets[architecture]
+
+    def __getitem__(self, key: tuple[str, int | str, str, str]) -> dict[str, object]:
+        kernel, architecture, dtype, wire = key
+        return self.target(architecture)[kernel, dtype, wire]
+
+
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    """Every compilation in the shape that is in use, made once."""
-    return {
-        (str(row["kernel"]), row["architecture"], str(row["dtype"]), str(row["wire"])): row for row in compilations()
-    }
+    return Compiled("copies")
 
 
 @pytest.fixture(scope="module")
 def shaped() -> list[dict[str, object]]:
     """Every shape that is measured on a GPU, for sm_90."""
-    return compilations("shapes")
+    return compilations("shapes", 90)
+
+
+def targets(*architectures: int | str) -> pytest.MarkDecorator:
+    """Compile for each of these; `make test` compiles for sm_90 only, `make test-all` for all of them."""
+    return pytest.mark.parametrize(
+        "architecture", [each if each == 90 else pytest.param(each, marks=pytest.mark.slow) for each in architectures]
+    )
 
 
 every_copy = pytest.mark.parametrize(
@@ -65,13 +93,13 @@ every_copy = pytest.mark.parametrize(
     [(kernel, *pair) for kernel in (*MOVERS, *FLATTENS, *MEASURING) for pair in PAIRS if fits(kernel, *pair)],
 )
 every_mover = pytest.mark.parametrize("kernel", [*MOVERS, "flatten count"])
-every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_compilation = pytest.mark.parametrize(
     ("kernel", "dtype", "wire"),
     [(kernel, dtype, wire) for kernel in KERNELS for dtype, wire in PAIRS if fits(kernel, dtype, wire)],
 )
-every_nvidia = pytest.mark.parametrize("architecture", NVIDIA)
-every_architecture = pytest.mark.parametrize("architecture", [*NVIDIA, *AMD])
+every_nvidia = targets(*NVIDIA)
+every_amd = targets(*AMD)
+every_architecture = targets(*NVIDIA, *AMD)
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 WARP = {80: 32, 90: 32, 100: 32, "gfx942": 64}
@@ -107,7 +135,7 @@ def test_aligned_chunks_move_128_bits_at_a_time_on_nvidia(
 
 
 @every_copy
-@pytest.mark.parametrize("architecture", AMD)
+@every_amd
 def test_aligned_chunks_move_128_bits_at_a_time_on_amd(
     compiled: Compiled, kernel: str, architecture: str, dtype: str, wire: str
 ) -> None:
@@ -152,11 +180,10 @@ def test_squares_are_added_up_in_the_order_of_squared_norm(
 @every_nvidia
 def test_no_sum_depends_on_which_program_is_first(compiled: Compiled, architecture: int) -> None:
     # Integers may be added in any order; floats have a place for each program.
-    for (kernel, on, _, _), row in compiled.items():
-        if on == architecture:
-            assert not re.search(r"\b(?:atom|red)\.\S*\.(?:f16|bf16|f32|f64)\b", str(row["assembly"])), kernel
-            counts = bool(re.search(r"\b(?:atom|red)\.\S*\.[su]32\b", str(row["assembly"])))
-            assert counts == (kernel == "flatten count")
+    for (kernel, _, _), row in compiled.target(architecture).items():
+        assert not re.search(r"\b(?:atom|red)\.\S*\.(?:f16|bf16|f32|f64)\b", str(row["assembly"])), kernel
+        counts = bool(re.search(r"\b(?:atom|red)\.\S*\.[su]32\b", str(row["assembly"])))
+        assert counts == (kernel == "flatten count")
 
 
 @every_architecture
@@ -221,11 +248,11 @@ def test_products_are_rounded_before_anything_is_added(
     assert not re.search(r"\bfma\.\w+\.(?!bf16)", str(compiled[kernel, architecture, dtype, wire]["assembly"]))
 
 
+@every_nvidia
 @pytest.mark.parametrize("kernel", [*MOVERS, *FLATTENS, "multiply"])
-def test_bfloat16_is_rounded_to_nearest(compiled: Compiled, kernel: str) -> None:
-    for architecture in NVIDIA:
-        row = compiled[kernel, architecture, "bfloat16", "bfloat16"]
-        assert re.search(r"cvt\.rn\.bf16(?:x2)?\.f32", str(row["assembly"]))
+def test_bfloat16_is_rounded_to_nearest(compiled: Compiled, kernel: str, architecture: int) -> None:
+    row = compiled[kernel, architecture, "bfloat16", "bfloat16"]
+    assert re.search(r"cvt\.rn\.bf16(?:x2)?\.f32", str(row["assembly"]))
 
 
 every_sum = pytest.mark.parametrize("dtype", SUM_TYPES)

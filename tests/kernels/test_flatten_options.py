@@ -66,7 +66,7 @@ def test_examples_of_the_kernel_docstring(backend: Backend) -> None:
     assert residual.tolist() == [0, 0.25, 0, 0.25, 0, 0]
     text = _flatten_kernel.__doc__ or ""
     assert "[11, 13, 15, 9, 17, 19]" in text
-    assert "residual [0, 0.25, 0, 0.25, 0, 0]" in text
+    assert "residual is [0, 0.25, 0, 0.25, 0, 0]" in text
 
 
 @both
@@ -247,7 +247,7 @@ def test_options_that_do_not_fit_are_named(pack: object, case: str) -> None:
 def test_a_residual_of_float64_is_refused() -> None:
     table = guarded([torch.ones(8)], torch.float32, torch.float64).table
     for pack in (flatten, flatten_reference, dpfuse_kernels.flatten):
-        with pytest.raises(ValueError, match=r"beside a buffer of torch\.float64.*Leave residual out"):
+        with pytest.raises(ValueError, match=r"for a buffer of torch\.float64.*Leave residual out"):
             pack([torch.ones(8)], table, residual=torch.zeros(8))
 
 

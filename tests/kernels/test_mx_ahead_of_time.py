@@ -1,4 +1,4 @@
-"""The machine code of the kernels of eight-bit blocks, for sm_80, sm_90, sm_100 and gfx942."""
+"""The machine code of the kernels of eight-bit blocks. `make test` compiles for sm_90 only."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import re
 import pytest
 
 from tests.kernels.compile_kernels import AMD, MX_KERNELS, MX_TYPES, NVIDIA
-from tests.kernels.test_ahead_of_time import WIDE_AMD, WIDE_NVIDIA, accesses, compilations
-
-Compiled = dict[tuple[str, object, str, str], dict[str, object]]
+from tests.kernels.test_ahead_of_time import WIDE_AMD, WIDE_NVIDIA, Compiled, accesses, targets
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    return {
-        (str(row["kernel"]), row["architecture"], str(row["dtype"]), str(row["format"])): row
-        for row in compilations("mx")
-    }
+    return Compiled("mx")
 
 
 every_kernel = pytest.mark.parametrize(
     ("kernel", "dtype", "format"),
     [(kernel, dtype, format) for kernel in MX_KERNELS for dtype, format in MX_TYPES],
 )
-every_nvidia = pytest.mark.parametrize("architecture", NVIDIA)
-every_architecture = pytest.mark.parametrize("architecture", [*NVIDIA, *AMD])
+every_nvidia = targets(*NVIDIA)
+every_amd = targets(*AMD)
+every_architecture = targets(*NVIDIA, *AMD)
 
 
 @every_kernel
@@ -50,7 +46,7 @@ def test_elements_tensors_and_errors_move_128_bits_at_a_time(
 
 
 @every_kernel
-@pytest.mark.parametrize("architecture", AMD)
+@every_amd
 def test_tensors_and_errors_move_128_bits_at_a_time_on_amd(
     compiled: Compiled, kernel: str, architecture: str, dtype: str, format: str
 ) -> None:

@@ -129,7 +129,7 @@ def test_a_residual_that_does_not_fit_is_named(add_up: Callable[..., None]) -> N
             ValueError, match=r"residual is .* expected contiguous torch\.float32 of shape \(3,\) on cpu"
         ):
             add_up(parts, out, residual)
-    with pytest.raises(ValueError, match=r"beside a buffer of torch\.float64.*Leave residual out"):
+    with pytest.raises(ValueError, match=r"for a buffer of torch\.float64.*Leave residual out"):
         add_up(parts.double(), out.double(), torch.zeros(3))
 
 

@@ -220,7 +220,7 @@ def test_a_limit_must_be_a_number_of_megabytes():
         with pytest.raises(ValueError, match="buffer_size must be >= 0 MB"):
             optimal_plan(timeline, CostTable.affine(0, 1), **caps)
     for margin in (-0.1, math.nan, math.inf):
-        with pytest.raises(ValueError, match="margin must be a part of the expected time"):
+        with pytest.raises(ValueError, match="margin must be a fraction of the expected time"):
             optimal_plan(timeline, CostTable.affine(0, 1), margin=margin)
 
 

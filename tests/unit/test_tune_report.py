@@ -45,7 +45,7 @@ def test_buckets_are_sent_in_the_order_of_the_plan():
 
 def test_a_plan_of_other_parameters_is_refused():
     for specs in (SPECS[:3], [*SPECS[:3], dpfuse.ParamSpec("other", (250,), "float32")]):
-        with pytest.raises(ValueError, match="expected those of the same model"):
+        with pytest.raises(ValueError, match="expected the parameters of one model"):
             simulate(TIMELINE, dpfuse.plan_buckets(specs), COST)
 
 
