@@ -118,7 +118,7 @@ def test_every_changed_bit_and_every_cut_is_noticed(tmp_path):
 
 
 def test_torch_alone_would_take_changed_numbers_for_good_ones(tmp_path):
-    """Else no checksum would be needed."""
+    """Shows that the checksum is needed."""
     weight = torch.arange(8.0)
     path = write_step(tmp_path, 3, {"weight": weight}, keep=1)
     data = bytearray(path.read_bytes())

@@ -18,15 +18,11 @@ from tests.docs.words import LONGEST, ROOT, findings, groups
 # Folders whose texts are not yet rewritten. It is to become empty.
 PENDING = {
     "dpfuse",
-    "dpfuse/checkpoint",
-    "dpfuse/commands",
     "dpfuse/ddp",
     "dpfuse/distributed",
     "dpfuse/engine",
     "dpfuse/gradients",
     "dpfuse/integrations",
-    "dpfuse/job",
-    "dpfuse/liveness",
     "dpfuse/model",
     "dpfuse/paddle",
     "dpfuse/tune",
