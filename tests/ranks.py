@@ -99,6 +99,7 @@ class RankPool:
                 try:
                     kind, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
+                    self._processes[rank].join(1)  # else it has no exit code yet
                     kind, value = "ended", f"exit code {self._processes[rank].exitcode}"
                 if kind in ("returned", "ready"):
                     results[rank] = value
