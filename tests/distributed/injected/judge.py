@@ -85,10 +85,11 @@ def _unnamed(step: Step, failed: int | None = None) -> list[str]:
     got = f"{step.error}: {step.text[:100]!r}"
     if not step.named:
         return [f"expected a DPFuseError, got {got}"]
-    ranks = re.findall(r"\branks? (\d+)", step.text)
+    listed = re.findall(r"\branks? (\d[\d, -]*(?:and \d+)?)", step.text)
+    ranks = {int(rank) for part in listed for rank in re.findall(r"\d+", part)}
     if not ranks:
         return [f"the error names no rank: {got}"]
-    if failed is not None and str(failed) not in ranks:
+    if failed is not None and failed not in ranks:
         return [f"the error does not name rank {failed}: {got}"]
     return []
 
