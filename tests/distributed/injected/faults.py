@@ -155,7 +155,8 @@ class _Tracer:
 
     def _is_between(self, frame: FrameType | None) -> bool:
         while frame is not None and frame.f_code.co_filename not in WIRING:
-            if id(frame) in self._began:
+            # What a file that is left out calls is a part of a collective, or of waiting for one.
+            if id(frame) in self._began or frame.f_code.co_filename in LEFT_OUT:
                 return True
             frame = frame.f_back
         return False

@@ -74,7 +74,7 @@ class Survey:
         return self._points(case, step, kind)[rank]
 
     def all_faults(self, case: str, step: int, kind: str, *, every: bool = False) -> Iterator[Fault]:
-        """Faults at the points of one backward: on one rank after the other, with one error after the other.
+        """Faults at the points of one backward: on one rank after the other, with any error.
 
         Args:
             case, step, kind: of the faults.
@@ -87,7 +87,7 @@ class Survey:
                 number += 1
                 # Each on one rank only: what ranks pass is nearly the same.
                 if number % self.size == rank:
-                    yield Fault(case, step, rank, kind, at, [*ERRORS][number // self.size % len(ERRORS)])
+                    yield Fault(case, step, rank, kind, at, random.Random(at).choice([*ERRORS]))
             number = 0
         if not every:
             for rank in range(self.size):
