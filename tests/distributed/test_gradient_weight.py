@@ -331,8 +331,8 @@ def a_step_late(rank, size):
     weight = model._sync.factors.weight
     delivered = weight.delivered
 
-    def late(tail, scale):
-        factor = delivered(tail, scale)
+    def late(report):
+        factor = delivered(report)
         weight._told[-1] = weight._told[-1]._replace(ready=SimpleNamespace(synchronize=lambda: None))
         return factor
 
