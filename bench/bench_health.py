@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from dpfuse.engine.buckets.bucket import GradBucket
 from torch import Tensor, nn
 
 import dpfuse
@@ -26,7 +27,6 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.size_list import load
 from bench.step_time import Effort, StepTimes
-from dpfuse.engine.buckets.bucket import GradBucket
 from dpfuse.gradients.finite import FiniteCheck, FiniteCounter
 from dpfuse_kernels import PointerTable, flatten
 

@@ -61,7 +61,7 @@ def train(rank, size, face, tuned, worse):
         assert "before: " in result.explain()
         assert "after, recorded" in result.explain()
         assert len(result.new.buckets) == len(result.expected.buckets) == len(result.plan.buckets)
-        assert model._sync._recorder is None
+        assert not model._sync.recording
     return plans, grads, result and (result.before, result.after)
 
 
@@ -88,8 +88,8 @@ def tuned_until_done(rank, size):
             count += 1
     assert times.steps >= count  # who measures goes on measuring
     assert hooks_of(model) == plain
-    assert model._sync._watch.listener is model._sync.reducer
-    assert all(bucket.times is None for bucket in model._sync.reducer.buckets)
+    assert model._sync.grads.watch.listener is model._sync.reducer
+    assert model._sync.grads.observers == []
 
 
 def hooks_of(model):

@@ -312,8 +312,8 @@ def unchanged(rank, size):
         else:
             model(torch.randn(3, 50, generator=torch.Generator().manual_seed(9))).sum().backward()
             model.zero_grad()
-            assert model.reducer.opened is None
-            assert all(bucket.factors is None for bucket in model.reducer.buckets)
+            assert not model._sync.factors.attached
+            assert all(bucket.parts.steps == () for bucket in model.reducer.buckets)
         model(torch.randn(3, 50, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
         results.append([param.grad.clone() for param in model.parameters()])
     assert all(map(torch.equal, *results))

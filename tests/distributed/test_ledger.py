@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dpfuse
-from dpfuse.engine.buckets.in_place_bucket import LARGE
+from dpfuse.engine.exchanges.in_place import LARGE
 
 STEADY = 3  # steps until buckets are rebuilt and buffers exist
 ONLY_WRITTEN = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # other functions read what they write in place
@@ -91,7 +91,7 @@ def count(rank, size, numel, number, views):
         assert torch.equal(param.grad, bare.slopes)
     theirs, ours = ledgers
     calls = ours.calls - theirs.calls
-    in_place = sum(bucket.bytes_in_place for bucket in model.reducer.buckets)
+    in_place = sum(bucket.parts.exchange.bytes_in_place for bucket in model.reducer.buckets)
     return {
         "moved": (ours.bytes.total() - theirs.bytes.total()) / nbytes,
         "calls": dict(calls),

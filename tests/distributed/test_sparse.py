@@ -209,7 +209,7 @@ def bytes_go_with_the_rows(rank, size):
         model(torch.tensor([5, 7, 7, rank])).sum().backward()
     assert times.steps == 1
     # At most four rows of an index and 16 floats, and the counts with the tail.
-    assert 0 < times.nbytes <= 4 * (8 + 64) + 8 * (2 + model.reducer.buckets[-1].tail.numel)
+    assert 0 < times.nbytes <= 4 * (8 + 64) + 8 * 2 + 4 * model.reducer.buckets[-1].parts.report.numel
 
 
 def test_what_travels_is_the_rows_not_the_table(ranks):

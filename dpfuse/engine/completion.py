@@ -10,14 +10,14 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-__all__ = ["when_landed"]
+__all__ = ["call_when_landed"]
 
 PATIENCE = 2.0  # seconds; what has not landed by then may never
 
 _awaited: WeakSet[Callable[[object], None]] = WeakSet()  # the thread that has called one lets go of it
 
 
-def when_landed(work: dist.Work, call: Callable[[], None]) -> None:
+def call_when_landed(work: dist.Work, call: Callable[[], None]) -> None:
     """Have a thread of the back end call `call` once `work` is done.
 
     A thread that still has to call into Python when Python ends takes the whole process down ("terminate called

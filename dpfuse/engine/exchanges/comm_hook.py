@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.futures import Future
 
-from dpfuse.engine.buckets.comm_bucket import CommBucket
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
 from dpfuse.errors import DPFuseError
 
 __all__ = ["CommHook"]
