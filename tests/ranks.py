@@ -86,7 +86,7 @@ class RankPool:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
             with theirs:
                 process = subprocess.Popen(
-                    [*warm_python(preload), *words], stdin=theirs.fileno(), env=environment, cwd=ROOT
+                    [warm_python(preload), *words], stdin=theirs.fileno(), env=environment, cwd=ROOT
                 )
             ours.send(sys.path)
             self._pipes.append(ours)
