@@ -1,8 +1,8 @@
-"""The door `python -m dpfuse` and the command `dpfuse`; see dpfuse/commands/program.py."""
+"""The door `python -m dpfuse` and the command `dpfuse`; see dpfuse/commands/command_line.py."""
 
 import sys
 
-from dpfuse.commands.program import main
+from dpfuse.commands.command_line import main
 
 __all__ = ["main"]
 

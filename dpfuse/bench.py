@@ -2,7 +2,7 @@
 
 import sys
 
-from dpfuse.commands.program import main
+from dpfuse.commands.command_line import main
 
 __all__: list[str] = []
 

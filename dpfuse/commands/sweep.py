@@ -23,7 +23,7 @@ import dpfuse
 from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_twins
 from dpfuse.commands.proof import prove_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
-from dpfuse.commands.report import Run, here
+from dpfuse.commands.results_folder import Run, here
 from dpfuse.commands.target import Target
 from dpfuse.commands.tune import tune_wrapped
 from dpfuse.engine import collective

@@ -9,7 +9,7 @@ from typing import Any
 
 import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
-from dpfuse.commands.report import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.results_folder import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
 from dpfuse.commands.target import Target, find_factory
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dpfuse.commands.program import _parser, main
+from dpfuse.commands.command_line import _parser, main
 from tests.docs.pages import ROOT, blocks_of, pages
 
 PAGE = ROOT / "docs" / "commands.md"

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dpfuse.commands.program import main
+from dpfuse.commands.command_line import main
 from tests.commands.models import PLACE
 
 pytestmark = [

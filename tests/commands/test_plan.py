@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import dpfuse
-from dpfuse.commands.program import main
+from dpfuse.commands.command_line import main
 from tests.commands import models
 from tests.commands.models import PLACE
 

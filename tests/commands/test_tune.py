@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import dpfuse
-from dpfuse.commands.program import main
+from dpfuse.commands.command_line import main
 from dpfuse.commands.ranks import build_on_all_ranks
 from dpfuse.commands.tune import tune_wrapped
 from dpfuse.errors import DPFuseError

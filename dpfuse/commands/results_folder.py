@@ -1,4 +1,4 @@
-"""A command's folder: the JSON with its head, and pictures where matplotlib is there. Measures and decides nothing."""
+"""The folder of a command's results: JSON, and pictures if matplotlib is installed. Measures and decides nothing."""
 
 from __future__ import annotations
 
