@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The entry point of `python -m dpfuse` and the command `dpfuse`; see dpfuse/commands/command_line.py."""
+=======
+"""The door `python -m dpfuse` and the command `dpfuse`; see dpfuse/commands/command_line.py."""
+>>>>>>> h/words
 
 import sys
 

@@ -1,4 +1,8 @@
+<<<<<<<< HEAD:dpfuse/commands/report_file.py
 """The folder of a command's results: a JSON report, and pictures if matplotlib is installed. Measures nothing."""
+========
+"""The folder of a command's results: JSON, and pictures if matplotlib is installed. Measures and decides nothing."""
+>>>>>>>> h/words:dpfuse/commands/results_folder.py
 
 from __future__ import annotations
 

@@ -23,9 +23,15 @@ import dpfuse
 from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_duplicates
 from dpfuse.commands.mean_check import check_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
+<<<<<<< HEAD
 from dpfuse.commands.report_file import Run, here
 from dpfuse.commands.tune_command import tune_wrapped
 from dpfuse.commands.user_model import Target
+=======
+from dpfuse.commands.results_folder import Run, here
+from dpfuse.commands.target import Target
+from dpfuse.commands.tune import tune_wrapped
+>>>>>>> h/words
 from dpfuse.engine import collective
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune import paddle_plan

@@ -9,8 +9,13 @@ from typing import Any
 
 import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
+<<<<<<< HEAD:dpfuse/commands/tune_command.py
 from dpfuse.commands.report_file import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
 from dpfuse.commands.user_model import Target, find_factory
+=======
+from dpfuse.commands.results_folder import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.target import Target, find_factory
+>>>>>>> h/words:dpfuse/commands/tune.py
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.tune import Schedule, Tuning, autotune, compare_plans, save_plot, save_trace
