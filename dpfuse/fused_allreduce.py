@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -11,19 +14,27 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dpfuse.engine import votes
-from dpfuse.engine.averaging import averaging_for
-from dpfuse.engine.buckets.accumulating_bucket import refuse_accumulated
-from dpfuse.engine.buckets.kinds import make_buckets
+from dpfuse.engine.assembly import Assembly
+from dpfuse.engine.averaging import Wire, averaging_for
+from dpfuse.engine.bucket import GradBucket, Surroundings
+from dpfuse.engine.buffer import dense_stride
 from dpfuse.engine.collective import check_all_to_all, resolve_group
-from dpfuse.engine.memory_order import dense_stride
+from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, plan_groups
-from dpfuse.engine.wire import Wire
+from dpfuse.engine.report import Outcome, Reading, Report
+from dpfuse.engine.waiting import board_of
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["fused_allreduce_gradients"]
 
 WHAT = "the set of gradients of fused_allreduce_gradients"
+CALLED = "fused_allreduce_gradients() was called"
+KEPT = 4  # calls with other parameters or options whose buffers are kept, for each group
+
+_kept: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by process group, latest last
+_kept_alone: list[Any] = []  # where there is no other rank
 
 
 def fused_allreduce_gradients(
@@ -40,7 +51,8 @@ def fused_allreduce_gradients(
 
     For gradients that were accumulated locally: after `no_sync()`, after custom autograd functions, after
     second-order terms, for modules that are not wrapped at all. Every rank must call it with gradients of
-    the same parameters. Frozen parameters and parameters without gradient are skipped.
+    the same parameters. Frozen parameters and parameters without gradient are skipped. The buffers are kept for the
+    next call with the same parameters, and freed with the first of these.
 
     Args:
         parameter_list: parameters of any shapes and floating dtypes; a generator is fine, and a parameter
@@ -60,7 +72,7 @@ def fused_allreduce_gradients(
         ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
             `deterministic` or `wire_reduce` needs what the back end lacks, or gradients are where
-            `accumulate_in_buckets=True` has put them; raised on every rank, before anything is changed.
+            `accumulate_in_buckets=True` has put them; raised on every rank.
 
     Example:
         >>> import torch, dpfuse
@@ -77,67 +89,229 @@ def fused_allreduce_gradients(
     Source: Paddle's `fused_allreduce_gradients` and its grouping rule `build_groups`.
     """
     process_group = resolve_group(group)
+    options = _Options(scale, bucket_size, deterministic, wire_dtype, wire_reduce)
     if process_group is None or process_group.size() == 1:
-        _gradients_of(parameter_list, scale, bucket_size, deterministic)
-        Wire.of(wire_dtype, wire_reduce, deterministic=deterministic)
+        _prepare(parameter_list, options, _kept_alone)
         return
+    kept = _kept.setdefault(process_group, [])
     try:
-        params, specs = _gradients_of(parameter_list, scale, bucket_size, deterministic)
-        wire = Wire.of(wire_dtype, wire_reduce, deterministic=deterministic)
+        prepared = _prepare(parameter_list, options, kept)
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         votes.report_failure(error, process_group, WHAT)
         raise
-    lines = [
-        f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
-        for spec, param in zip(specs, params, strict=True)
-    ]
-    lines.append(
-        f"{len(specs)} gradients, scale={scale}, bucket_size={float(bucket_size)}, deterministic={deterministic}, "
-        f"wire_dtype={wire_dtype}, wire_reduce={wire_reduce}"
-    )
     remedy = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
-    votes.agree_on_text("\n".join(lines), process_group, WHAT, remedy)
-    for device in dict.fromkeys(param.device for param in params):
-        if deterministic:
-            check_all_to_all(process_group, device)
-        if wire.probe is not None:
-            check_all_to_all(process_group, device, *wire.probe)
-    plan = plan_groups(specs, bucket_size)
-    buckets = make_buckets(plan, params, process_group, scale=scale, wire=wire, deterministic=deterministic)
-    for bucket in buckets:
-        bucket.launch()
-    for bucket in buckets:
-        bucket.wait()
-    for bucket in buckets:
-        if bucket.error is not None:
-            raise DPFuseError(
-                f"rank {process_group.rank()} could not pack its gradients and sent zeros: {bucket.error}. The other "
-                "ranks' results of this call are wrong; stop the job."
-            ) from bucket.error
-    for bucket in buckets:
-        bucket.deliver()
-    # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
-    increment_version([param.grad for param in params if param.grad is not None])
+    votes.agree_on_text(prepared.text, process_group, WHAT, remedy)
+    try:
+        if not prepared.buckets:
+            prepared.allocate(process_group)
+        prepared.average(process_group)
+    except BaseException:
+        kept.clear()  # the buckets may be in flight
+        raise
 
 
-def _gradients_of(
-    parameter_list: Any, scale: Any, bucket_size: Any, deterministic: Any
-) -> tuple[list[Tensor], list[ParamSpec]]:
+@dataclass(frozen=True)
+class _Options:
+    """What a call was asked for, besides gradients."""
+
+    scale: Any
+    bucket_size: Any
+    deterministic: Any
+    wire_dtype: Any
+    wire_reduce: Any
+
+    @property
+    def key(self) -> list[tuple[type, Any]]:
+        """Equal for the same options only: True is not 1 here."""
+        values = (self.scale, self.bucket_size, self.deterministic, self.wire_dtype, self.wire_reduce)
+        return [(type(value), value) for value in values]
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel; raises ValueError for a dtype or a way of adding up that cannot be used."""
+        return Wire.of(self.wire_dtype, self.wire_reduce, deterministic=self.deterministic)
+
+    def __str__(self) -> str:
+        return (
+            f"scale={self.scale}, bucket_size={float(self.bucket_size)}, deterministic={self.deterministic}, "
+            f"wire_dtype={self.wire_dtype}, wire_reduce={self.wire_reduce}"
+        )
+
+
+class _Prepared:
+    """Gradients that were checked and planned, for the next call with the same ones. Keeps no parameter alive.
+
+    Args:
+        items: what the caller passed.
+        params: those of `items` that have a gradient to average.
+        specs: of these gradients.
+        options: of the call.
+
+    Attributes:
+        text: what the ranks must have in common.
+        buckets: for these gradients, in the order of communication; empty before they were allocated.
+    """
+
+    def __init__(
+        self, items: Sequence[Tensor], params: Sequence[Tensor], specs: list[ParamSpec], options: _Options
+    ) -> None:
+        self.buckets: list[GradBucket] = []
+        self._options = options
+        self._specs = specs
+        self._items = [ref(item) for item in items]
+        places = {id(item): place for place, item in enumerate(items)}
+        self._chosen = [places[id(param)] for param in params]
+        self._facts = _facts_of(items)
+        lines = [
+            f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
+            for spec, param in zip(specs, params, strict=True)
+        ]
+        self.text = "\n".join([*lines, f"{len(specs)} gradients, {options}"])
+
+    def fits(self, items: Sequence[Tensor], options: _Options) -> bool:
+        """Whether a call has these parameters, with gradients of the same kind, and these options."""
+        return (
+            len(items) == len(self._items)
+            and options.key == self._options.key
+            and all(map(is_, items, [item() for item in self._items]))
+            and _facts_of(items) == self._facts
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its first parameter still is."""
+        return not self._items or self._items[0]() is not None
+
+    def params(self) -> list[Tensor]:
+        """The parameters whose gradients are averaged."""
+        found = [self._items[place]() for place in self._chosen]
+        return [param for param in found if param is not None]
+
+    def allocate(self, group: dist.ProcessGroup) -> None:
+        """Make the buckets.
+
+        Raises:
+            DPFuseError: a rank has no memory for them, or the back end lacks what the options need; on every rank.
+        """
+        options, params = self._options, self.params()
+        for device in dict.fromkeys(param.device for param in params):
+            if options.deterministic:
+                check_all_to_all(group, device)
+            if options.wire.probe is not None:
+                check_all_to_all(group, device, *options.wire.probe)
+        if not params:
+            return
+        window = Window()
+        assembly = Assembly(
+            group,
+            Surroundings(board_of(group), []),
+            scale=options.scale,
+            wire=options.wire,
+            deterministic=options.deterministic,
+            overlaps=False,
+            make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
+        )
+        plan = plan_groups(self._specs, options.bucket_size)
+        self.buckets = votes.agree_on_success(lambda: assembly.make(plan, params), group, CALLED)
+
+    def average(self, group: dist.ProcessGroup) -> None:
+        """Average the gradients.
+
+        Raises:
+            DPFuseError: a rank could not pack its gradients; on every rank.
+        """
+        if not self.buckets:
+            return
+        params, outcome, report = self.params(), Outcome(), self.buckets[-1].parts.report
+        assert report is not None
+        try:
+            for bucket in self.buckets:
+                bucket.bind([params[index] for index in bucket.plan.params])
+            for bucket in self.buckets:
+                bucket.send(outcome, complete=True)
+            for bucket in self.buckets:
+                bucket.wait()
+            reading = report.read(outcome, wait=True, gather=True)
+            for bucket in self.buckets:
+                if reading.all_well:
+                    bucket.deliver()
+                else:
+                    bucket.discard()
+        finally:
+            for bucket in self.buckets:
+                bucket.bind(())
+        if not reading.all_well:
+            raise DPFuseError(_failure(group, reading, outcome)) from outcome.error
+        # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
+        increment_version([param.grad for param in params if param.grad is not None])
+
+
+def _facts_of(items: Sequence[Tensor]) -> list[Any]:
+    """What must be equal for gradients to use the same buffers, in a few passes over the list."""
+    grads = [param.grad for param in items]
+    present = [grad for grad in grads if grad is not None]
+    return [
+        [grad is None for grad in grads],
+        list(map(attrgetter("requires_grad"), items)),
+        list(map(Tensor.size, items)),
+        list(map(attrgetter("dtype"), present)),
+        list(map(attrgetter("device"), present)),
+        set(map(attrgetter("layout"), present)),
+        list(map(Tensor.size, present)),
+        [grad.stride() for grad in present if grad.layout is torch.strided],
+    ]
+
+
+def _failure(group: dist.ProcessGroup, reading: Reading, outcome: Outcome) -> str:
+    rank, failed = group.rank(), ", ".join(map(str, reading.failed())) or "another"
+    if outcome.well:
+        return (
+            f"rank {rank}: fused_allreduce_gradients() failed on rank {failed}, see the error there; "
+            "expected gradients from every rank. No rank's gradients of this call are averaged: zero them before the "
+            "next backward."
+        )
+    return (
+        f"rank {rank} could not pack its gradients in fused_allreduce_gradients(): "
+        f"{str(outcome.error).rstrip('.')}. No rank's gradients of this call are averaged: zero them before the next "
+        "backward."
+    )
+
+
+def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _Prepared:
+    """What an earlier call has prepared for these gradients and options, or what this one does."""
+    if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
+        return _gradients_of(parameter_list, options)
+    items = list(parameter_list)
+    kept[:] = [prepared for prepared in kept if prepared.is_alive][-KEPT:]
+    if all(issubclass(kind, Tensor) for kind in set(map(type, items))):
+        for prepared in kept:
+            if prepared.fits(items, options):
+                refuse_accumulated(items, CALLED)
+                return prepared
+    prepared = _gradients_of(items, options)
+    kept.append(prepared)
+    return prepared
+
+
+def _gradients_of(parameter_list: Any, options: _Options) -> _Prepared:
     if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
         raise TypeError(
             f"parameter_list must be an iterable of parameters, got {type(parameter_list).__name__}; "
             "pass model.parameters() or a list"
         )
-    if isinstance(bucket_size, bool) or not isinstance(bucket_size, (int, float)):
-        raise TypeError(f"bucket_size must be a number of bytes, got {bucket_size!r}; pass for example 128 << 20")
-    if not bucket_size >= 0:
-        raise ValueError(f"bucket_size must be >= 0 bytes, got {bucket_size!r}; 0 sends every gradient alone")
-    if not isinstance(deterministic, bool):
+    if isinstance(options.bucket_size, bool) or not isinstance(options.bucket_size, (int, float)):
         raise TypeError(
-            f"deterministic must be True or False, got {deterministic!r} of type {type(deterministic).__name__}"
+            f"bucket_size must be a number of bytes, got {options.bucket_size!r}; pass for example 128 << 20"
+        )
+    if not options.bucket_size >= 0:
+        raise ValueError(f"bucket_size must be >= 0 bytes, got {options.bucket_size!r}; 0 sends every gradient alone")
+    if not isinstance(options.deterministic, bool):
+        raise TypeError(
+            f"deterministic must be True or False, got {options.deterministic!r} of type "
+            f"{type(options.deterministic).__name__}"
         )
     parameter_list = list(parameter_list)
-    refuse_accumulated(parameter_list, "fused_allreduce_gradients() was called")
+    refuse_accumulated(parameter_list, CALLED)
     params: dict[int, Tensor] = {}
     specs: list[ParamSpec] = []
     for index, param in enumerate(parameter_list):
@@ -161,5 +335,6 @@ def _gradients_of(
         if any(step == 0 and size > 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
             # Elements that share memory cannot hold different means.
             param.grad = grad.clone(memory_format=torch.contiguous_format)
-    averaging_for("float32", 1, scale)
-    return list(params.values()), specs
+    averaging_for("float32", 1, options.scale)
+    options.wire  # noqa: B018
+    return _Prepared(parameter_list, list(params.values()), specs, options)

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from dpfuse.engine import votes
 from dpfuse.engine.collective import resolve_group
 from dpfuse.engine.plan import MB, BucketPlan
+from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.registered_memory import can_register
-from dpfuse.engine.sync import GradSync
-from dpfuse.engine.timing import BucketObserver
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
-from dpfuse.engine.window import Canary
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
@@ -30,6 +28,7 @@ from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, no
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.check import check_module
+from dpfuse.model.module_sync import ModuleSync
 from dpfuse.model.options import SyncOptions
 
 if TYPE_CHECKING:
@@ -54,12 +53,14 @@ class SyncedModule(nn.Module):
     _options: SyncOptions
     tuning: Tuning | None = None
     _number: int | None = None  # how many were made for the group before; a copy has that of its original
+    _finalizer: finalize[..., Any] | None = None
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
         self._group = group
-        self._sync: GradSync | None = None
+        self._let_go()
+        self._sync: ModuleSync | None = None
         self._require_sync = True
         try:
             plan = check_module(self.module, self._options, group)
@@ -77,10 +78,24 @@ class SyncedModule(nn.Module):
         if self._number is None:
             self._number = _counted.setdefault(group, 0)
             _counted[group] += 1
-        canary = Canary(self._number, counts_forwards=not self._options.find_unused_parameters)
-        self._sync = GradSync(self.module, plan, group, self._options, canary)
+        self._sync = self._make_sync(plan, group)
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
-        finalize(self, self._sync.remove_hooks).atexit = False
+        self._finalizer = finalize(self, self._sync.remove_hooks)
+        self._finalizer.atexit = False
+
+    def _make_sync(self, plan: BucketPlan, group: dist.ProcessGroup) -> ModuleSync:
+        assert self._number is not None
+        return ModuleSync(self.module, plan, group, self._options, self._number, self._after_delivery())
+
+    def _after_delivery(self) -> list[Callable[[], None]]:
+        """What a face calls once the gradients of a backward are averaged; must not keep the wrapper alive."""
+        return []
+
+    def _let_go(self) -> None:
+        """Take the hooks of an earlier synchronisation off the parameters, and let go of its buffers."""
+        if self._finalizer is not None:
+            self._finalizer()  # once: it then keeps nothing alive
+            self._finalizer = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Under `torch.no_grad()` nothing is recorded and nothing is communicated.
@@ -185,10 +200,10 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
-            self._sync.factors.attach(self._sync.reducer)
             self._sync.factors.weigh(weight, reduction)
+            self._sync.attach_factors()
             return
-        GradientWeight(0, int).set(weight, reduction, torch.device("cpu"))
+        GradientWeight.checked(weight, reduction, torch.device("cpu"))
         if reduction == "sum" and weight is not None:
             raise DPFuseError(
                 'gradients were given a weight with reduction="sum" and there is no process group, so nobody divides; '
@@ -216,7 +231,7 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
-            self._sync.reducer.local.begin_again(self._sync.reducer.phase)
+            self._sync.reducer.discard_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
@@ -335,7 +350,7 @@ class SyncedModule(nn.Module):
     def observe(self, times: BucketObserver | None) -> None:
         """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
-            self._sync.observe(times)
+            self._sync.grads.observe(times)
 
     @property
     def error_feedback(self) -> ErrorFeedback | None:
@@ -370,7 +385,9 @@ class SyncedModule(nn.Module):
         self._restore(state, resolve_group(None))
 
     def _portable_state(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group", "tuning")}
+        state = {
+            key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group", "_finalizer", "tuning")
+        }
         state["_require_sync"] = self.require_backward_grad_sync
         return state
 
@@ -396,5 +413,5 @@ def loss_scale_of(model: SyncedModule) -> LossScale | None:
     sync = model._sync
     if sync is None:
         return None
-    sync.factors.attach(sync.reducer)
+    sync.attach_factors()
     return sync.factors.loss_scale

@@ -15,6 +15,8 @@ def _pools() -> Iterator[dict[int, RankPool]]:
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():
+        pool.ask_to_end()
+    for pool in pools.values():
         pool.close()
 
 

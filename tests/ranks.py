@@ -1,22 +1,28 @@
 """Real ranks for tests: a pool of processes over gloo that run functions, each call under a time limit.
 
-Starting a process costs seconds (it imports torch), so a pool lives as long as the test session. A pool in
-which something went wrong is thrown away, since its process group can no longer be trusted.
+A pool lives as long as the test session. A pool in which something went wrong is thrown away, since its process group
+can no longer be trusted. Importing torch costs seconds, so the processes are forks of one that has imported it.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
+
+from tests.distributed.processes import ROOT
+from tests.warm import warm_python
 
 __all__ = ["RankError", "RankPool"]
 
@@ -25,17 +31,20 @@ class RankError(AssertionError):
     """A function failed, ended or hung on some rank; the text carries every rank's traceback."""
 
 
-def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store_path: str) -> None:
     import torch
     import torch.distributed as dist
 
+    pipe = Connection(os.dup(0))  # what reads the standard input shall not take what is meant for us
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     stacks = open(f"{store_path}-stacks-{rank}", "w")  # noqa: SIM115  # lives as long as the process
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    sys.path[:] = pipe.recv()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size)
-    pipe.send(("ready", None))
-    while (job := pipe.recv()) is not None:
+    pipe.send(("ready", os.getpid()))
+    while (job := _received(pipe)) is not None:
         function, args = job
         torch.manual_seed(0)
         try:
@@ -47,34 +56,43 @@ def _serve(rank: int, size: int, store_path: str, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
+def _received(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # the tests have ended without a word
+        os._exit(1)
+
+
 class RankPool:
     """`size` processes, joined in one gloo group, that wait for functions.
 
     Args:
         size: number of ranks.
-        start_method: of `multiprocessing`.
+        preload: a module that the processes have imported from the beginning.
 
     Example:
-        pool = RankPool(2); pool.run(function, "argument"); pool.close()
+        pool = RankPool(2); pool.run(function, "argument"); pool.ask_to_end(); pool.close()
     """
 
-    def __init__(self, size: int, start_method: str = "spawn") -> None:
-        context = multiprocessing.get_context(start_method)
+    def __init__(self, size: int, preload: str = "dpfuse") -> None:
         self.size = size
         self.healthy = True
         self._folder = tempfile.TemporaryDirectory(prefix="dpfuse-test-")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, f"{self._folder.name}/store", theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
+            ours, theirs = Pipe()
+            words = ["-m", "tests.ranks", str(rank), str(size), f"{self._folder.name}/store"]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+            with theirs:
+                process = subprocess.Popen(
+                    [*warm_python(preload), *words], stdin=theirs.fileno(), env=environment, cwd=ROOT
+                )
+            ours.send(sys.path)
             self._pipes.append(ours)
             self._processes.append(process)
-        self._collect(timeout=120)
+        self._pids: list[int] = []
+        self._pids = self._collect(timeout=120)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """`function(rank, size, *args)` on every rank; their results by rank, or `RankError`."""
@@ -99,7 +117,7 @@ class RankPool:
                 try:
                     kind, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    kind, value = "ended", f"exit code {self._processes[rank].exitcode}"
+                    kind, value = "ended", f"exit code {self._processes[rank].wait(10)}"
                 if kind in ("returned", "ready"):
                     results[rank] = value
                 else:
@@ -113,25 +131,34 @@ class RankPool:
 
     def _stacks(self, rank: int) -> str:
         """Where a rank is that does not answer."""
-        process = self._processes[rank]
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGUSR1)
-            process.join(0.5)  # the handler writes at once
+        if self._processes[rank].poll() is None and self._pids:
+            os.kill(self._pids[rank], signal.SIGUSR1)
+            sleep(0.5)  # the handler writes at once
         path = Path(f"{self._folder.name}/store-stacks-{rank}")
         return path.read_text() if path.exists() else f"{path} is gone"
 
     def kill(self) -> None:
         self.healthy = False
-        for process in self._processes:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
             process.kill()
-            process.join()
+            process.wait()
+            pipe.close()
         self._folder.cleanup()
 
+    def ask_to_end(self) -> None:
+        """Let the processes end by themselves, while the caller asks other pools."""
+        for pipe in self._pipes if self.healthy else ():
+            pipe.send(None)
+
     def close(self) -> None:
+        """Wait until the processes have ended that were asked to end."""
         if not self.healthy:
             return
-        for pipe in self._pipes:
-            pipe.send(None)
         for process in self._processes:
-            process.join(timeout=20)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
         self.kill()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -212,7 +212,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         super()._connect(group, fresh=fresh)
         if self._around is not None:
             assert self._sync is not None
-            self._sync.listen_through(partial(self._around.in_backward, self.module))
+            self._sync.grads.listen_through(partial(self._around.in_backward, self.module))
             self._sync.module_changed = partial(self._around.cast_buffers, self.module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

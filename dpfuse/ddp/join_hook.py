@@ -17,7 +17,7 @@ from dpfuse.errors import DPFuseError
 
 if TYPE_CHECKING:
     from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
-    from dpfuse.engine.sync import GradSync
+    from dpfuse.model.module_sync import ModuleSync
 
 __all__ = ["Turn", "UnevenInputs", "UnevenInputsHook"]
 
@@ -62,7 +62,7 @@ class UnevenInputsHook(JoinHook):
         divide_by_initial_world_size: False divides by the number of active ranks.
     """
 
-    def __init__(self, model: DistributedDataParallel, sync: GradSync, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, model: DistributedDataParallel, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
         # A join that an exception ended leaves its hook with `sync`, which is kept until the model is gone.
         self._model = cast("DistributedDataParallel", weakref.proxy(model))
         self._sync = sync
@@ -71,7 +71,6 @@ class UnevenInputsHook(JoinHook):
         self._kept: list[tuple[Tensor, Tensor | None]] = []  # gradients from the time when this rank had inputs
         self.end()
         sync.before_collectives = self.before_forward
-        sync.canary.uneven = True
 
     def before_forward(self) -> None:
         """Tell ranks without input what to shadow; before any other collective of a forward with gradients enabled.
@@ -148,8 +147,7 @@ class UnevenInputsHook(JoinHook):
         self._kept = []
         self._model._join_config = self._model._join_config._replace(enable=False)
         self._sync.before_collectives = None
-        self._sync.canary.uneven = False
-        self._sync.canary.begin_window()
+        self._sync.window.begin()
         self._sync.source = 0
         self._sync.average_over(self._sync.group.size())
 
@@ -174,7 +172,7 @@ class UnevenInputsHook(JoinHook):
 
     def _set_gradients_aside(self) -> None:
         params = [param for bucket in self._sync.reducer.buckets for param in bucket.params]
-        self._sync.reducer.local.hand_back()
+        self._sync.reducer.accumulation.release()
         if not self._kept:
             # Copies, for a gradient may be a view of a buffer that is about to be used.
             with torch.no_grad():

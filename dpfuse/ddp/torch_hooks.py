@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from dpfuse.ddp.backward_optimizers import BackwardOptimizers
 from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
 from dpfuse.ddp.torch_names import TorchNames
 from dpfuse.engine import collective
-from dpfuse.engine.comm_hook import CommHook
-from dpfuse.engine.sync import GradSync
+from dpfuse.engine.exchanges.comm_hook import CommHook
 
 __all__ = ["TorchHooks"]
 
@@ -40,11 +38,18 @@ class TorchHooks(TorchNames):
             self._buffer_hook: BufferHook | None = None
         super()._connect(group, fresh=fresh)
         assert self._sync is not None
-        step = partial(_step, self._optimizers, self._sync)
-        reducer = self._sync.reducer
-        reducer.after_delivery = (*reducer.after_delivery, self._buffer_futures.wait, step)
         if self._buffer_hook is not None:
             self._sync.buffer_hook = self._weak_buffer_hook()
+
+    def _after_delivery(self) -> list[Callable[[], None]]:
+        optimizers, wrapper = self._optimizers, weakref.ref(self)
+
+        def step() -> None:
+            model = wrapper()
+            if model is not None and model._sync is not None:
+                optimizers.step(model._sync.params)
+
+        return [self._buffer_futures.wait, step]
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` communicate the gradients, in place of the all-reduce of their means.
@@ -179,7 +184,3 @@ class TorchHooks(TorchNames):
     def _portable_state(self) -> dict[str, Any]:
         own = ("_optimizers", "_optimizers_found", "_buffer_futures", "_buffer_hook")
         return {key: value for key, value in super()._portable_state().items() if key not in own}
-
-
-def _step(optimizers: BackwardOptimizers, sync: GradSync) -> None:
-    optimizers.step(sync.params)

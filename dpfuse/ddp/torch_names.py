@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dpfuse.ddp.logging_data import logging_data
 from dpfuse.engine.collective import BROADCAST_BYTES
-from dpfuse.engine.phase import Phase
-from dpfuse.engine.sync import GradSync
+from dpfuse.engine.reducer import IDLE
 from dpfuse.errors import DPFuseError
+from dpfuse.model.module_sync import ModuleSync
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["TorchNames", "TorchReducer"]
@@ -26,7 +26,7 @@ class TorchReducer:
         sync: of the wrapper.
     """
 
-    def __init__(self, sync: GradSync) -> None:
+    def __init__(self, sync: ModuleSync) -> None:
         self._sync = sync
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class TorchReducer:
     def _check_reducer_finalized(self) -> None:
         """Raises DPFuseError while a backward is open."""
         phase = self._sync.reducer.phase
-        if phase is not Phase.IDLE:
+        if phase is not IDLE:
             raise DPFuseError(
                 f"a backward is still open ({phase.name.lower()}), or an exception ended it; expected none. Call it "
                 "between steps."
@@ -203,8 +203,6 @@ class TorchNames(SyncedModule):
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
         require_sync = self.require_backward_grad_sync
-        if self._sync is not None:
-            self._sync.remove_hooks()
         self.process_group = new_process_group
         self._connect(new_process_group, fresh=False)
         self.require_backward_grad_sync = require_sync

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced
 from dpfuse.errors import DPFuseError
 
-__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks"]
+__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "hooks_on"]
 
 WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
 
@@ -22,46 +23,73 @@ WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autogra
 class ReadyHooks:
     """One hook per parameter, called after each accumulation into its `.grad`.
 
-    Post-accumulate hooks live on the tensor itself, so they survive `.to()` and `.double()`.
+    Post-accumulate hooks live on the tensor itself, so they survive `.to()` and `.double()`. A new hook takes the place
+    of the old one, before any hook that came later.
 
     Args:
-        params: the parameters.
-        hooks: one per parameter; called with the parameter.
+        alone: whether another wrapper of the same parameters would spoil what this one does.
+        decorate: what to call in place of a hook, by registration index.
     """
 
-    def __init__(self, params: Sequence[Tensor], hooks: Iterable[Callable[[Any], None]]) -> None:
-        self._handles: dict[int, RemovableHandle] = {}
-        self.replace(params, hooks)
+    def __init__(self, alone: bool, decorate: Callable[[int, ReadyHook], ReadyHook]) -> None:
+        self.alone = alone
+        self._decorate = decorate
+        self._params: Sequence[Tensor] = ()
+        self._handles: dict[int, RemovableHandle] = {}  # by id of the parameter, which `_params` keeps alive
+        _all_hooks.add(self)
 
-    def replace(self, params: Sequence[Tensor], hooks: Iterable[Callable[[Any], None]]) -> None:
-        """Be on these parameters alone, with other hooks; on those that are known, before any hook that came later.
+    def put_on(self, params: Sequence[Tensor]) -> None:
+        """From now on be on these parameters alone, once `install` has brought hooks for them."""
+        kept = set(map(id, params))
+        for key in [key for key in self._handles if key not in kept]:
+            self._handles.pop(key).remove()
+        self._params = params
 
-        The caller keeps the parameters alive until the next call.
-        """
-        before, self._handles = self._handles, {}
-        for param, hook in zip(params, hooks, strict=True):
-            handle = before.pop(id(param), None)
+    def install(self, hooks: Mapping[int, ReadyHook]) -> None:
+        """Use these hooks, by registration index; they are called with the parameter. After `remove`, use none."""
+        if not self._params:
+            return
+        for index, hook in hooks.items():
+            param, hook = self._params[index], self._decorate(index, hook)
+            handle = self._handles.get(id(param))
             installed = None if handle is None else handle.hooks_dict_ref()
-            if handle is None or installed is None:
-                handle = param.register_post_accumulate_grad_hook(hook)
+            if handle is None or installed is None or handle.id not in installed:
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(hook)
             else:
                 installed[handle.id] = hook
-            self._handles[id(param)] = handle
-        for handle in before.values():
-            handle.remove()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles.values():
             handle.remove()
+        self._handles = {}
+        self._params = ()
+
+    def is_on(self, param: Tensor) -> bool:
+        """Whether one of them is on this parameter."""
+        handle = self._handles.get(id(param))
+        return handle is not None and any(param is other for other in self._params)
+
+
+def hooks_on(param: Tensor) -> list[ReadyHooks]:
+    """Those of all wrappers that have a hook on this parameter. A hook in C has no attributes to know it by."""
+    return [hooks for hooks in tuple(_all_hooks) if hooks.is_on(param)]
+
+
+_all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()
 
 
 class BackwardListener(Protocol):
-    """Who wants to know of backwards."""
+    """Hears of backwards."""
 
-    def open(self, *, announced: bool) -> None: ...
-    def close(self, reached_leaves: Callable[[], bool]) -> None: ...
-    def abandon(self) -> None: ...
+    def open(self, *, announced: bool) -> None:
+        """The outermost backward begins; `announced` by an output of the wrapper."""
+
+    def close(self, reached_leaves: Callable[[], bool]) -> None:
+        """It has ended; the argument tells whether it accumulated into leaves."""
+
+    def abandon(self) -> None:
+        """It died of an exception."""
 
 
 class _Task:

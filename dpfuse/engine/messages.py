@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from dpfuse.engine.window import ELSEWHERE, Counts
+from dpfuse.engine.report import Reading
+from dpfuse.engine.window import Field
 from dpfuse.errors import DPFuseError
 
 __all__ = [
-    "begun", "changed", "discarded", "failed", "interrupted", "nonfinite", "strayed", "unread", "unsettled", "unused",
-    "weightless",
+    "begun", "changed", "differing", "discarded", "failed", "held_up", "interrupted", "nonfinite", "unaveraged",
+    "unread", "unsettled", "unused", "weightless",
 ]  # fmt: skip
 
-DIFFERENCES: dict[str, tuple[Callable[[int], str], str]] = {  # by field of `Counts`: what is so, and the remedy
-    "wrapper": (
-        lambda number: f"averages the gradients of the wrapped model number {number} of its group",
-        "Run the backwards of several wrapped models in the same order everywhere.",
-    ),
-    # Before the number of backwards, which who weighs gradients does not tell.
-    "handling": (
-        lambda number: _handling(number - 1),
-        "Pass the losses of all ranks through the dpfuse.GradScaler, or of none; call set_gradient_weight() on all "
-        "ranks, with one reduction, or on none. set_gradient_weight(None) takes a weight back. Where an exception "
-        "ended a backward inside no_sync(), zero the gradients, give the weight again, and begin with the first batch "
-        "of the window.",
-    ),
-    "backwards": (
-        lambda number: f"has run {_counted(number, 'backward')} since the last averaged one",
-        "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in length, call "
-        "set_gradient_weight() for each. Where one rank would skip a batch, its loss can be multiplied "
-        "by 0; torch.autograd.grad gives gradients that are not to be averaged.",
-    ),
-    "forwards": (
-        lambda number: f"has run {_counted(number - 1, 'forward')} without a backward",
-        "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong under "
-        "torch.no_grad() or in eval mode; where ranks may use different outputs, pass find_unused_parameters=True.",
-    ),
-}
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
 
 
-def failed(rank: int, size: int, ranks: Collection[int], error: Exception | None, late: Sequence[str]) -> str:
-    """What to say on `rank` when the backward of `ranks` failed.
+def failed(
+    rank: int, size: int, ranks: Collection[int], here: bool, error: Exception | None, late: Sequence[str]
+) -> str:
+    """What to say on `rank` when a backward failed.
 
     Args:
         rank, size: of this process and its group.
-        ranks: those that failed.
+        ranks: those that failed, if they are known.
+        here: whether this rank failed.
         error: what happened here, if anything.
         late: parameters of this rank that became ready after their bucket was sent.
     """
-    if rank not in ranks:
+    if not here:
         return (
-            f"the backward failed on rank {_listed(ranks)} of {size}, and rank {rank} "
+            f"the backward failed on {_ranks(ranks)} of {size}, and rank {rank} "
             f"cannot have its gradients; see the error there. {CONSEQUENCE}"
         )
     if isinstance(error, DPFuseError):
@@ -65,36 +44,80 @@ def failed(rank: int, size: int, ranks: Collection[int], error: Exception | None
     )
 
 
-def changed(rank: int, size: int, ranks: Collection[int], change: str) -> str:
-    """What to say on `rank` when only `ranks` have another model; `change` is that of this rank."""
-    here = f"rank {rank}: {change} after the module was wrapped; the" if rank in ranks else f"rank {rank}: the"
+def changed(rank: int, size: int, ranks: Collection[int], here: bool, change: str) -> str:
+    """What to say on `rank` when only some ranks, `ranks` if they are known, have another model.
+
+    Args:
+        rank, size: of this process and its group.
+        ranks: those whose model has changed, if they are known.
+        here: whether that of this rank has.
+        change: of this rank.
+    """
+    beginning = f"rank {rank}: {change} after the module was wrapped; the" if here else f"rank {rank}: the"
     others = [other for other in range(size) if other not in ranks]
+    unchanged = f"rank {_listed(others)}" if ranks else "the other ranks"
     return (
-        f"{here} module was changed on rank {_listed(ranks)} of {size} since the last synchronised backward, and not "
-        f"on rank {_listed(others)}; expected the same change on every rank. Make it on all of them, or undo it. "
-        f"A call of autotune is one, too. {CONSEQUENCE}"
+        f"{beginning} module was changed on {_ranks(ranks)} of {size} since the last synchronised backward, and not "
+        f"on {unchanged}; expected the same change on every rank. Make it on all of them, or undo it. "
+        f"A call of autotune is a change, too. {CONSEQUENCE}"
     )
 
 
-def strayed(rank: int, counts: Sequence[Counts]) -> str:
-    """What to say on `rank` when the ranks are not where the others are; `counts` by rank."""
-    compared = {other: of_rank for other, of_rank in enumerate(counts) if of_rank != ELSEWHERE}
-    first = min(compared)
-    other = next(other for other, of_rank in compared.items() if of_rank != compared[first])
-    field = next(name for name in DIFFERENCES if getattr(compared[first], name) != getattr(compared[other], name))
-    words, remedy = DIFFERENCES[field]
-    here, there = (words(getattr(compared[place], field)) for place in (first, other))
-    what = f"rank {rank}: rank {other} {there}, rank {first} {here}; expected the same on every rank"
-    return f"{what}. {remedy} {CONSEQUENCE}"
+def differing(rank: int, fields: Sequence[Field], reading: Reading) -> str:
+    """What to say on `rank` where ranks differ in what they should have in common."""
+    field = next((each for each in fields if each.name in reading.differing), None)
+    if field is None:
+        return _differently_frozen(rank, reading)
+    rest = f"expected the same on every rank. {field.remedy} {CONSEQUENCE}"
+    place = 2 + list(fields).index(field)
+    rows = {other: row[place] for other, row in enumerate(reading.rows) if row[place] >= 0}  # below zero: no inputs
+    if not rows:
+        return f"rank {rank}: this rank {field.words(field.value())}, and another rank does not; {rest}"
+    first = min(rows)
+    other = next(other for other in rows if rows[other] != rows[first])
+    here, there = field.words(rows[first]), field.words(rows[other])
+    return f"rank {rank}: rank {other} {there}, rank {first} {here}; {rest}"
+
+
+def _differently_frozen(rank: int, reading: Reading) -> str:
+    counts = [row[-1] for row in reading.rows if row[2] >= 0]
+    told = f" ({', '.join(map(str, counts))} of them, by rank)" if counts else ""
+    return (
+        f"rank {rank}: the ranks have frozen different parameters since the module was wrapped{told}; expected the "
+        f"same requires_grad on every rank. Freeze and unfreeze the same parameters everywhere. {CONSEQUENCE}"
+    )
+
+
+def held_up(rank: int, names: Sequence[str], backwards: int) -> str:
+    """What to say of parameters without which their bucket, and all behind it, left only when backward had ended."""
+    return (
+        f"rank {rank}: {_named(names)} did not become ready in {backwards} backwards, and the bucket there held up all "
+        "behind it, which are no longer sent while backward runs; expected a gradient in every backward. Freeze the "
+        "parameter (requires_grad=False) on every rank, or wrap the module again without it."
+    )
+
+
+def unaveraged(rank: int, names: Sequence[str]) -> str:
+    """What to say of parameters that a backward reached of which the wrapper did not hear."""
+    return (
+        f"rank {rank}: a backward outside no_sync() came by no output of the wrapper and reached only "
+        f"{_named(names)}, whose gradients were not averaged; expected a forward of the wrapper. Call the wrapper "
+        "instead of its .module, or run such backwards inside no_sync() and call "
+        "dpfuse.fused_allreduce_gradients(). Zero the gradients before the next backward."
+    )
 
 
 def weightless(rank: int, step: int, weights: Sequence[float]) -> str:
-    """What to say on every rank when the weights of all, by rank, gave no mean in backward `step`."""
+    """What to say on every rank when the weights of all, by rank if they are known, gave no mean in backward `step`."""
     given = ", ".join(f"{weight:g}" for weight in weights)
+    told = (
+        f"the ranks 0 to {len(weights) - 1} gave their gradients the weights {given}"
+        if weights
+        else ("the weights that the ranks gave their gradients make no mean")
+    )
     return (
-        f"rank {rank}: in synchronised backward {step} the ranks 0 to {len(weights) - 1} gave their gradients the "
-        f"weights {given}; expected finite ones, 0 or more, and one above 0. The gradients are NaN: zero them before "
-        "the next backward."
+        f"rank {rank}: in synchronised backward {step} {told}; expected finite ones, 0 or more, and one above 0. The "
+        "gradients are NaN: zero them before the next backward."
     )
 
 
@@ -102,7 +125,7 @@ def interrupted(ranks: Collection[int], size: int) -> str:
     """What to say on every rank when an exception ended the last backward on `ranks` only."""
     return (
         f"the last backward was interrupted by an exception on rank {_listed(ranks)} of "
-        f"{size} only; expected all ranks to end it alike. Its gradients are not averaged: "
+        f"{size} only; expected the same end on all ranks. Its gradients are not averaged: "
         "zero them on every rank and repeat the step."
     )
 
@@ -163,25 +186,14 @@ def unsettled(rank: int) -> str:
     )
 
 
-def _handling(what: int) -> str:
-    """What `Canary.handling` means, in words."""
-    means = {
-        1: "divides its gradients by the scale of its loss",
-        2: "weighs its gradients",
-        4: "weighs gradients of sums",
-        8: "goes on after a backward that an exception ended",
-    }
-    return " and ".join(words for bit, words in means.items() if what & bit) or "averages its gradients as they are"
-
-
 def _named(names: Sequence[str]) -> str:
     quoted = [repr(name) for name in names]
     more = f" and {len(quoted) - 10} more" if len(quoted) > 10 else ""
     return f"parameter{'s' * (len(quoted) > 1)} {', '.join(quoted[:10])}{more}"
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank {_listed(ranks)}" if ranks else "several ranks"
 
 
 def _listed(ranks: Collection[int]) -> str:

@@ -1,185 +1,351 @@
-"""When buckets are sent and delivered: a state machine on parameter indices. Touches no tensor."""
+"""When buckets are sent and delivered: phases, ready lists, the order of sending. Touches no gradient."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor
 
 from dpfuse.engine import messages
-from dpfuse.engine.countdown import Countdown
-from dpfuse.engine.local_backward import LocalBackward
-from dpfuse.engine.phase import ABANDONED, CHANGED, IDLE, LOCAL, RECORDERS, RECORDING, REDUCING, RESTING, Phase
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
+from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
+from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
+from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
-if TYPE_CHECKING:
-    from dpfuse.engine.buckets.bucket import GradBucket
-    from dpfuse.engine.report import Report, Tail
-    from dpfuse.engine.window import Canary
+__all__ = ["ABANDONED", "IDLE", "Phase", "Reducer", "Wiring"]
 
-__all__ = ["Reducer"]
+HELD_UP = 4  # backwards in a row in which one bucket holds others up, before a warning names it
+
+
+class Phase(Enum):
+    """What the backward that is open, if any, means for the reducer."""
+
+    IDLE = auto()  # none is open
+    LOCAL = auto()  # it does not synchronise
+    RECORDING = auto()  # the first that synchronises: all is sent at its end
+    CHANGED = auto()  # like RECORDING, but first the buckets of the model before are sent, empty
+    REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
+    ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
+
+
+# For the hot path: before Python 3.12 a member takes long to look up.
+IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
+RESTING = (IDLE, ABANDONED)  # no backward is running
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a reducer works with, besides buckets.
+
+    Args:
+        window: counts what ranks must have in common.
+        fields: what else the report compares, for errors.
+        track: tells the heartbeat how far this rank has come.
+        features: may grow while no backward runs.
+        strict: whether to wait for what the peers report, also where gradients are on a GPU.
+        warn_unused: whether to warn, once, of parameters without a gradient.
+        open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
+        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
+            returns the error that every rank is to raise.
+        decline: called in its place on a rank that cannot go on, so that the peers do not wait.
+        install: puts ready hooks on parameters, by registration index.
+        guard: called with the report's alarm where the report is not read in the same backward.
+        rank, size: of this process and its group.
+    """
+
+    window: Window
+    fields: Sequence[Field]
+    track: Track
+    features: list[Feature]
+    strict: bool
+    warn_unused: bool
+    open_backward: Callable[[], None]
+    rebuild: Callable[[list[int], list[int]], DPFuseError | None]
+    decline: Callable[[], None]
+    install: Callable[[dict[int, ReadyHook]], None]
+    guard: Callable[[Callable[[], Tensor]], None]
+    rank: int
+    size: int
+
+
+@dataclass
+class _Run:
+    """What belongs to one synchronised backward, from the forwards before it on."""
+
+    outcome: Outcome = field(default_factory=Outcome)
+    next: int = 0  # the bucket to be sent next
+    forward: bool | None = None  # did a forward since the last synchronised backward ask for one?
+    outputs_watched: bool = True
+    recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
+    delivered: bool = False
+    warnings: list[str] = field(default_factory=list)  # to be given once all is delivered, for they may be errors
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The model of this rank has changed, and maybe that of others."""
+
+    outdated: list[GradBucket]  # still in use, until all ranks are known to have changed
+    text: str
+    agree: Callable[[], None]
 
 
 class Reducer:
-    """Counts gradients down, sends complete buckets in plan order, and delivers them after backward.
+    """Sends complete buckets in plan order while backward runs, and delivers them at its end.
 
     Args:
-        buckets: in communication order; the last one carries the tail.
-        names: of the parameters, by registration index.
-        canary: counts what the tail tells of.
-        index_of: the registration index of what a ready mark is called with.
-        warn_unused: whether to warn, once, of parameters without gradient.
-        open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter.
+        buckets: in communication order; the last one carries the report.
+        params: by registration index.
+        names: of the parameters.
+        wiring: what it works with.
+
+    Attributes:
+        phase: of the backward that is open.
+        require_sync: what no_sync() switches off.
+        rebuilt: whether the buckets are those for the order of the first synchronised backward.
+        completed: number of synchronised backwards.
+        last_error: of a backward.
+        accumulation: of backwards that are not synchronised.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[GradBucket],
-        names: Sequence[str],
-        *,
-        canary: Canary,
-        index_of: Callable[[Any], int],
-        warn_unused: bool,
-        open_backward: Callable[[], None],
-        rebuild: Callable[[list[int], list[int]], None],
+        self, buckets: Sequence[GradBucket], params: Sequence[Tensor], names: Sequence[str], wiring: Wiring
     ) -> None:
         self.phase = IDLE
-        self.require_sync = True  # what no_sync() switches off
-        self.after_delivery: Sequence[Callable[[], None]] = ()  # called once all gradients of a backward are averaged
-        self.opened: Callable[..., None] | None = None  # called with `sync` and `announced` when a backward begins
-        self.guard: Callable[[Any], None] | None = None  # called with the tail's alarm after each delivery
-        self.strict = False  # whether to wait for what the peers report, wherever that takes waiting
-        self._names = names
-        self._canary = canary
-        self._index_of = index_of
-        self._warn_unused = warn_unused
-        self._open_backward = open_backward
-        self._rebuild = rebuild
-        self.track = Track()  # where it tells the heartbeat how far it has come
-        self.rebuilt = False  # whether the buckets are those of the first synchronised backward's ready order
-        self._outdated: list[GradBucket] = []  # those in use, once `follow` has brought others
-        self._change = ""
-        self._agree: Callable[[], None] = lambda: None
-        self._recorded: bool | None = None  # did a forward since the last synchronised backward ask for one?
-        self._outputs_watched = True
-        self._ready: dict[int, int] = {}  # while recording: ready marks by parameter, last ready last
-        self._late: list[int] = []  # parameters that became ready after their bucket was sent
-        self._missing: list[int] = []  # parameters without gradient, of the buckets sent so far
-        self._error: Exception | None = None  # the first of their packs that failed
-        self.completed = 0  # synchronised backwards
-        self.last_error = ""  # of a backward
-        self.adopt(buckets, [1] * len(names))
+        self.rebuilt = False
+        self.completed = 0
+        self.last_error = ""
+        self._require_sync = True
+        self._wiring = wiring
+        self._warn_unused = wiring.warn_unused
+        self._run = _Run()
+        self._change: _Change | None = None
+        self._frozen: frozenset[int] = frozenset()
+        self._use(buckets, params, names, [1] * len(names))
+        watch_steps(self)
 
-    def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int]) -> None:
-        """Use these buckets from now on; `marks` is how often each parameter becomes ready in a backward.
+    # --- The buckets in use ---
 
-        Every marker made before is out of date afterwards.
+    def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int], *, rebuilt: bool | None = None) -> None:
+        """Use these buckets of the same parameters from now on.
+
+        Args:
+            buckets: in communication order.
+            marks: how often each parameter becomes ready in a backward.
+            rebuilt: whether they are made for the order in which gradients become ready; None leaves it as it is.
         """
-        self.buckets = list(buckets)
-        self._marks = marks
-        self._countdowns = [Countdown(sum(max(1, marks[i]) for i in b.plan.params)) for b in buckets]
-        self._expected = [countdown.expected for countdown in self._countdowns]
-        self._tail = _tail_of(self.buckets)
-        self._next = 0
-        self.local = LocalBackward(self.buckets, self._countdowns, self._canary)
+        if rebuilt is not None:
+            self.rebuilt = rebuilt
+        self._use(buckets, self._params, self._names, marks)
 
     def follow(
-        self, buckets: Sequence[GradBucket], names: Sequence[str], change: str, agree: Callable[[], None]
+        self,
+        buckets: Sequence[GradBucket],
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        change: str,
+        agree: Callable[[], None],
     ) -> None:
         """The model of this rank has changed, and maybe that of others.
 
         The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
-        Their tail tells who has changed. If all have, the backward goes on as the first one of `buckets`.
+        Their report tells who has changed. If all have, the backward goes on as the first one of `buckets`.
 
         Args:
-            buckets: of the changed model; every marker made before is out of date.
-            names: of its parameters.
+            buckets: of the changed model.
+            params: its parameters.
+            names: of these.
             change: what has changed, for errors.
-            agree: called once all have changed; raises, on all ranks alike, if they have not done so alike.
+            agree: called once all have changed; raises, on every rank, if their changes differ.
         """
-        self._outdated = self._outdated or self.buckets
-        self._names, self._change, self._agree = names, change, agree
-        self.adopt(buckets, [1] * len(names))
+        outdated = self.buckets if self._change is None else self._change.outdated
+        self._change = _Change(outdated, change, agree)
+        self._use(buckets, params, names, [1] * len(names))
 
-    def unfollow(self, names: Sequence[str], marks: Sequence[int]) -> None:
+    def unfollow(self, params: Sequence[Tensor], names: Sequence[str], marks: Sequence[int]) -> None:
         """The change was undone: go back to the buckets in use; arguments as for `follow` and `adopt`."""
-        buckets, self._outdated = self._outdated, []
-        self._names = names
-        self.adopt(buckets, marks)
+        assert self._change is not None
+        buckets, self._change = self._change.outdated, None
+        self._use(buckets, params, names, marks)
 
-    def markers(self) -> list[Callable[[Any], None]]:
-        """Per parameter, what to call with it whenever its gradient was accumulated. This is the hot path."""
-        by_parameter: dict[int, Callable[[Any], None]] = {}
-        for bucket, countdown in zip(self.buckets, self._countdowns, strict=True):
-            marker = countdown.marker(self._decide)
-            by_parameter |= dict.fromkeys(bucket.plan.params, marker)
-            for index, pack in bucket.eager().items():
-                if self._marks[index] == 1:  # else there is more to come, or may be
-                    by_parameter[index] = countdown.packing_marker(pack, self._decide)
-        return [by_parameter[index] for index in range(len(self._names))]
+    def hooks(self) -> dict[int, ReadyHook]:
+        """What to call with each parameter, by registration index, whenever its gradient was accumulated."""
+        hooks: dict[int, ReadyHook] = {}
+        for order, bucket in enumerate(self.buckets):
+            ready, writers = self._ready[order], bucket.parts.writers
+            eager = bucket.parts.feed.hooks() if self._settled_buckets else {}
+            noting = (lambda hook: hook) if writers is None else writers.noting
+            usual = noting(ready.entries.append if self._settled_buckets else self._record)
+            hooks |= dict.fromkeys(bucket.plan.params, usual)
+            if not self._settled_buckets:
+                continue
+            for index, param in zip(bucket.plan.params, bucket.params, strict=True):
+                pack = eager.get(index) if self._marks[index] == 1 else None  # else there is more to come, or may be
+                if param is ready.sentinel or pack is not None:
+                    hooks[index] = noting(self._hook(order, ready, pack, is_sentinel=param is ready.sentinel))
+        return hooks
+
+    def _use(
+        self, buckets: Sequence[GradBucket], params: Sequence[Tensor], names: Sequence[str], marks: Sequence[int]
+    ) -> None:
+        report = buckets[-1].parts.report
+        assert report is not None
+        same = params is getattr(self, "_params", None)
+        self.buckets = list(buckets)
+        self._report = report
+        self._params, self._names, self._marks = params, names, marks
+        self._indices = {id(param): index for index, param in enumerate(params)}
+        self._ready = [ReadyList(b.params, [marks[index] for index in b.plan.params]) for b in self.buckets]
+        self._freeze(self._frozen if same else frozenset())
+        feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
+        taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
+        self.accumulation = Accumulation(taking, self._wiring.window)
+        self._wiring.install(self.hooks())
+
+    @property
+    def _settled_buckets(self) -> bool:
+        return self.rebuilt and self._change is None
+
+    def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
+        """The hook in Python of one parameter, which packs its gradient, or is the sentinel, or both."""
+        append, examine = ready.entries.append, self._examine
+
+        def mark_sentinel(param: Any) -> None:
+            append(param)
+            examine(order)
+
+        if pack is None:
+            return mark_sentinel
+        note, pack_now = mark_sentinel if is_sentinel else append, pack
+
+        def mark_packed(param: Any) -> None:
+            if self.phase is REDUCING and ready.sent < 0:
+                pack_now()
+            note(param)
+
+        return mark_packed
+
+    # --- Forwards and no_sync() ---
+
+    @property
+    def require_sync(self) -> bool:
+        """Whether a backward of the forwards to come is synchronised; what no_sync() switches off."""
+        return self._require_sync
+
+    @require_sync.setter
+    def require_sync(self, value: bool) -> None:
+        if value != self._require_sync and self.phase is IDLE:
+            self.settle_unaveraged()
+        self._require_sync = value
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
         """Note a forward with gradients enabled; one that synchronises wins over any that do not."""
-        self._recorded = sync or bool(self._recorded)
-        self._outputs_watched = outputs_watched
+        self._run.forward = sync or bool(self._run.forward)
+        self._run.outputs_watched = outputs_watched
 
     def forget_forwards(self) -> None:
         """Let the next backward be judged by later forwards alone, or by the state of `no_sync()` then."""
-        self._recorded = None
-        self._canary.forget_forwards()
+        self._run.forward = None
+        self._wiring.window.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise, whatever `no_sync()` says; name and argument are those of torch's."""
         self.record_forward(True)
 
-    def shadow_backward(self) -> None:
-        """Take part in a synchronised backward of other ranks, as one in which no parameter became ready.
+    @property
+    def owes_backward(self) -> bool:
+        """Whether a forward that synchronises still waits for its backward."""
+        return bool(self._run.forward)
+
+    def settle_unaveraged(self) -> None:
+        """No backward runs: forget ready gradients of one that came by no output and reached no sentinel.
 
         Raises:
-            DPFuseError: that backward failed on some rank.
+            DPFuseError: they were to be averaged.
         """
-        warn_unused, self._warn_unused = self._warn_unused, False
-        self._canary.elsewhere = True
-        try:
-            self.record_forward(True)
-            self.open(announced=True)
-            self.close(lambda: True)
-        finally:
-            self._canary.elsewhere = False
-            self._warn_unused = warn_unused
+        found = self.unaveraged()
+        if found:
+            self.refuse(found)
+            self._wiring.window.backward_ends()
+
+    def unaveraged(self) -> list[Tensor]:
+        """No backward runs: the parameters of ready gradients that no backward took."""
+        return [param for ready in self._ready for param in ready.entries]
+
+    def refuse(self, found: Iterable[Tensor]) -> None:
+        """Forget these gradients.
+
+        Raises:
+            DPFuseError: they were to be averaged.
+        """
+        names = [self._names[self._indices[id(param)]] for param in found]
+        if names:
+            self._clear_ready()
+        if names and self._require_sync:
+            raise DPFuseError(messages.unaveraged(self._wiring.rank, list(dict.fromkeys(names))))
+
+    def discard_accumulated(self) -> None:
+        """Throw away what the buckets have accumulated.
+
+        Raises:
+            DPFuseError: a backward is running.
+        """
+        if not self.accumulation.feeds:
+            return
+        if self.phase not in RESTING:
+            raise DPFuseError(
+                f"discard_accumulated() was called while a backward is {self.phase.name}, expected it between "
+                "backwards. Call it once backward() has ended."
+            )
+        self.accumulation.begin_again()
+
+    def failed_somewhere(self) -> bool:
+        """Whether the backward that ended last failed on some rank; waits for the device."""
+        return self._report.read(Outcome(), wait=True, gather=False).any_failed
+
+    # --- A backward ---
 
     def open(self, *, announced: bool) -> None:
-        """A backward begins; `announced` by an output of the wrapper, or else by its first ready mark.
+        """A backward begins; `announced` by an output of the wrapper, or else by a ready mark.
 
         Raises:
-            DPFuseError: the backward before was interrupted on some ranks only, or this one is not announced and has
+            DPFuseError: the backward before was interrupted on some ranks only; or this one is not announced and has
                 added to gradients of it; or a CUDA graph is captured in the first one, after which the ranks agree.
         """
+        wiring, run = self._wiring, self._run
         if self.phase is ABANDONED:
-            begun = self._next > 0 and not announced
+            begun = run.next > 0 and not announced
             self.drain()
+            run = self._run
             if begun:
-                raise DPFuseError(messages.begun(self._tail.rank))
-        self._canary.backward_begins(announced=announced)
-        sync = self._recorded
+                raise DPFuseError(messages.begun(wiring.rank))
+        if announced:
+            self.settle_unaveraged()
+        wiring.window.backward_begins(announced=announced)
+        sync = run.forward
         # A backward through none of the watched outputs has no forward of its own.
-        if sync is None or (not sync and not announced and self._outputs_watched):
-            sync = self.require_sync
-        if self.opened is not None:
-            self.opened(sync=sync, announced=announced)
+        if sync is None or (not sync and not announced and run.outputs_watched):
+            sync = self._require_sync
+        for feature in wiring.features:
+            feature.opened(sync=sync, announced=announced)
         if not sync:
-            self._enter(LOCAL, self.local.pending())
-        elif (self._outdated or not self.rebuilt) and self._tail.deaf:
-            raise DPFuseError(messages.unsettled(self._tail.rank))
-        elif self._outdated:
-            self._enter(CHANGED)
-        elif not self.rebuilt:
-            self._enter(RECORDING)
+            self._enter(LOCAL)
+        elif not self._settled_buckets and self._report.unreadable:
+            raise DPFuseError(messages.unsettled(wiring.rank))
         else:
-            self._enter(REDUCING, self._expected)
+            if self._frozen and any(self._params[index].requires_grad for index in self._frozen):
+                self._freeze(frozenset(i for i in self._frozen if not self._params[i].requires_grad))
+            run.outcome.frozen = self._frozen
+            self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """The outermost backward ended: send what is left, wait, deliver.
@@ -193,21 +359,22 @@ class Reducer:
             DPFuseError: this rank or another one failed; no rank's gradients may be used.
         """
         if self.phase is LOCAL:
-            try:
-                self.local.finish()
-            finally:
-                self._enter(IDLE)
+            self._close_local()
             return
-        if not self._any_mark() and not reached_leaves():
+        if not self._any_ready() and not reached_leaves():
             self._enter(IDLE)
             return
-        self._canary.gradients_accumulated()
+        wiring = self._wiring
+        wiring.window.gradients_accumulated()
         try:
             if self.phase is CHANGED:
                 self._settle_change()
-            self._launch_rest()
-            if not self._deliver() and self.guard is not None:
-                self.guard(self._tail.alarm())
+            self._note_stragglers()
+            for order in range(self._run.next, len(self.buckets)):
+                self._send(order, complete=False)
+            self._deliver()
+            if not self.rebuilt:
+                self._rebuild()
         except BaseException as error:
             self.last_error = f"{type(error)}: {error}"
             # What _deliver itself reports has been cleared up; a collective that failed has not.
@@ -215,21 +382,19 @@ class Reducer:
                 self.abandon()
             raise
         self.completed += 1
-        if self.rebuilt:
-            self._reset()
-        else:
-            self.rebuilt = True
-            order, marks = list(self._ready), [self._ready.get(i, 0) for i in range(len(self._names))]
-            self._reset()
-            self._rebuild(order, marks)
-        for action in self.after_delivery:
-            action()
+        self._choose_sentinels()
+        texts = self._run.warnings
+        self._reset()
+        for feature in wiring.features:
+            feature.delivered()
+        for text in texts:
+            warnings.warn(text, stacklevel=2)
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
         if self.phase is LOCAL:
             self._enter(IDLE)
-            self.local.die()  # last, for a warning may be an error
+            self.accumulation.die()  # last, for a warning may be an error
         else:
             self._enter(ABANDONED)
 
@@ -241,159 +406,257 @@ class Reducer:
         Raises:
             DPFuseError: some ranks completed that backward.
         """
-        buckets = self._outdated or self.buckets
-        self._launch_empty(buckets, failed=True)
-        for bucket in buckets:
-            if bucket.busy:  # not delivered before something went wrong
-                bucket.discard()
-        failed = _tail_of(buckets).report(wait=True).failed
-        self.local.forget()  # also of a changed model, whose buckets were not sent
-        self._reset()
-        if len(failed) < self._tail.world_size:
-            raise DPFuseError(messages.interrupted(failed, self._tail.world_size))
-
-    @property
-    def owes_backward(self) -> bool:
-        """Whether a forward that synchronises still waits for its backward."""
-        return bool(self._recorded)
-
-    def _decide(self, param: Any, countdown: Countdown) -> None:
-        if self.phase is REDUCING:
-            if countdown.pending == 0:
-                self._launch_complete()
-            elif countdown.launched:
-                self._late.append(self._index_of(param))
-        elif self.phase in RECORDERS:
-            index = self._index_of(param)
-            self._ready[index] = self._ready.pop(index, 0) + 1
-        elif self.phase is LOCAL:
-            self.local.ready(countdown)
+        run, wiring = self._run, self._wiring
+        buckets = self.buckets if self._change is None else self._change.outdated
+        run.outcome.failed = True
+        if not run.delivered:
+            self._send_empty(buckets)
+            for bucket in buckets:
+                if bucket.busy:  # not delivered before something went wrong
+                    bucket.discard()
+            reading = _report_of(buckets).read(run.outcome, wait=True, gather=self._all_read_now)
+            run.delivered = not reading.any_failed
         else:
-            # No output of the wrapper announced this backward; this mark is its first.
-            self._open_backward()
-            countdown.pending -= 1
-            if countdown.pending <= 0:
-                self._decide(param, countdown)
+            reading = Reading()
+        self.accumulation.forget()  # also of a changed model, whose buckets were not sent
+        if run.delivered and not self._settled_buckets:
+            wiring.decline()  # the peers have gone on to the vote on the buckets
+        self._reset()
+        if reading.any_well:
+            raise DPFuseError(messages.interrupted(reading.failed() or [wiring.rank], wiring.size))
 
-    def _launch_complete(self) -> None:
+    def shadow_backward(self) -> None:
+        """Take part in a synchronised backward of other ranks, as one in which no parameter became ready.
+
+        Raises:
+            DPFuseError: that backward failed on some rank.
+        """
+        window = self._wiring.window
+        warn_unused, self._warn_unused = self._warn_unused, False
+        window.elsewhere = True
+        try:
+            self.record_forward(True)
+            self.open(announced=True)
+            self.close(lambda: True)
+        finally:
+            window.elsewhere = False
+            self._warn_unused = warn_unused
+
+    # --- While it runs ---
+
+    def _record(self, param: Any) -> None:
+        """The hook of every parameter until the buckets are settled: its order matters, its time does not."""
+        if self.phase in RESTING:
+            # No output of the wrapper announced this backward; this mark is its first.
+            self._wiring.open_backward()
+        self._run.recorded.append(param)
+        if self.phase is LOCAL and self.accumulation.feeds:
+            index = self._indices[id(param)]
+            order = next(order for order, bucket in enumerate(self.buckets) if index in bucket.plan.params)
+            self._ready[order].entries.append(param)
+            self._examine(order)
+
+    def _examine(self, order: int) -> None:
+        """The sentinel of a bucket became ready."""
+        if self.phase is REDUCING:
+            self._send_complete()
+        elif self.phase is LOCAL:
+            if self._ready[order].is_complete:
+                self.accumulation.ready(order)
+        elif self.phase in RESTING:
+            # No output of the wrapper announced this backward; this mark is the first that is heard of.
+            self._wiring.open_backward()
+            self._examine(order)
+
+    def _send_complete(self) -> None:
         # In plan order, never in that of completion: collectives must match on all ranks. The last one goes once
         # backward has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
-        while self._next < len(self.buckets) - 1 and self._countdowns[self._next].pending <= 0:
-            self._launch(self._next, complete=True)
+        while self._run.next < len(self.buckets) - 1 and self._ready[self._run.next].is_complete:
+            self._send(self._run.next, complete=True)
 
-    leave_untraced(_launch_complete, calls=True, reason="dpfuse sends gradients here")
+    leave_untraced(_send_complete, calls=True, reason="dpfuse sends gradients here")
 
-    def _launch_rest(self) -> None:
-        for order in range(self._next, len(self.buckets)):
-            self._launch(order, complete=self.phase is REDUCING and self._countdowns[order].pending <= 0)
+    def _send(self, order: int, *, complete: bool) -> None:
+        self._wiring.track.tell(BACKWARD, self.completed, order)
+        ready = self._ready[order]
+        self.buckets[order].send(self._run.outcome, complete=complete or ready.is_complete)
+        ready.sent = len(ready.entries)
+        self._run.next = order + 1
 
-    def _launch_empty(self, buckets: Sequence[GradBucket], *, failed: bool) -> None:
-        for bucket in buckets[self._next :]:
-            self._next += 1
-            bucket.launch(empty=True, failed=failed)
+    def _send_empty(self, buckets: Sequence[GradBucket]) -> None:
+        for order in range(self._run.next, len(buckets)):
+            if not buckets[order].busy:
+                buckets[order].send_empty(self._run.outcome)
+            self._run.next = order + 1
+
+    def _note_stragglers(self) -> None:
+        """Backward has ended: who became ready too late, who is frozen now, and which bucket holds others up?"""
+        run, ready = self._run, self._ready
+        run.outcome.late += [self._indices[id(param)] for one in ready[: run.next] for param in one.late()]
+        if self.phase is REDUCING:
+            missing = [param for one in ready[run.next :] if not one.is_complete for param in one.missing()]
+        else:
+            seen = set(map(id, run.recorded))
+            missing = [param for param in self._params if id(param) not in seen]
+        frozen = {self._indices[id(param)] for param in missing if not param.requires_grad}
+        if not frozen <= self._frozen:
+            self._freeze(self._frozen | frozen)
+            run.outcome.frozen = self._frozen
+        if self.phase is REDUCING and run.next < len(self.buckets) - 1:
+            self._note_held_up(run.next)
+
+    def _note_held_up(self, order: int) -> None:
+        blocking = self._ready[order]
+        waiting = [
+            bucket for bucket, one in zip(self.buckets, self._ready, strict=True) if one.is_complete and one.entries
+        ]
+        if blocking.is_complete or not waiting:
+            return
+        blocking.held_up += 1
+        names = [self._names[self._indices[id(param)]] for param in blocking.missing()]
+        if blocking.held_up == HELD_UP and names and self._wiring.warn_unused:
+            self._run.warnings.append(messages.held_up(self._wiring.rank, names, HELD_UP))
+
+    def _freeze(self, frozen: frozenset[int]) -> None:
+        self._frozen = frozen
+        ids = frozenset(id(self._params[index]) for index in frozen)
+        for ready in self._ready:
+            ready.wait_for_all_but(ids)
+
+    # --- Its end ---
+
+    def _close_local(self) -> None:
+        if self._run.recorded:
+            orders = list(range(len(self.buckets)))
+        else:
+            orders = [order for order, ready in enumerate(self._ready) if ready.entries]
+        try:
+            if orders:
+                self.accumulation.finish(orders)
+        finally:
+            self._enter(IDLE)
 
     def _settle_change(self) -> None:
-        """Hear who has changed, and go on with the new buckets if all have, alike."""
-        buckets = self._outdated
-        self._launch_empty(buckets, failed=False)
+        """Hear who has changed, and go on with the new buckets if all have changed in the same way."""
+        change, run = self._change, self._run
+        assert change is not None
+        buckets = change.outdated
+        run.outcome.changed = True
+        run.outcome.frozen = frozenset()
+        self._send_empty(buckets)
         for bucket in buckets:
             bucket.wait()
         error = next((bucket.error for bucket in buckets if bucket.error is not None), None)
         for bucket in buckets:
             bucket.discard()
-        report = _tail_of(buckets).report(wait=True)
+        reading = _report_of(buckets).read(run.outcome, wait=True, gather=self._all_read_now)
         try:
-            if len(report.changed) < self._tail.world_size:
-                raise DPFuseError(self._verdict(report, error)) from error
-            self._agree()
+            if reading.any_unchanged or reading.any_failed:
+                raise DPFuseError(self._explain(reading, error)) from error
+            change.agree()
         except BaseException:
-            self.local.forget()
+            self.accumulation.forget()
             self._reset()
             raise
-        self._outdated, self.rebuilt, self._next = [], False, 0
+        self._change, self.rebuilt, run.next = None, False, 0
+        run.outcome.changed, run.outcome.frozen = False, self._frozen
 
-    def _launch(self, order: int, *, complete: bool) -> None:
-        self.track.tell(BACKWARD, self.completed, order)
-        bucket = self.buckets[order]
-        self._countdowns[order].launched = True
-        self._next = order + 1
-        failed = bool(self._late) or self._error is not None
-        bucket.launch(complete=complete, unused=self._missing, failed=failed)
-        self._missing += bucket.missing
-        self._error = self._error or bucket.error
-
-    def _deliver(self) -> bool:
-        """Wait for all buckets and hand the gradients over; returns whether the peers' report on them was read."""
-        missing, error = self._missing, self._error
+    def _deliver(self) -> None:
+        """Wait for all buckets and hand the gradients over."""
+        run, report, outcome = self._run, self._report, self._run.outcome
         held: list[GradBucket] = []
         for order, bucket in enumerate(self.buckets):
             if len(self.buckets) > 1:  # else it is where it was when that one was sent
-                self.track.tell(BACKWARD, self.completed, order)
+                self._wiring.track.tell(BACKWARD, self.completed, order)
             bucket.wait()
-            error = error or bucket.error  # a communication hook may fail as late as that
-            here = error is not None or bool(self._late)
+            outcome.error = outcome.error or bucket.error  # a communication hook may fail as late as that
             # Whether a missing gradient exists elsewhere is known once the last bucket has landed.
-            if here or bucket.missing:
+            if bucket.missing or not outcome.well:
                 held.append(bucket)
             else:
                 bucket.deliver()
-        if missing and self._tail.deaf:
-            error, here = DPFuseError(messages.unread([self._names[index] for index in sorted(missing)])), True
-        # After the first backward the ranks agree on the buckets: whoever has failed would be missed there.
-        wait = here or bool(missing) or self.strict or not self.rebuilt
-        report = self._tail.report(wait=wait, failed=here)
-        if not report.all_well:
+        missing = outcome.missing
+        if missing and report.unreadable:
+            outcome.error = DPFuseError(messages.unread([self._names[index] for index in sorted(missing)]))
+        # After the first backward the ranks agree on the buckets: a rank that has failed would be missed there.
+        wait = not outcome.well or bool(missing) or self._wiring.strict or not self.rebuilt
+        reading = report.read(outcome, wait=wait, gather=self._all_read_now)
+        if not reading.all_well:
             for bucket in held:
                 bucket.discard()
-            message = self._verdict(report, error)
+            text, cause = self._explain(reading, outcome.error), outcome.error
             self._reset()
-            raise DPFuseError(message) from error
-        heard = wait and not self._tail.deaf
-        if not held:
-            return heard
-        untouched = set(missing) - self._tail.used_somewhere(missing)
-        for bucket in held:
-            bucket.deliver(untouched)
+            raise DPFuseError(text) from cause
+        if held:
+            untouched = set(missing) - report.used_somewhere(missing)
+            for bucket in held:
+                bucket.deliver(untouched)
+            self._warn_of_unused(missing, len(untouched))
+        run.delivered = True
+        if report.unreadable or not wait:
+            self._wiring.guard(report.alarm)
+
+    def _rebuild(self) -> None:
+        """The first synchronised backward is over: the ranks agree on buckets for its order."""
+        counts: dict[int, int] = {}
+        for param in self._run.recorded:
+            index = self._indices[id(param)]
+            counts[index] = counts.pop(index, 0) + 1  # the last mark counts for the order
+        error = self._wiring.rebuild(list(counts), [counts.get(index, 0) for index in range(len(self._names))])
+        if error is not None:
+            self._reset()
+            raise error
+
+    def _choose_sentinels(self) -> None:
+        for order, ready in enumerate(self._ready):
+            if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
+                self._wiring.install(
+                    {i: hook for i, hook in self.hooks().items() if i in self.buckets[order].plan.params}
+                )
+
+    def _warn_of_unused(self, missing: Sequence[int], nowhere: int) -> None:
         if self._warn_unused:
             self._warn_unused = False
             names = [self._names[index] for index in sorted(missing)]
-            warnings.warn(messages.unused(self._tail.rank, names, len(untouched)), stacklevel=2)
-        return heard
+            self._run.warnings.append(messages.unused(self._wiring.rank, names, nowhere))
 
-    def _verdict(self, report: Report, error: Exception | None) -> str:
-        rank, size = self._tail.rank, self._tail.world_size
-        if report.strayed:
-            return messages.strayed(rank, report.strayed)
-        if not report.failed:
-            return messages.changed(rank, size, report.changed, self._change)
-        late = [self._names[index] for index in sorted(set(self._late))]
-        return messages.failed(rank, size, report.failed, error, late)
+    @property
+    def _all_read_now(self) -> bool:
+        """Whether every rank reads the report of this backward at its end: on CPUs, and where all ranks wait for it."""
+        device = self.buckets[-1].parts.buffer.flat.device.type
+        return device == "cpu" or self._wiring.strict or (not self.rebuilt and self._change is None)
 
-    def _any_mark(self) -> bool:
-        if self.phase in RECORDERS:
-            return bool(self._ready)
-        return [countdown.pending for countdown in self._countdowns] != self._expected
+    def _explain(self, reading: Reading, error: Exception | None) -> str:
+        wiring, outcome = self._wiring, self._run.outcome
+        if reading.any_failed:
+            late = [self._names[index] for index in sorted(set(outcome.late))]
+            return messages.failed(wiring.rank, wiring.size, reading.failed(), not outcome.well, error, late)
+        if reading.any_changed:
+            change = "" if self._change is None else self._change.text
+            return messages.changed(wiring.rank, wiring.size, reading.changed(), outcome.changed, change)
+        return messages.differing(wiring.rank, wiring.fields, reading)
 
-    def _enter(self, phase: Phase, pending: Sequence[int] | None = None) -> None:
+    def _any_ready(self) -> bool:
+        return bool(self._run.recorded) or any(ready.entries for ready in self._ready)
+
+    def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
-        for order, countdown in enumerate(self._countdowns):
-            countdown.pending = pending[order] if pending else 0
+        self._wiring.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
+        if phase in RESTING:
+            self._clear_ready()
+
+    def _clear_ready(self) -> None:
+        self._run.recorded.clear()
+        for ready in self._ready:
+            ready.clear()
 
     def _reset(self) -> None:
-        self._canary.begin_window()
-        self._recorded = None
-        self._ready = {}
-        self._late = []
-        self._missing = []
-        self._error = None
-        self._next = 0
-        for countdown in self._countdowns:
-            countdown.launched = False
+        self._wiring.window.begin()
         self._enter(IDLE)
+        self._run = _Run()
 
 
-def _tail_of(buckets: Sequence[GradBucket]) -> Tail:
-    tail = buckets[-1].tail
-    assert tail is not None
-    return tail
+def _report_of(buckets: Sequence[GradBucket]) -> Report:
+    report = buckets[-1].parts.report
+    assert report is not None
+    return report

@@ -1,236 +1,325 @@
-"""What travels behind the last slot of the last bucket: how each rank is, which parameters were used, what was found.
+"""What the ranks tell each other with the last bucket: who failed, what differs, which parameters were used.
 
-It is summed with the gradients, so it costs no collective of its own; it counts neither in a plan nor in its bytes.
+The report is summed with the gradients, so it costs no collective of its own. Its size does not depend on the number
+of ranks, apart from one element per parameter. It is in no plan and counts in no plan's bytes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2s
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine import collective
 from dpfuse.engine.streams import capturing
-from dpfuse.engine.window import TOP, Canary, Counts
+from dpfuse.engine.window import Field, Window
 
-__all__ = ["Report", "Tail"]
+__all__ = ["ALL_WELL", "Outcome", "Reading", "Report"]
+
+RANK_BITS = 16  # of the number of a rank that failed or has changed
+HASH_BITS = 16  # of the set of frozen parameters
+SLOTS = ("nonfinite", "weight", "bad_weight", "weighing")  # sums of numbers that features write
 
 
-class Report(NamedTuple):
-    """What the ranks tell each other."""
+@dataclass(slots=True)
+class Outcome:
+    """How the backward that is running goes on this rank."""
 
-    failed: Sequence[int]
-    changed: Sequence[int]  # their model is no longer that of the plan
-    strayed: Sequence[Counts] = ()  # of all ranks, by rank, if they should be alike and are not
+    missing: list[int] = field(default_factory=list)  # parameters without a gradient, of the buckets sent so far
+    frozen: frozenset[int] = frozenset()  # parameters that were frozen since they were planned
+    late: list[int] = field(default_factory=list)  # parameters that became ready after their bucket was sent
+    error: Exception | None = None  # the first error of this rank
+    failed: bool = False  # whether an exception ended it
+    changed: bool = False  # whether the model is no longer that of the buckets
+
+    @property
+    def well(self) -> bool:
+        """Whether the gradients of this rank are what they should be."""
+        return not (self.failed or self.late or self.error is not None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a report says, summed over the ranks.
+
+    Attributes:
+        any_failed, any_well: whether a rank failed, and whether a rank did not.
+        any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
+        differing: names of the fields in which ranks differ.
+        rank: the one rank that failed or has changed; None if there is none, or several, or it is not known.
+        rows: per rank its failure, its change, and its value of each field, or None of a rank without inputs; empty
+            where they were not gathered.
+    """
+
+    any_failed: bool = False
+    any_well: bool = True
+    any_changed: bool = False
+    any_unchanged: bool = True
+    differing: tuple[str, ...] = ()
+    rank: int | None = None
+    rows: tuple[tuple[int, ...], ...] = ()
 
     @property
     def all_well(self) -> bool:
         """Whether the gradients are what they should be."""
-        return not any(self)
+        return not (self.any_failed or self.any_changed or self.differing)
+
+    def failed(self) -> list[int]:
+        """The ranks that failed, as far as they are known."""
+        if self.rows:
+            return [rank for rank, row in enumerate(self.rows) if row[0]]
+        return [] if self.rank is None or not self.any_failed else [self.rank]
+
+    def changed(self) -> list[int]:
+        """The ranks whose model has changed, as far as they are known."""
+        if self.rows:
+            return [rank for rank, row in enumerate(self.rows) if row[1]]
+        return [] if self.rank is None or not self.any_changed else [self.rank]
 
 
-ALL_WELL = Report((), ())
-WIDTH = len(Counts._fields)
-SHIFTS = (0, 8, 16, 24)  # where the digits of a weight lie in its bits
+ALL_WELL = Reading()
 
 
-class Tail:
-    """Some elements per rank, what its canary counts, then one per parameter, above zero where used, and one that is
-    above zero where a rank has found values that are not finite. Last are four more per rank, for its weight.
+class Report:
+    """Pairs of elements, then one element for each slot of a feature, then one for each parameter.
 
-    The first of a rank that failed is below zero, and of one whose model is no longer that of the plan zero. The
-    elements are scaled like gradients, and summed in the buffer's dtype, but each rank adds zeros to those of the
-    others: ranks that count alike have equal bits there. Flags and signs survive any rounding.
+    Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
+    where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
+    in both, except in the first two pairs, which tell who failed and who has changed. The bits of the number of a rank
+    travel only if it failed or has changed.
 
     Args:
-        rank: of this process in the group.
-        world_size: of the group.
+        group: the ranks.
         param_count: number of parameters of the plan.
-        scale: what packing multiplies with; not 0.
-        canary: what counts on this rank.
+        fields: what is compared besides.
+        window: knows whether this rank has inputs.
+        dtype: of what is packed; float32, float64, or that of gradients which travel as one of these.
+        device: where it is packed.
 
     Attributes:
-        scale: what it multiplies with now.
+        numel: its elements.
     """
 
-    def __init__(self, rank: int, world_size: int, param_count: int, scale: float, canary: Canary) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.canary = canary
-        self._states = WIDTH * world_size  # elements that tell how the ranks are
-        self._found = self._states + param_count
-        self._weights = self._found + 1
-        self.numel = self._weights + len(SHIFTS) * world_size
-        self.scale = scale
-        self._one = 1.0 / scale
-        self._counts: Counts | None = None  # in `_all_well`
-        self._all_well: Tensor | None = None
-        self._well: list[float] = []  # what told last that all is well
-        self._landed: Tensor | None = None
-        self._landed_states: Tensor | None = None
-        self._copy: Tensor | None = None  # of an earlier step's states, in pinned memory
-        self._copy_one = 0.0  # what `_one` became there
-        self._copied: torch.cuda.Event | None = None
-
-    def source(
+    def __init__(
         self,
+        group: dist.ProcessGroup,
+        param_count: int,
+        fields: Sequence[Field],
+        window: Window,
         dtype: torch.dtype,
         device: torch.device,
-        unused: Collection[int],
-        failed: bool,
-        changed: bool = False,
-    ) -> Tensor:
-        """What this rank packs, [numel].
+    ) -> None:
+        self.group = group
+        self._fields = list(fields)
+        self._window = window
+        self._compared = 2 + sum(each.bits for each in fields) + HASH_BITS  # pairs
+        self._states = 2 * (self._compared + RANK_BITS)
+        self._flags = self._states + len(SLOTS)
+        self.numel = self._flags + param_count
+        self._values: list[object] = [*[0] * len(fields), False, frozenset()]  # what `_source` tells
+        start = [*self._pairs_of(self._values), *[0.0] * (2 * RANK_BITS + len(SLOTS)), *[1.0] * param_count]
+        self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
+        self._landing: _Landing | None = None  # of this backward
+        self._landed: _Landing | None = None  # of this one, or the one before
+        self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
+        self._pending: _Pending | None = None
 
-        Args:
-            dtype: that of the gradients.
-            device: theirs.
-            unused: registration indices of parameters without a contribution from this rank.
-            failed: whether this rank's backward was interrupted or met an error.
-            changed: whether its model is no longer that of the plan; a failure is told instead.
-        """
-        counts, known = self.canary.counts, self._all_well
-        if counts == self._counts and known is not None and not (unused or failed or changed):
-            return known  # as in nearly every backward
-        # What a graph is captured with is written at its replays, not now: nothing of it may be kept.
-        keeps = (known is not None and counts == self._counts) or not self.deaf
-        if known is None:
-            known = self._unwritten(dtype, device)
-        if counts != self._counts and keeps:
-            self._all_well, self._counts = known, counts
-            self._write(known, counts)
-        if keeps and not (unused or failed or changed):
-            return known
-        source = known.clone()
-        if not keeps:
-            self._write(source, counts)
-        if failed or changed:
-            _put(source, WIDTH * self.rank, -self._one if failed else 0.0)
-        if unused and self.deaf:
-            for index in unused:  # a list of them would be uploaded, which a graph being captured refuses
-                _put(source, self._states + index, 0.0)
-        elif unused:
-            source[[self._states + index for index in unused]] = 0
+    def source(self, outcome: Outcome) -> Tensor:
+        """What this rank packs, [numel]."""
+        self._landing = None
+        values: list[object] = [each.value() for each in self._fields]
+        values += self._window.elsewhere, outcome.frozen
+        usual = outcome.well and not (outcome.changed or outcome.missing)
+        if values == self._values and usual:
+            return self._source  # as in nearly every backward
+        source = self._source
+        if values != self._values:
+            if capturing():  # what is captured is written at each replay, not now
+                source = source.clone()
+            before, now = self._pairs_of(self._values), self._pairs_of(values)
+            for place, (old, new) in enumerate(zip(before, now, strict=True)):
+                if old != new:
+                    _put(source, place, new)
+            if source is self._source:
+                self._values = values
+        if usual:
+            return source
+        source = source.clone() if source is self._source else source
+        for index in outcome.missing:
+            _put(source, self._flags + index, 0.0)
+        if outcome.changed:
+            self._write_bits(source, 1, 1, 1)
+        if not outcome.well:
+            self.write_failure(source)
+        if outcome.changed:
+            self._write_bits(source, self._compared, self.group.rank(), RANK_BITS)
         return source
 
-    @property
-    def deaf(self) -> bool:
-        """Whether a CUDA graph is being captured: nothing that is on the device can be read meanwhile."""
-        return capturing()
+    def write_failure(self, packed: Tensor) -> None:
+        """Say in what is packed, [numel], that this rank has failed."""
+        self._write_bits(packed, 0, 1, 1)
+        self._write_bits(packed, self._compared, self.group.rank(), RANK_BITS)
+
+    def write_slot(self, packed: Tensor, name: str, value: Tensor) -> None:
+        """Write into what is packed, [numel], a number that only the device may know, [], unscaled."""
+        packed[self._states + SLOTS.index(name)].copy_(value)
+
+    def slot(self, name: str) -> Tensor:
+        """The sum of that number over the ranks, [], on the device. Nothing is waited for."""
+        assert self._landing is not None
+        return self._landing.view[self._states + SLOTS.index(name)]
 
     def landed(self, view: Tensor) -> None:
-        """Note where the summed tail lies, [numel]; valid until the bucket is packed again."""
-        if view is not self._landed:  # mostly it is that of the step before, and a slice costs a microsecond
-            self._landed, self._landed_states = view, view[: self._states]
+        """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
+        before = self._landed
+        # Mostly it is where the one before was, and making a slice takes a microsecond.
+        states = before.states if before is not None and before.view is view else view[: self._states]
+        self._landed = self._landing = _Landing(view, states)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
-        """Those of `indices` that some rank used. Waits for the device."""
-        assert self._landed is not None
-        flags = self._landed[self._states : self._found].tolist()
+        """Return those of `indices` that some rank used. Waits for the device."""
+        assert self._landing is not None
+        flags = self._landing.view[self._flags :].tolist()
         return {index for index in indices if flags[index]}
 
-    def write(self, packed: Tensor, source: Tensor) -> None:
-        """Pack `source` by itself, as it is packed with gradients."""
-        packed.copy_(source.double() * self.scale)  # it is its sign that counts
+    @property
+    def unreadable(self) -> bool:
+        """Whether a CUDA graph is being captured, so that nothing on the device can be read."""
+        return capturing()
 
-    def write_found(self, packed: Tensor, found: Tensor) -> None:
-        """Write into what is packed, [numel], unscaled, what only the device knows: `found`, [], above zero or zero."""
-        packed[self._found].copy_(found)
-
-    def found_somewhere(self) -> Tensor:
-        """Whether some rank has written a number above zero, as a bool, [], on the device. Waits for nothing."""
-        assert self._landed is not None
-        return self._landed[self._found] != 0
-
-    def write_weight(self, packed: Tensor, weight: Tensor) -> None:
-        """Likewise the weight of this rank, [] float32: its bits as four numbers, which every dtype holds."""
-        bits = weight.view(torch.int32)
-        place = self._weights + len(SHIFTS) * self.rank
-        for shift in SHIFTS:
-            packed[place + shift // 8].copy_((bits >> shift) & 255)
-
-    def weights(self) -> Tensor:
-        """Those of all ranks, [ranks] float32 on the device, the same bits everywhere. Waits for nothing."""
-        assert self._landed is not None
-        digits = self._landed[self._weights :].view(self.world_size, len(SHIFTS)).to(torch.int32)
-        bits = digits[:, 0]
-        for place in range(1, len(SHIFTS)):
-            bits = bits | (digits[:, place] << SHIFTS[place])
-        return bits.view(torch.float32)
-
-    def report(self, *, wait: bool, failed: bool = False) -> Report:
-        """Which ranks failed, which have another model, and what they count if that differs.
+    def read(self, outcome: Outcome, *, wait: bool, gather: bool) -> Reading:
+        """What the ranks report.
 
         Args:
-            wait: read this step's report even if that means waiting for the device. Otherwise a CUDA
-                tail is copied without waiting, and the report of the step before is returned.
-            failed: whether this rank has: all that is known of anybody while a CUDA graph is captured.
+            outcome: of this rank.
+            wait: read this backward's report even if that means waiting for the device. Otherwise a report on CUDA is
+                copied without waiting, and the one of the backward before is read.
+            gather: whether every rank reads this backward's report now, so that details can be gathered.
         """
-        states = self._landed_states
-        assert states is not None
-        if self.world_size == 1 and not wait:
-            return ALL_WELL  # nobody else could have anything to tell
-        if capturing():
-            return Report((self.rank,), ()) if failed else ALL_WELL
-        if wait or not states.is_cuda:
-            values = states.tolist()
-            return ALL_WELL if values == self._well else self._read(values, self._one * self.scale)
-        before = ALL_WELL
-        if self._copy is None or self._copied is None:
-            self._copy = torch.zeros(self._states, dtype=states.dtype, pin_memory=True)
-            self._copied = torch.cuda.Event()
-        else:
-            self._copied.synchronize()
-            before = self._read(self._copy.tolist(), self._copy_one)
-        self._copy.copy_(states, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(states.device))  # which need not be the current device
-        self._copy_one = self._one * self.scale
-        return before
+        landing = self._landing
+        assert landing is not None
+        if landing.reading is not None:
+            return landing.reading
+        if self.unreadable:
+            return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
+        if self.group.size() == 1 and outcome.well and not outcome.changed:
+            return ALL_WELL  # no other rank could have anything to tell
+        states = landing.states
+        if not (wait or not states.is_cuda):
+            return self._read_later(states)
+        before = self._read_pending() if self._pending is not None else ALL_WELL
+        if not before.all_well and outcome.well:
+            return before
+        if self._well is not None and torch.equal(states, self._well):
+            return ALL_WELL
+        reading = self._interpret(states.tolist())
+        if reading.all_well:
+            if not states.is_cuda:
+                self._well = states.clone()
+        elif gather:
+            landing.reading = self._with_rows(reading, outcome)
+            return landing.reading
+        landing.reading = reading
+        return reading
 
     def alarm(self) -> Tensor:
-        """Whether the report is not that all is well, as a bool, [], on the device. Waits for nothing.
+        """Whether the report is not that all is well, as a bool, [], on the device. Nothing is waited for.
 
         It is asked for where this rank itself has neither failed nor changed.
         """
-        assert self._landed_states is not None
-        rows = self._landed_states.view(self.world_size, WIDTH)
-        if not self.canary.uneven:
-            # Two small kernels: who tells something else than this rank is not well, or counts otherwise.
-            return rows.ne(rows[self.rank]).any()
-        elsewhere = rows[:, :1] > (TOP - 0.5) / TOP * self._one * self.scale
-        low, high = rows.masked_fill(elsewhere, math.inf).amin(0), rows.masked_fill(elsewhere, -math.inf).amax(0)
-        return (low < high).any() | (low[0] <= 0)
+        assert self._landing is not None
+        return self._landing.states.view(-1, 2).ne(0).all(1).any()
 
-    def _unwritten(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What a rank packs that is well, but for what it counts."""
-        limits = torch.finfo(dtype)
-        size = min(max(abs(self._one), limits.smallest_normal), limits.max)
-        self._one = math.copysign(size, self._one)
-        source = torch.full((self.numel,), self._one, dtype=dtype, device=device)
-        source[: self._states].zero_()
-        source[self._found :].zero_()
-        return source
+    def _pairs_of(self, values: Sequence[object]) -> list[float]:
+        """The compared pairs of a rank that has not failed."""
+        *numbers, elsewhere, frozen = values
+        bits = [0]  # the model has not changed
+        for number, each in zip(numbers, self._fields, strict=True):
+            assert isinstance(number, int)
+            bits += _bits(number, each.bits)
+        assert isinstance(frozen, Collection)
+        bits += _bits(_hash(frozen), HASH_BITS)
+        if elsewhere:
+            return [0.0, 1.0, 0.0, 1.0, *[0.0] * (2 * len(bits) - 2)]
+        return [0.0, 1.0, *(float(number) for bit in bits for number in (bit, 1 - bit))]
 
-    def _write(self, source: Tensor, counts: Counts) -> None:
-        for place, count in enumerate(counts, WIDTH * self.rank):
-            _put(source, place, count / TOP * self._one)
+    def _write_bits(self, packed: Tensor, pair: int, number: int, count: int) -> None:
+        for place, bit in enumerate(_bits(number, count), pair):
+            _put(packed, 2 * place, float(bit))
+            _put(packed, 2 * place + 1, 1.0 - bit)
 
-    def _read(self, values: list[float], one: float) -> Report:
-        if values == values[:WIDTH] * self.world_size and values[0] > 0:
-            self._well = values
-            return ALL_WELL
-        failed = [rank for rank, value in enumerate(values[::WIDTH]) if value < 0]
-        changed = [rank for rank, value in enumerate(values[::WIDTH]) if value == 0]
-        if failed or changed:
-            return Report(failed, changed)
-        rows = [values[at : at + WIDTH] for at in range(0, len(values), WIDTH)]
-        active = [row for row in rows if row[0] < (TOP - 0.5) / TOP * one]  # the others compare with anything
-        # It is the bits that count: a factor other than a power of two leaves no whole numbers in 16 bits.
-        if all(row == active[0] for row in active):
-            return ALL_WELL
-        return Report((), (), [Counts(*(round(value * TOP / one) for value in row)) for row in rows])
+    def _interpret(self, states: list[float]) -> Reading:
+        pairs = [(one != 0, other != 0) for one, other in zip(states[::2], states[1::2], strict=True)]
+        differing = [name for name, (one, other) in zip(self._names(), pairs, strict=False) if one and other]
+        numbers = pairs[self._compared :]
+        single = all(one != other for one, other in numbers)
+        return Reading(
+            *pairs[0],
+            *pairs[1],
+            tuple(name for name in dict.fromkeys(differing) if name),
+            sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
+        )
+
+    def _names(self) -> Iterator[str]:
+        yield ""
+        yield ""
+        for each in self._fields:
+            yield from [each.name] * each.bits
+        yield from ["frozen"] * HASH_BITS
+
+    def _with_rows(self, reading: Reading, outcome: Outcome) -> Reading:
+        values = [-1 if self._window.elsewhere else each.value() % (1 << each.bits) for each in self._fields]
+        row = torch.tensor(
+            [not outcome.well, outcome.changed, *values, len(outcome.frozen)],
+            dtype=torch.int64,
+            device=collective.group_device(self.group),
+        )
+        rows = tuple(tuple(map(int, each.tolist())) for each in collective.all_gather(row, self.group))
+        return replace(reading, rows=rows)
+
+    def _read_later(self, states: Tensor) -> Reading:
+        before = ALL_WELL if self._pending is None else self._read_pending()
+        copy = torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
+        event = torch.cuda.current_stream(states.device).record_event()  # which need not be the current device
+        self._pending = _Pending(copy, event.synchronize)
+        return before
+
+    def _read_pending(self) -> Reading:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        pending.ready()
+        return self._interpret(pending.states.tolist())
+
+
+@dataclass(slots=True)
+class _Landing:
+    """The summed report of one backward."""
+
+    view: Tensor
+    states: Tensor  # its pairs
+    reading: Reading | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The states of an earlier backward, on their way to the host."""
+
+    states: Tensor
+    ready: Callable[[], None]
+
+
+def _bits(number: int, count: int) -> list[int]:
+    return [number >> place & 1 for place in range(count)]
+
+
+def _hash(frozen: Collection[int]) -> int:
+    if not frozen:
+        return 0
+    return int.from_bytes(blake2s(repr(sorted(frozen)).encode(), digest_size=2).digest(), "big") | 1
 
 
 def _put(source: Tensor, place: int, value: float) -> None:

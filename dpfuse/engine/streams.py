@@ -1,13 +1,17 @@
-"""Which CUDA streams gradients were written on, and the order that puts their pack behind all. Knows no bucket."""
+"""CUDA streams: those that gradients were written on, and one beside backward. Knows no bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import finalize
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["WritingStreams", "capturing", "writers_on"]
+__all__ = ["SideStream", "WritingStreams", "capturing", "writers_on"]
+
+_orphans: list[tuple[Any, list[object]]] = []  # events, and what must not be freed before them
 
 
 def capturing() -> bool:
@@ -70,3 +74,54 @@ def writers_on(device: torch.device) -> WritingStreams | None:
 def _is_captured(stream: Any) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
+
+
+class SideStream:
+    """One stream beside that of backward, and all that what was queued there reads and writes.
+
+    Whoever queues calls `join` before anybody else touches what is written, at the end of backward. If it comes to no
+    `join`, since the backward died and the model with it, the memory still outlives what was queued.
+
+    Args:
+        device: of the gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._held: list[object] = []
+        finalize(self, _outlive, self._held, self._stream).atexit = False
+
+    def queue(self, work: dist.Work, unpack: Callable[[], None], held: Sequence[object]) -> bool:
+        """Have `unpack` run behind `work`, and behind all that `work` waits for; the current stream goes on.
+
+        Args:
+            work: a collective, whose `wait` orders the current stream behind it.
+            unpack: queues kernels on the current stream.
+            held: owners of all memory that these read and write; nobody else may, until `join`.
+
+        Returns:
+            Whether it was queued as a whole; if not, whoever delivers in its place meets the error again.
+        """
+        self._held += held
+        try:
+            with self._module.stream(self._stream), torch.no_grad():
+                work.wait()
+                unpack()
+        except (ValueError, RuntimeError):
+            return False
+        return True
+
+    def join(self) -> None:
+        """Let the current stream wait for all that was queued."""
+        if self._held:
+            self._module.current_stream(self._device).wait_stream(self._stream)
+            self._held.clear()
+
+
+def _outlive(held: list[object], stream: Any) -> None:
+    """Keep what nobody joined until the stream is done with it."""
+    _orphans[:] = [(event, owners) for event, owners in _orphans if not event.query()]
+    if held:
+        _orphans.append((stream.record_event(), list(held)))

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.landing import when_landed
+from dpfuse.engine.completion import call_when_landed
+from dpfuse.engine.protocols import BucketObserver
 
-if TYPE_CHECKING:
-    from dpfuse.wrapper import SyncedModule
-
-__all__ = ["BackwardObserver", "BucketObserver", "CommunicationTimes", "time_communication"]
+__all__ = ["CommunicationTimes", "time_communication"]
 
 
-class BucketObserver(Protocol):
-    """Who wants to know of each bucket's way."""
+class Observed(Protocol):
+    """A wrapped model, which reports how its buckets travel."""
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None: ...
-    def wait_begins(self, flat: Tensor) -> None: ...
-    def wait_ends(self) -> None: ...
-
-
-class BackwardObserver(BucketObserver, Protocol):
-    """Who stands between the engine and the reducer, and hands on what passes."""
-
-    also: BucketObserver | None  # who is told of buckets, too
-
-    def open(self, *, announced: bool) -> None: ...
-    def close(self, reached_leaves: Callable[[], bool]) -> None: ...
-    def abandon(self) -> None: ...
-    def shadowed(self) -> None: ...
-    def stamped(self, markers: Sequence[Callable[[Any], None]]) -> list[Callable[[Any], None]]: ...
+    def observe(self, times: BucketObserver | None) -> None:
+        """Report every bucket's way to `times`, or to nothing."""
 
 
 @dataclass
@@ -70,7 +55,7 @@ class CommunicationTimes:
         def landed() -> None:
             self.seconds += perf_counter() - started
 
-        when_landed(work, landed)
+        call_when_landed(work, landed)
 
     def wait_begins(self, flat: Tensor) -> None:
         """Backward is over and waits for a bucket."""
@@ -98,7 +83,7 @@ def _event() -> torch.cuda.Event:
 
 
 @contextmanager
-def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
+def time_communication(model: Observed) -> Iterator[CommunicationTimes]:
     """Measure the communication of every synchronised backward inside the context, on this rank.
 
     Costs a few microseconds per bucket, and nothing outside the context.

@@ -1,12 +1,27 @@
-"""The only door to Dynamo: keeps torch.compile out of our own code, without the seconds that its import takes."""
+"""The private parts of torch that the engine stands on: Dynamo's switches, reference counts, hooks, the profiler."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["EndOfCompiledBackward", "compiled_backward", "leave_untraced", "set_tracer"]
+import torch
+from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+__all__ = [
+    "EndOfCompiledBackward",
+    "Hooks",
+    "compiled_backward",
+    "is_private",
+    "leave_untraced",
+    "no_graph",
+    "ranged",
+    "ranged_without_graph",
+    "set_tracer",
+]
 
 
 def _nothing(_tracer: Any) -> None:
@@ -88,3 +103,85 @@ class EndOfCompiledBackward:
 
     def _leave(self) -> None:
         self._backward.nan_checker = self._check
+
+
+class Hooks:
+    """The post-accumulate hooks of some parameters, ours among them.
+
+    Args:
+        params: the parameters, on which hooks may come and go at any time.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._tables: list[Any] | None = None  # torch's own dictionaries, which show every later change
+
+    def _look(self) -> list[Any]:
+        if self._tables is not None:
+            return self._tables
+        tables = [param._post_accumulate_grad_hooks for param in self._params]
+        if all(table is not None for table in tables):
+            self._tables = tables
+        return [table or () for table in tables]
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether no parameter has another hook than ours, which would still have to read the gradient."""
+        tables = self._look()
+        return sum(map(len, tables)) <= len(tables)
+
+    def is_ours(self, place: int) -> bool:
+        """The same of one parameter, by its place in the list."""
+        return len(self._look()[place]) <= 1
+
+
+_NOTHING = nullcontext()  # one for all uses: making a context costs more than entering it
+
+
+def ranged(name: str, label: str) -> AbstractContextManager[object]:
+    """A range of that name in the profile, if a profiler is running."""
+    if _profiler_enabled():
+        return torch.profiler.record_function(f"{name} ({label})")
+    return _NOTHING
+
+
+def no_graph() -> AbstractContextManager[object]:
+    """Turn autograd off: gradients that carry a graph (create_graph=True) are packed by value."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def ranged_without_graph(name: str, label: str) -> AbstractContextManager[object]:
+    """Both of these. Mostly nothing is to be done, and one empty context is entered."""
+    return _both(name, label) if torch.is_grad_enabled() else ranged(name, label)
+
+
+@contextmanager
+def _both(name: str, label: str) -> Iterator[None]:
+    with ranged(name, label), torch.no_grad():
+        yield
+
+
+def is_private(grad: Tensor) -> bool:
+    """Whether nobody but one parameter has `grad` or its memory: no graph, no view, no gradient still on its way.
+
+    A thread of the process group may have both a moment longer than an all-reduce takes.
+    """
+    return _REFERENCES is not None and not grad.requires_grad and _references(grad) == _REFERENCES
+
+
+def _references(grad: Tensor) -> tuple[int, int]:
+    """How many tensors have its memory, and how many owners the tensor: parameters, autograd, views that users keep."""
+    owners: int = grad._use_count()  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata), owners
+
+
+def _references_of_one() -> tuple[int, int] | None:
+    param = torch.zeros(1, requires_grad=True)
+    param.grad = torch.zeros(1)
+    try:
+        return _references(param.grad)
+    except AttributeError:  # a torch that does not tell: every gradient may be somebody else's, too
+        return None
+
+
+_REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently

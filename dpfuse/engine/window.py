@@ -1,111 +1,117 @@
-"""What a rank did since the last synchronised backward, in small numbers that all ranks must have in common.
+"""What a rank did since the last synchronised backward: numbers that all ranks must have in common.
 
-They travel in the tail, so a rank that left something out is noticed in the backward in which that matters.
+The report compares them, so that a rank which left something out is noticed in the backward in which that matters.
 Knows no tensor, no rank and no group.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["ELSEWHERE", "TOP", "WEIGHS", "Canary", "Counts"]
-
-WEIGHS = 2
-TOP = 64  # above every number that travels, and a power of two: 16-bit gradients still tell them apart
-
-
-class Counts(NamedTuple):
-    """Each from 1 to 62, beyond which it starts again, or all of them `TOP`."""
-
-    backwards: int  # one more than were not synchronised, where their number matters
-    forwards: int  # one more than no backward has reached
-    wrapper: int  # one more than were made before this one for its group
-    handling: int  # one more than a number for what is done to gradients besides averaging them
-
+__all__ = ["Field", "Window"]
 
 NEVER = 0  # the number of no window
-ELSEWHERE = Counts(TOP, TOP, TOP, TOP)  # of a rank that has no inputs left, and compares with anything
 
 
-class Canary:
-    """Counts what must be alike on all ranks when gradients are averaged.
-
-    Not among it is the number of synchronised backwards: they are collectives, so no rank can be ahead.
+@dataclass(frozen=True)
+class Field:
+    """A small number that all ranks must have in common when gradients are averaged.
 
     Args:
-        wrapper: how many wrappers were made for the group before this one.
-        counts_forwards: False where ranks may differ in which outputs they use.
+        name: of the field.
+        value: gives the number of this rank; counted modulo `2 ** bits`.
+        words: what a rank with such a number does, as the end of a sentence that begins with the rank.
+        remedy: what to do about a difference.
+        bits: how many of them are compared.
     """
 
-    def __init__(self, wrapper: int = 0, *, counts_forwards: bool = True) -> None:
-        self.elsewhere = False  # whether this rank only takes part for the sake of others
-        self.uneven = False  # whether some rank may
-        self.wrapper = wrapper
-        # In the backward that is running: 1 if the loss scale is undone; and WEIGHS if gradients are weighed, or twice
-        # that if sums are, and four times that if the weight is that of a window in which a backward died.
-        self.handling = 0
-        self.died = False  # whether one that was not to synchronise did in this window
-        self._counts_forwards = counts_forwards
-        self._window = NEVER
-        self.began = NEVER  # the window in which the forward that is running did, if it counts
-        self._watched = True  # whether the outputs of the last forward are
-        self._of_outputs = True  # whether the backward that is running has come by any that is
-        self.begin_window()
+    name: str
+    value: Callable[[], int]
+    words: Callable[[int], str]
+    remedy: str
+    bits: int = 6
 
-    def begin_window(self) -> None:
+
+class Window:
+    """Counts backwards and forwards since the last synchronised backward.
+
+    The number of synchronised backwards is not counted: they are collectives, so no rank can be ahead.
+
+    Args:
+        counts_forwards: False where ranks may differ in which outputs they use.
+
+    Attributes:
+        elsewhere: whether this rank only takes part for the sake of ranks that still have inputs.
+        compares_backwards: False while ranks give weights, which say how much each of them has.
+        died: whether a backward that was not synchronised died in this window.
+        began: the window in which the forward that is running began, if it counts.
+    """
+
+    def __init__(self, *, counts_forwards: bool = True) -> None:
+        self.elsewhere = False
+        self.compares_backwards = True
+        self.died = False
+        self.began = NEVER
+        self._counts_forwards = counts_forwards
+        self._number = NEVER
+        self._watched = True  # whether the outputs of the last forward are watched
+        self._of_outputs = True  # whether the backward that is running came by a watched output
+        self.begin()
+
+    def begin(self) -> None:
         """A synchronised backward is over, well or not."""
-        self._window += 1
+        self._number += 1
         self._backwards = self._forwards = 0
         self.died = False
 
     def forward_begins(self, *, counts: bool) -> None:
-        """One with gradients enabled, whether it succeeds or not; one in eval mode may be one rank's alone."""
-        self.began = self._window if counts else NEVER
+        """A forward with gradients enabled begins; one in eval mode does not count, for one rank may run it alone."""
+        self.began = self._number if counts else NEVER
         self._forwards += counts
 
     def forward_ends(self, *, watched: bool) -> None:
-        """It succeeded; if its outputs cannot be watched, nobody will know of its backward."""
+        """It succeeded. If its outputs cannot be watched, its backward will not be noticed."""
         self._watched = watched
-        if not watched and self.began == self._window:
+        if not watched and self.began == self._number:
             self._forwards -= 1
 
     def forget_forwards(self) -> None:
-        """Whatever has got no backward yet is to get none, or one that does not count."""
-        self._window += 1
+        """No forward so far will have a backward that counts."""
+        self._number += 1
         self._forwards = 0
 
     def reached(self, window: int) -> None:
         """A backward reaches outputs of a forward for the first time; `window` is what `began` was in that forward."""
         self._of_outputs = True
-        # A forward counts nowhere once the window is over in which it began: its outputs may have their backward later,
-        # and a training step may run whole backwards inside its forward.
-        if window == self._window:
+        # A forward no longer counts once its window is over: its outputs may have their backward later, and a
+        # training step may run whole backwards inside its forward.
+        if window == self._number:
             self._forwards -= 1
 
     def backward_begins(self, *, announced: bool) -> None:
-        """Announced by an output that is watched, or by none so far."""
+        """A backward begins; `announced` by a watched output."""
         self._of_outputs = announced or not self._watched
 
     def gradients_accumulated(self) -> None:
-        """By the backward that ends, which is to synchronise or not.
+        """The backward that ends has accumulated gradients.
 
-        One that comes by no output stands for the forwards so far: where a batch has nothing to learn from, the loss
-        is often all parameters times 0.
+        One that came by no output stands for all forwards so far: where a batch has nothing to learn from, the loss
+        is often the sum of all parameters times 0.
         """
         if not self._of_outputs:
             self.forget_forwards()
 
     def backward_ends(self) -> None:
-        """One that accumulated gradients and did not synchronise."""
+        """A backward that accumulated gradients and was not synchronised ends."""
         self.gradients_accumulated()
         self._backwards += 1
 
     def backward_dies(self) -> None:
-        """An exception ended one that was not to synchronise: what has accumulated is of no use any more.
+        """An exception ended a backward that was not to synchronise: what has accumulated is of no use.
 
-        Who begins the window again will have counted right at its end, and who goes on as if nothing had happened
-        will not. With weights nobody counts, so there `died` tells.
+        A program that begins the window again has the right count at its end; one that goes on has not. With weights
+        backwards are not counted, so there `died` tells.
         """
         self._backwards = 0
         self.died = True
@@ -115,17 +121,27 @@ class Canary:
         self._backwards = 0
         self.died = False
 
-    @property
-    def counts(self) -> Counts:
-        """What to tell the other ranks."""
-        if self.elsewhere:
-            return ELSEWHERE
-        forwards = self._forwards if self._counts_forwards else 0
-        # Who weighs gradients says how much each rank has; in how many batches is its own affair.
-        backwards = self._backwards if self.handling < WEIGHS else 0
-        return _told(backwards, forwards, self.wrapper, self.handling)
+    def fields(self) -> list[Field]:
+        """What the report compares of it."""
+        return [
+            Field(
+                "backwards",
+                lambda: self._backwards if self.compares_backwards else 0,
+                lambda number: f"has run {_counted(number + 1, 'backward')} since the last averaged one",
+                "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in "
+                "length, call set_gradient_weight() for each. Where one rank would skip a batch, its loss can be "
+                "multiplied by 0; torch.autograd.grad gives gradients that are not to be averaged.",
+            ),
+            Field(
+                "forwards",
+                lambda: self._forwards if self._counts_forwards else 0,
+                lambda number: f"has run {_counted(number, 'forward')} without a backward",
+                "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong "
+                "under torch.no_grad() or in eval mode; where ranks may use different outputs, pass "
+                "find_unused_parameters=True.",
+            ),
+        ]
 
 
-@lru_cache(maxsize=1024)  # nearly every backward tells the same
-def _told(*numbers: int) -> Counts:
-    return Counts(*(1 + number % (TOP - 2) for number in numbers))
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

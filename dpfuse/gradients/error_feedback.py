@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from dpfuse.engine.averaging import UNCHANGED, Wire, real_dtype
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.exchanges.ordered import Rounding
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.report import Report
+from dpfuse_kernels import MxTable
 
 __all__ = ["ErrorFeedback", "ResidualSpec"]
 
@@ -20,7 +30,7 @@ class ResidualSpec(NamedTuple):
     device: torch.device
 
 
-class ErrorFeedback:
+class ErrorFeedback(Feature):
     """The residuals of one rank: what rounding has taken from its gradients, and from the sums that it has formed.
 
     They are float32, in units of what is sent: gradients times 1 / number of ranks, or times `gradient_scale`. Each
@@ -30,6 +40,7 @@ class ErrorFeedback:
     Args:
         rank: of this process in the group.
         world_size: of the group.
+        wire: how gradients travel.
 
     Example:
         >>> import dpfuse, torch
@@ -45,12 +56,26 @@ class ErrorFeedback:
     SignSGD, ICML 2019.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, wire: Wire = UNCHANGED) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._wire = wire
+        self._residuals: dict[int, _Residual] = {}  # of buckets that are being made, by order
         self._specs: dict[str, ResidualSpec] = {}
         self._values: dict[str, Tensor] = {}  # parts of the buckets' buffers; zero where there is none
         self._last = -1  # the bucket of the running backward that was packed last
+
+    def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
+        if not self._wire.narrowed(real_dtype(bucket.dtype)):
+            return None
+        residual = self._residuals[order] = _Residual(self, order, buffer)
+        return residual
+
+    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
+        """As `Feature.step`: of dense gradients that travel in a narrower dtype."""
+        if not buffer.params or not self._wire.narrowed(real_dtype(bucket.dtype)):
+            return None
+        return self._residuals.pop(order, None) or _Residual(self, order, buffer)
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, by parameter, under a key of its own; to be asked for between steps.
@@ -94,9 +119,16 @@ class ErrorFeedback:
         self.delivered()
         self._zero(self._specs)
 
-    def plan(self, specs: Iterable[ResidualSpec]) -> None:
-        """Keep the residuals of these parameters alone; those of others are lost, with a warning."""
+    def plan(self, buckets: Iterable[GradBucket]) -> None:
+        """Keep the residuals of the parameters of these buckets alone; others are lost, with a warning."""
         self._settle()
+        specs = [
+            spec
+            for bucket in buckets
+            for step in bucket.parts.steps
+            if isinstance(step, _Residual)
+            for spec in step.specs
+        ]
         self._specs = {spec.name: spec for spec in specs}
         kept = {name: value for name, value in self._values.items() if self._fits(name, value)}
         gone, self._values = [name for name in self._values if name not in kept], kept
@@ -152,3 +184,58 @@ class ErrorFeedback:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:10]))
     return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+
+
+class _Residual(PackStep):
+    """The part of a model's error feedback that lies beside one bucket's buffer, with the offsets of its slots.
+
+    Args:
+        feedback: of the model.
+        order: place of the bucket in the order of communication.
+        buffer: of the bucket.
+    """
+
+    def __init__(self, feedback: ErrorFeedback, order: int, buffer: Buffer) -> None:
+        self._feedback = feedback
+        self._order = order
+        self._names = buffer.names
+        self._indices = buffer.indices
+        self.specs = [
+            ResidualSpec(name, (*shape, 2) if buffer.is_complex else shape, buffer.flat.device)
+            for name, (shape, _) in zip(buffer.names, buffer.shapes, strict=True)
+        ]
+        self._flat: Tensor | None = None
+        self._packed = False  # whether what is sent next was
+        self._views: list[Tensor] = []
+        self._kept: dict[int, Tensor] = {}  # by registration index, until it is known whether a rank used them
+
+    def before(self, arguments: PackArguments) -> None:
+        """As `PackStep.before`: what to add to the gradients, and where to leave what rounding takes from them."""
+        table = arguments.table
+        self._feedback.begin(self._order)
+        self._packed = True
+        if self._flat is None:
+            numel = table.elements if isinstance(table, MxTable) else table.flat.numel()
+            self._flat = torch.zeros(numel, device=table.flat.device)
+            self._views = [
+                self._flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in table.slots[: len(self._names)]
+            ]
+            self._feedback.move(self._names, self._views)
+        for report in table.slots[len(self._names) :]:
+            self._flat[report.offset :].zero_()  # nothing is added to that
+        self._kept = {}
+        if arguments.missing:
+            views = zip(self._indices, self._views, strict=True)
+            self._kept = {index: view.clone() for index, view in views if index in arguments.missing}
+        arguments.residual = self._flat
+
+    def part(self, rank: int, size: int) -> Tensor | None:
+        """The part of a rank that adds up one, [numel / size]; None of a buffer that is sent empty."""
+        packed, self._packed = self._packed, False
+        return self._flat.view(size, -1)[rank] if packed and self._flat is not None else None
+
+    def delivered(self, untouched: Set[int]) -> None:
+        """As `PackStep.delivered`: no rank had a gradient of the untouched parameters, so what was sent is kept."""
+        for index, view in zip(self._indices, self._views, strict=True):
+            if index in untouched and index in self._kept:
+                view.copy_(self._kept[index])

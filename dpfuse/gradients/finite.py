@@ -1,4 +1,4 @@
-"""How many values of the gradients that this rank sends are NaN or infinite. Knows no bucket and no order of events."""
+"""How many values of the gradients that this rank sends are NaN or infinite, and what is done about them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine import messages
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels.flatten import all_finite
 
-__all__ = ["FiniteCheck", "FiniteCounter"]
+__all__ = ["FiniteCheck"]
 
 
 class _Counts(NamedTuple):
@@ -26,7 +31,7 @@ class _Counts(NamedTuple):
     ready: torch.cuda.Event | None
 
 
-class FiniteCheck:
+class FiniteCheck(Feature):
     """Gathers the counts of all buckets, and tells of them once per backward.
 
     On the CPU that is the backward in which they were counted. From a GPU they are copied without waiting, and told
@@ -45,6 +50,16 @@ class FiniteCheck:
         self._rank = rank
         self._step = step
         self._counts: list[_Counts] = []
+
+    eager = False
+
+    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
+        return _FiniteStep(self, buffer.names, is_first=order == 0, is_last=report is not None)
+
+    def delivered(self) -> None:
+        """As `Feature.delivered`: warn if something is not finite and that is to be a warning."""
+        if not self.raises and (text := self.text(self._step() - 1)):
+            warnings.warn(f"rank {self._rank}: {text}", stacklevel=2)
 
     def begin(self) -> None:
         """A backward begins to send: what one before has left that was interrupted counts no more."""
@@ -79,55 +94,49 @@ class FiniteCheck:
         if self.raises and (text := self.text(self._step())):
             raise DPFuseError(text)
 
-    def warn(self) -> None:
-        """After the backward: warn if something is not finite and that is to be a warning."""
-        if not self.raises and (text := self.text(self._step() - 1)):
-            warnings.warn(f"rank {self._rank}: {text}", stacklevel=2)
 
-
-class FiniteCounter:
+class _FiniteStep(PackStep):
     """Counts for one bucket.
 
     Args:
         check: what gathers them.
+        names: of the parameters in the buffer.
         is_first: whether the bucket is the first that a backward sends.
+        is_last: whether it is the one with the report, which tells the peers.
     """
 
-    def __init__(self, check: FiniteCheck, *, is_first: bool) -> None:
+    def __init__(self, check: FiniteCheck, names: Sequence[str], *, is_first: bool, is_last: bool) -> None:
         self._check = check
+        self._names = names
         self._is_first = is_first
+        self._is_last = is_last
         self._table: Tensor | None = None
-        self._loose: list[tuple[str, Tensor]] = []
+        self._outside: list[tuple[str, Tensor]] = []
 
-    def begin(self) -> None:
-        """The bucket begins to be packed."""
-        self._loose = []
+    def before(self, arguments: PackArguments) -> None:
+        self._outside = []
         if self._is_first:
             self._check.begin()
-
-    def begin_table(self, slots: int, device: torch.device) -> Tensor:
-        """As `begin`; where to add the counts of that many slots, [slots] int32."""
-        self.begin()
+        slots = len(arguments.table.slots)
+        if not self._names:
+            return
         if self._table is None or self._table.numel() != slots:
-            self._table = torch.zeros(slots, dtype=torch.int32, device=device)
-        return self._table
+            self._table = torch.zeros(slots, dtype=torch.int32, device=arguments.table.flat.device)
+        arguments.counts = self._table
 
-    def count(self, name: str, values: Tensor) -> None:
-        """Count in what is not packed."""
-        if self._check.late or not all_finite(values):
-            self._loose.append((name, values.numel() - values.isfinite().count_nonzero()))
+    def outside(self, names: Sequence[str], tensors: list[Tensor]) -> None:
+        for name, values in zip(names, tensors, strict=True):
+            if self._check.late or not all_finite(values):
+                self._outside.append((name, values.numel() - values.isfinite().count_nonzero()))
 
-    def settle(self, names: Sequence[str]) -> None:
-        """All of the bucket is counted; `names` are those of the first slots of the table."""
+    def after(self, arguments: PackArguments) -> None:
         if self._table is not None:
-            self._check.add(names, self._table[: len(names)])
+            self._check.add(self._names, self._table[: len(self._names)])
             self._table.zero_()
-        if self._loose:
-            self._check.add([name for name, _ in self._loose], torch.stack([count for _, count in self._loose]))
-
-    def fail(self) -> None:
-        """As that of the check, for the bucket that tells the peers."""
-        self._check.fail()
+        if self._outside:
+            self._check.add([name for name, _ in self._outside], torch.stack([count for _, count in self._outside]))
+        if self._is_last:
+            self._check.fail()
 
 
 def _copied(values: Tensor) -> tuple[Tensor, torch.cuda.Event]:

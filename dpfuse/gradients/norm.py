@@ -6,20 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dpfuse.engine.phase import Phase
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.reducer import IDLE, Reducer
 from dpfuse.errors import DPFuseError
-from dpfuse_kernels import PointerTable, multiply, squared_norm
+from dpfuse.gradients.square_sum import MeasuredDelivery, SquareSum
+from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm
 from dpfuse_kernels.squared_norm import ROW, row_norms
-
-if TYPE_CHECKING:
-    from dpfuse.engine.buckets.bucket import GradBucket
-    from dpfuse.engine.reducer import Reducer
-    from dpfuse.model.signature import ModelSignature
 
 __all__ = ["GradientReader", "Gradients", "norm_arguments", "norms_by_bucket", "norms_by_parameter"]
 
@@ -48,18 +45,22 @@ class Gradients:
 
     def __init__(self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter]) -> None:
         self._parts: list[_Part] = []
-        self._squares = [bucket.squares for bucket in buckets if bucket.squares is not None]
+        self._squares: list[SquareSum] = []
         loose: list[Tensor] = list(others)
         for bucket in buckets:
-            table, params = bucket.untailed, bucket.fused_params
+            buffer, delivery = bucket.parts.buffer, bucket.parts.delivery
+            params = buffer.params
             grads = [param.grad for param in params]
-            squares = None if bucket.squares is None else bucket.squares.of(grads)
-            if table is not None and table.dtype != getattr(torch, bucket.plan.dtype):
-                table = None  # pairs of real numbers
-            if table is None and squares is None:
-                loose += bucket.params  # nothing was ever sent
+            squares = None
+            if isinstance(delivery, MeasuredDelivery):
+                self._squares.append(delivery.squares)
+                squares = delivery.squares.of(grads)
+            # Pairs of real numbers and eight-bit blocks are no gradients.
+            plain = bool(params) and not buffer.is_complex and not isinstance(buffer.gradients, MxTable)
+            if not plain and squares is None:
+                loose += bucket.params
                 continue
-            self._parts.append(_Part(grads, table, squares))
+            self._parts.append(_Part(grads, buffer.gradients if plain else None, squares))
             if len(params) < len(bucket.params):
                 packed_ids = set(map(id, params))
                 loose += [param for param in bucket.params if id(param) not in packed_ids]
@@ -187,6 +188,15 @@ def norms_by_bucket(norms: Mapping[str, Tensor], buckets: Iterable[Sequence[str]
     return parts | rest
 
 
+class Signature(Protocol):
+    """Tells whether a module is still what it was."""
+
+    looks: int  # how often the module was looked at
+
+    def unchanged(self) -> bool:
+        """Whether it is what it was at the last look."""
+
+
 class GradientReader:
     """Finds a wrapped module's gradients whenever they are asked for; what does not change it looks up once.
 
@@ -196,7 +206,7 @@ class GradientReader:
         rank: of this process.
     """
 
-    def __init__(self, module: nn.Module, signature: ModelSignature, rank: int) -> None:
+    def __init__(self, module: nn.Module, signature: Signature, rank: int) -> None:
         self._module = module
         self._signature = signature
         self._rank = rank
@@ -214,7 +224,7 @@ class GradientReader:
         Raises:
             DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
         """
-        if reducer.phase is not Phase.IDLE:
+        if reducer.phase is not IDLE:
             raise DPFuseError(
                 f"rank {self._rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, "
                 "expected it between backwards. Ask once backward() has returned."

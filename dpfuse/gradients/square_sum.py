@@ -1,16 +1,25 @@
-"""The sum of the squares of gradients as they were handed over, while they still are that. Knows no bucket."""
+"""Measures gradients while they are handed over, so that their norm needs no pass over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Sequence, Set
 from operator import attrgetter, is_
 from weakref import ref
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.streams import capturing
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.delivery import Views
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import Delivery
+from dpfuse.engine.streams import SideStream, capturing
+from dpfuse_kernels import squared_norm
 
-__all__ = ["SquareSum"]
+__all__ = ["MeasuredDelivery", "NormInBackward", "SquareSum"]
 
 _version = attrgetter("_version")
 
@@ -75,3 +84,99 @@ class SquareSum:
 
     def _count(self, grads: Sequence[Tensor]) -> int:
         return sum(map(_version, grads[:1] if self._views else grads))
+
+
+class NormInBackward(Feature):
+    """Has each bucket add up the squares of the gradients that it hands over."""
+
+    eager = True
+
+    def __init__(self) -> None:
+        self._sums: dict[int, SquareSum] = {}  # by order of the buckets that were made last
+
+    def squares(self, order: int, bucket: Bucket) -> Tensor | None:
+        self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=bucket.device))
+        return self._sums[order].value
+
+    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+        if isinstance(delivery, Views):
+            self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=buffer.flat.device))
+            return _MeasuredViews(delivery, buffer, self._sums[order], side)
+        return MeasuredDelivery(delivery, buffer, self._sums[order])
+
+    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
+        """As `Feature.alarmed`: sums become NaN with the gradients."""
+        values = [each.squares.value for each in deliveries if isinstance(each, MeasuredDelivery)]
+        torch._foreach_add_(values, torch.where(alarm, math.nan, 0.0).double())
+
+
+class MeasuredDelivery(Delivery):
+    """A delivery that copies gradients, and adds up their squares as it does.
+
+    Args:
+        delivery: copies them.
+        buffer: of the bucket.
+        squares: what they come to.
+    """
+
+    def __init__(self, delivery: Delivery, buffer: Buffer, squares: SquareSum) -> None:
+        self.squares = squares
+        self._delivery = delivery
+        self._buffer = buffer
+
+    def hand_out_early(self, missing: Set[int]) -> None:
+        self.squares.forget()
+        self._delivery.hand_out_early(missing)
+
+    def sent(self, work: dist.Work, *, clean: bool) -> None:
+        self._delivery.sent(work, clean=clean)
+
+    def landed(self) -> None:
+        self._delivery.landed()
+
+    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+        whole = self._delivery.deliver(missing, untouched)
+        if whole:
+            self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
+        return whole
+
+    def discard(self) -> None:
+        self.squares.forget()
+        self._delivery.discard()
+
+
+class _MeasuredViews(MeasuredDelivery):
+    """Views of a buffer, which is read once for the sum of the squares: while backward runs where there is a stream.
+
+    Args:
+        delivery, buffer, squares: as for `MeasuredDelivery`.
+        side: where to read it while backward goes on, if anywhere.
+    """
+
+    def __init__(self, delivery: Views, buffer: Buffer, squares: SquareSum, side: SideStream | None) -> None:
+        super().__init__(delivery, buffer, squares)
+        self._views = delivery
+        self._side = side
+        self._measured = False  # whether the sum is on its way
+
+    def sent(self, work: dist.Work, *, clean: bool) -> None:
+        self._measured = False
+        if self._side is not None and clean and self._views.handed_out and not capturing():
+            self._measured = self._side.queue(work, self._measure, [self._buffer.table])
+
+    def landed(self) -> None:
+        if self._side is not None:
+            self._side.join()
+
+    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+        whole = self._views.deliver(missing, untouched)
+        if whole:
+            if not self._measured:
+                self._measure()
+            self.squares.settle_views(self._buffer.views, self._buffer.gradients.addresses)
+        return whole
+
+    def _measure(self) -> None:
+        """Read the buffer, in which all gradients lie, for the sum of their squares."""
+        table = self._buffer.gradients
+        self.squares.value.copy_(squared_norm(table.views, table))

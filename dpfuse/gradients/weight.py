@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import messages
+from dpfuse.engine import collective, messages
+from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
-
-if TYPE_CHECKING:
-    from dpfuse.engine.report import Tail
 
 __all__ = ["REDUCTIONS", "GradientWeight"]
 
@@ -23,37 +23,43 @@ REDUCTIONS = ("mean", "sum")  # of the loss over what the weight counts
 
 
 class _Told(NamedTuple):
-    """The weights of a backward, which nobody has looked at yet."""
+    """What the weights of a backward came to, which nothing has looked at yet."""
 
     step: int
-    values: Tensor  # [ranks] float32, on the CPU, which holds them once `ready` has passed
+    values: Tensor  # their sum, the number of bad ones, the number of ranks with one; on the CPU behind `ready`
     ready: torch.cuda.Event | None
+    weight: float  # of this rank, where it can be gathered
 
 
 class GradientWeight:
     """The weight of this rank's gradients in the next synchronised backward, if it has one.
 
     Gradients of losses that are means are multiplied with it while they are packed; those of sums are its multiple by
-    themselves. The tail brings the weights of all ranks, and what has landed is divided by their sum.
+    themselves. The report adds up the weights of all ranks, and what has landed is divided by their sum.
 
     Args:
-        rank: of this process.
+        group: the ranks.
         step: the number of the last synchronised backward.
+        window: knows whether this rank has inputs.
 
     Attributes:
         value: the weight, [] float32 on the device of the gradients.
         reduction: one of `REDUCTIONS`.
     """
 
-    def __init__(self, rank: int, step: Callable[[], int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, step: Callable[[], int], window: Window) -> None:
         self.value: Tensor | None = None
         self.reduction = "mean"
-        self._rank = rank
+        self._group = group
         self._step = step
+        self._window = window
+        self._weighs = False  # whether the backward that is running does
+        self._scale = 1.0  # what averaging multiplies with in it
         self._told: list[_Told] = []
 
-    def set(self, weight: Any, reduction: Any, device: torch.device) -> None:
-        """Use this weight, a number or a tensor with one, in the next synchronised backward; None uses none.
+    @staticmethod
+    def checked(weight: Any, reduction: Any, device: torch.device) -> Tensor | None:
+        """A weight, a number or a tensor with one, as [] float32 on `device`; None is none.
 
         Raises:
             TypeError, ValueError: an argument that is no such thing.
@@ -62,12 +68,10 @@ class GradientWeight:
             raise ValueError(f"reduction must be 'mean' or 'sum', as that of the loss, got {reduction!r}")
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
             if weight.device == device:
-                self.value, self.reduction = weight.detach().reshape(()).to(torch.float32, copy=True), reduction
-                return
+                return weight.detach().reshape(()).to(torch.float32, copy=True)
             weight = weight.item()
         if weight is None:
-            self.value = None
-            return
+            return None
         if isinstance(weight, bool) or not isinstance(weight, Real):
             raise TypeError(
                 f"weight must be a number or a tensor with one, got {weight!r} of type {type(weight).__name__}; None "
@@ -76,44 +80,65 @@ class GradientWeight:
         if not 0 <= float(weight) < math.inf:
             raise ValueError(f"weight must be finite, and 0 or more, got {weight}; 0 leaves this rank out")
         # Filled, not uploaded: for that the host would wait.
-        self.value = torch.full((), float(weight), dtype=torch.float32, device=device)
-        self.reduction = reduction
+        return torch.full((), float(weight), dtype=torch.float32, device=device)
+
+    def set(self, weight: Any, reduction: Any, device: torch.device) -> None:
+        """Use this weight in the next synchronised backward; arguments and errors are those of `checked`."""
+        self.value = self.checked(weight, reduction, device)
+        if self.value is not None:
+            self.reduction = reduction
 
     @property
     def factor(self) -> Tensor | None:
         """What gradients are multiplied with while they are packed, [] float32; None is 1."""
         return self.value if self.reduction == "mean" else None
 
-    def delivered(self, tail: Tail, scale: float) -> Tensor:
-        """The gradients of a backward that had weights have landed.
+    def begins(self, scale: float) -> bool:
+        """A synchronised backward begins, which multiplies with `scale` for the mean; does this rank weigh it?"""
+        self._scale = scale
+        self._weighs = self.value is not None and not self._window.elsewhere
+        return self._weighs
 
-        Args:
-            tail: has the weights of all ranks.
-            scale: what gradients were multiplied with on their way, besides the weight.
+    def tell(self, report: Report, packed: Tensor) -> None:
+        """Write into the report, as it is packed, what this rank has."""
+        if self._weighs:
+            assert self.value is not None
+            good = (self.value >= 0) & self.value.isfinite()
+            report.write_slot(packed, "weight", torch.where(good, self.value, 0.0))
+            report.write_slot(packed, "bad_weight", good.logical_not().float())
+            report.write_slot(packed, "weighing", torch.ones_like(self.value))
+
+    def delivered(self, report: Report) -> Tensor | None:
+        """The gradients of a backward have landed, with the report.
 
         Returns:
-            What is left to multiply them with, [] float64 on their device; NaN where the weights give no mean.
+            What is left to multiply them with, [] float64 on their device, or None for nothing; NaN where the weights
+            give no mean.
         """
-        weights = tail.weights()
-        self.value = None
-        if not weights.is_cuda:
-            self._told.append(_Told(self._step(), weights, None))
-        elif not capturing():
-            copy = torch.empty(weights.shape, dtype=weights.dtype, pin_memory=True).copy_(weights, non_blocking=True)
-            self._told.append(_Told(self._step(), copy, torch.cuda.current_stream(weights.device).record_event()))
-        total = weights.sum(dtype=torch.float64)
-        # Not the sum alone: a weight below zero may hide in it.
-        is_mean = (total > 0) & ((weights >= 0) & weights.isfinite()).all()
-        return torch.where(is_mean, 1 / (total * scale), math.nan)
+        weighs, self._weighs = self._weighs, False
+        if not weighs and not self._window.elsewhere:
+            return None
+        total, bad, weighing = (report.slot(name).double() for name in ("weight", "bad_weight", "weighing"))
+        values = torch.stack([total, bad, weighing])
+        if not values.is_cuda:
+            own = 0.0 if self.value is None or self._window.elsewhere else self.value.item()
+            self._told.append(_Told(self._step(), values, None, own))
+        elif not capturing() and weighs:
+            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            self._told.append(_Told(self._step(), copy, torch.cuda.current_stream(values.device).record_event(), 0.0))
+        if weighs:
+            self.value = None
+        mean = torch.where((total > 0) & (bad == 0), 1 / (total * self._scale), math.nan)
+        return torch.where(weighing > 0, mean, 1.0)
 
-    def hear(self, *, wait: bool) -> None:
+    def hear(self, *, wait: bool = False) -> None:
         """At the end of a backward: have the weights given no mean? From a GPU they come a backward later.
 
         Args:
             wait: ask for them at once.
 
         Raises:
-            DPFuseError: they have not; on all ranks alike.
+            DPFuseError: they have not; on every rank.
         """
         if not self._told or capturing():
             return
@@ -124,6 +149,13 @@ class GradientWeight:
                 continue
             if told.ready is not None:
                 told.ready.synchronize()  # it has passed, or the device is a step behind
-            values = told.values.tolist()
-            if not (all(0 <= value < math.inf for value in values) and sum(values) > 0):
-                raise DPFuseError(messages.weightless(self._rank, told.step, values))
+            total, bad, weighing = told.values.tolist()
+            if weighing and not (0 < total < math.inf and not bad):
+                raise DPFuseError(messages.weightless(self._group.rank(), told.step, self._gathered(told)))
+
+    def _gathered(self, told: _Told) -> list[float]:
+        """The weights of all ranks; none from a GPU, where ranks do not hear of it at the same time."""
+        if told.ready is not None:
+            return []
+        row = torch.tensor([told.weight], dtype=torch.float64, device=collective.group_device(self._group))
+        return [float(other.item()) for other in collective.all_gather(row, self._group)]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
 from dpfuse.engine.param_spec import describe_parameters
 from dpfuse.engine.plan import BucketPlan, plan_buckets
@@ -91,9 +92,8 @@ def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) ->
     into its buckets is missing in `.grad` for the other, and what one has measured the other may write.
     """
     for name, param in trainable.items():
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            alone = getattr(hook, "alone", None)
-            if alone is not None and (alone or options.wants_params_alone):
+        for other in hooks_on(param):
+            if other.alone or options.wants_params_alone:
                 raise ValueError(
                     f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
                     "gradient_scale, accumulate_in_buckets or grad_norm_in_backward set; expected one wrapper. Delete "

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketRule
-from dpfuse.engine.wire import Wire
 
 __all__ = ["SyncOptions"]
 

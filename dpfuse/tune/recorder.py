@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpfuse.engine import collective
-from dpfuse.engine.landing import when_landed
+from dpfuse.engine.completion import call_when_landed
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.simulation import Schedule, schedule_of
@@ -24,7 +24,6 @@ from dpfuse.tune.timeline import Timeline
 
 if TYPE_CHECKING:
     from dpfuse.engine.autograd import BackwardListener
-    from dpfuse.engine.timing import BucketObserver
 
 __all__ = ["BackwardRecorder", "timeline_of"]
 
@@ -56,9 +55,6 @@ class BackwardRecorder:
         on_cuda: whether gradients are on a GPU.
         skip: number of synchronised backwards to leave out. The first one sends all buckets at its end, for example.
         after: called after each recorded backward, on all ranks.
-
-    Attributes:
-        also: a second observer of buckets.
     """
 
     def __init__(
@@ -78,7 +74,6 @@ class BackwardRecorder:
         self._backward: _Backward | None = None
         self._side: torch.cuda.Stream | None = None
         self._backwards: list[_Backward | None] = []  # None: a backward of other ranks that this rank shadowed
-        self.also: BucketObserver | None = None
 
     @property
     def steps(self) -> int:
@@ -93,10 +88,6 @@ class BackwardRecorder:
     def forget_last(self) -> None:
         """Forget the last recorded backward."""
         self._backwards.pop()
-
-    def stamped(self, markers: Sequence[Callable[[Any], None]]) -> list[Callable[[Any], None]]:
-        """Return ready hooks, one per parameter, that record the time and call `markers`."""
-        return [self._stamped(index, marker) for index, marker in enumerate(markers)]
 
     def open(self, *, announced: bool) -> None:
         """Record the begin of a backward."""
@@ -127,8 +118,6 @@ class BackwardRecorder:
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """Record that a bucket was sent."""
-        if self.also is not None:
-            self.also.sent(tensors, work, is_last=is_last)
         if (backward := self._backward) is None:
             return  # the rest of an abandoned backward
         place = len(backward.sent)
@@ -140,17 +129,13 @@ class BackwardRecorder:
                 work.wait()
                 backward.landed[place] = self._now()
         else:
-            when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))
+            call_when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))
 
     def wait_begins(self, flat: Tensor) -> None:
-        """Tell the second observer that the wait for a bucket begins."""
-        if self.also is not None:
-            self.also.wait_begins(flat)
+        """Do nothing: the wait is recorded at its end."""
 
     def wait_ends(self) -> None:
         """Record that the bucket has landed."""
-        if self.also is not None:
-            self.also.wait_ends()
         if (backward := self._backward) is not None:
             # Another thread records the landing, and may not have done so yet.
             if not self._on_cuda:
@@ -219,10 +204,12 @@ class BackwardRecorder:
         self._backwards.append(backward)
         self._after()
 
-    def _stamped(self, index: int, marker: Callable[[Any], None]) -> Callable[[Any], None]:
+    def stamped(self, index: int, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A ready hook of that parameter that notes the time, then calls `hook`."""
+
         def mark_ready(param: Any) -> None:
             now = self._now()
-            marker(param)  # may open the backward
+            hook(param)  # may open the backward
             if self._backward is not None:
                 self._backward.ready[index] = now
 

@@ -24,7 +24,7 @@ from dpfuse.tune.simulation import Schedule, simulate
 from dpfuse.tune.timeline import Timeline
 
 if TYPE_CHECKING:
-    from dpfuse.engine.sync import GradSync
+    from dpfuse.model.module_sync import ModuleSync
     from dpfuse.wrapper import SyncedModule
 
 __all__ = ["RecordedTimes", "Tuning", "autotune"]
@@ -182,7 +182,7 @@ def autotune(
 class _Tuner:
     """Acts between two backwards, on all ranks in the same way: it plans, and later compares old and new times."""
 
-    def __init__(self, sync: GradSync, steps: int, caps: tuple[float, float], cost: CostTable | None) -> None:
+    def __init__(self, sync: ModuleSync, steps: int, caps: tuple[float, float], cost: CostTable | None) -> None:
         self.tuning = Tuning()
         self._sync = sync
         self._steps = steps
@@ -192,7 +192,7 @@ class _Tuner:
         self._old: BucketPlan | None = None  # the old plan, while the new one is tried
         self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.plan.specs)
         self._recorder = BackwardRecorder(
-            sync.reducer, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
+            sync.grads.listener, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
         )
         sync.record(self._recorder)
 
@@ -225,8 +225,7 @@ class _Tuner:
 
     def _failed(self) -> bool:
         """Whether this backward failed on some rank. On CUDA this rank would otherwise learn it a step later."""
-        tail = self._sync.reducer.buckets[-1].tail
-        return tail is not None and bool(tail.report(wait=True).failed)
+        return self._sync.reducer.failed_somewhere()
 
     def _try_plan(self, times: NDArray[np.float64]) -> None:
         sync, tuning = self._sync, self.tuning

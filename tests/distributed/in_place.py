@@ -11,22 +11,22 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine.buckets import in_place_bucket
-from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
-from dpfuse.engine.ownership import is_private
+from dpfuse.engine.exchanges import in_place
+from dpfuse.engine.exchanges.in_place import InPlace
+from dpfuse.engine.torch_private import is_private
 from tests.distributed.test_interruptions import Fuse
 
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large
 
 
 def large_from(nbytes):
-    return mock.patch.object(in_place_bucket, "LARGE", nbytes)
+    return mock.patch.object(in_place, "LARGE", nbytes)
 
 
 def ways(model):
     """Per large parameter, whether its last gradient was reduced in place."""
-    buckets = [bucket for bucket in model.reducer.buckets if isinstance(bucket, InPlaceBucket)]
-    return {one._slot.name: one.in_place for bucket in buckets for one in bucket._large}
+    exchanges = [bucket.parts.exchange for bucket in model.reducer.buckets]
+    return {one.name: one.in_place for each in exchanges if isinstance(each, InPlace) for one in each._large}
 
 
 def let_go(model):

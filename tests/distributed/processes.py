@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from tests.warm import warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # Variables that would make a fresh process join a job.
@@ -28,9 +30,15 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+def python(warm: bool) -> list[str]:
+    """Return the words that start Python: a fork that has imported torch already, or an interpreter of its own."""
+    return warm_python() if warm else [sys.executable]
+
+
+def start(*arguments: object, warm: bool = False, **variables: str) -> subprocess.Popen[str]:
+    """Start Python. A warm one must not be asked for its process id: it belongs to the program that stands for it."""
     return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [*python(warm), *map(str, arguments)],
         env=clean_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -40,9 +48,11 @@ def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, timeout: float = 120, warm: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [*python(warm), *map(str, arguments)],
         env=clean_environment(**variables),
         capture_output=True,
         text=True,
@@ -50,14 +60,17 @@ def run(*arguments: object, timeout: float = 120, **variables: str) -> subproces
     )
 
 
-def launch(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run("-m", "dpfuse.launch", *arguments, timeout=timeout, **variables)
+def launch(
+    *arguments: object, timeout: float = 120, warm: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the launcher, warm or not; its ranks have interpreters of their own."""
+    return run("-m", "dpfuse.launch", *arguments, timeout=timeout, warm=warm, **variables)
 
 
 def shell(command: str, folder: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line as it stands in a document; `python` is this one."""
+    """Run a command line as it stands in a document; `python` is this one, with torch imported."""
     return subprocess.run(
-        ["sh", "-c", with_this_python(command)],
+        ["sh", "-c", with_this_python(command, warm=True)],
         cwd=folder,
         env=clean_environment(**variables),
         capture_output=True,
@@ -66,8 +79,8 @@ def shell(command: str, folder: Path, timeout: float = 120, **variables: str) ->
     )
 
 
-def with_this_python(command: str) -> str:
-    return f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n{command}'
+def with_this_python(command: str, *, warm: bool = False) -> str:
+    return f'python() {{ {shlex.join(python(warm))} "$@"; }}\n{command}'
 
 
 def free_port() -> int:

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
-from dpfuse.engine.buckets.accumulating_bucket import AccumulatingBucket
-from dpfuse.engine.phase import Phase
+from dpfuse.engine.feeds.accumulating import Accumulating
+from dpfuse.engine.reducer import Phase
 from tests.distributed.test_accumulation import (
     DDP,
     assert_equal,
@@ -151,7 +151,7 @@ def broken_window(rank, size):
                     model.no_sync(),
                 ):
                     model(torch.ones(2, 3), True).sum().backward()
-                assert not any(bucket.held for bucket in model.reducer.buckets)
+                assert not any(bucket.parts.feed.held for bucket in model.reducer.buckets)
                 model.zero_grad()
                 with model.no_sync():
                     model(torch.ones(2, 3)).sum().backward()
@@ -246,7 +246,7 @@ def filled_meanwhile(rank, size):
             model.discard_accumulated()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AccumulatingBucket, "holds_of", holds_of)
+        patch.setattr(Accumulating, "holds_of", holds_of)
         torch.optim.SGD(models[0].parameters(), lr=0.0).step()
     right_window(models[0], rank)
 

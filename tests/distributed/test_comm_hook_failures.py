@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
 from dpfuse import DistributedDataParallel
-from dpfuse.engine.buckets.comm_bucket import CommBucket
-from dpfuse.engine.comm_hook import CommHook
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from tests.distributed import processes
 from tests.distributed.test_comm_hooks import BUILTIN, SMALL, Mlp, with_then
 

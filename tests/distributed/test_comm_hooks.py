@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel
-from dpfuse.engine.buckets.comm_bucket import CommBucket
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
 from dpfuse.hooks import fused_bf16, fused_fp16
 
 BUILTIN = dist.BuiltinCommHookType

@@ -273,7 +273,7 @@ def no_leak(rank: int, size: int, views: bool, steps: int) -> None:
         model(batch(rank, step)).square().sum().backward()
     kept: list[Any] = [module, model, model.reducer, *module.parameters()]
     kept += model.reducer.buckets
-    kept += [bucket._table.flat for bucket in model.reducer.buckets if bucket._table is not None]
+    kept += [bucket.parts.buffer.flat for bucket in model.reducer.buckets]
     kept += [param.grad for param in module.parameters() if param.grad is not None]
     references = [weakref.ref(thing) for thing in kept]
     kept.clear()

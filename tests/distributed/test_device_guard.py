@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.engine.device_guard import DeviceGuard, guard_of
-from dpfuse.engine.report import ALL_WELL, Tail
+from dpfuse.engine.guard import DeviceGuard, guard_of
+from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.report import ALL_WELL, Report
+from dpfuse.engine.sync import GradSync
 
 WRAPS = {
     "views": {},
@@ -23,17 +25,20 @@ WRAPS = {
 @contextmanager
 def as_on_a_gpu():
     """Reports are read one step later, and a guard is on the device."""
-    report, read = Tail.report, {}
+    report, read = Report.read, {}
 
-    def deferred(self, *, wait, failed=False):
+    def deferred(self, outcome, *, wait, gather):
+        now = report(self, outcome, wait=True, gather=gather)
         if wait:
-            return report(self, wait=True, failed=failed)
-        now = report(self, wait=False, failed=failed)
+            return now
         before, read[id(self)] = read.get(id(self), ALL_WELL), now
         return before
 
+    all_read_now = property(lambda self: self._wiring.strict or not self.rebuilt)
+
     guarded = mock.patch("dpfuse.engine.sync.guard_of", side_effect=lambda params, *_: DeviceGuard(params))
-    with mock.patch.object(Tail, "report", deferred), guarded:
+    at_once = mock.patch.object(Reducer, "_all_read_now", all_read_now)
+    with mock.patch.object(Report, "read", deferred), at_once, guarded:
         yield
 
 
@@ -99,10 +104,10 @@ def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
 
 @pytest.mark.parametrize("check", ["deferred", "strict"])
 def test_nothing_is_guarded_once_the_report_was_read(group, check):
-    model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
     asked = []
+    with mock.patch.object(GradSync, "_guard", lambda sync, alarm: asked.append(alarm)):
+        model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
     for first in (True, False):
-        model.reducer.guard = asked.append
         model(torch.ones(2)).sum().backward()
         assert len(asked) == (not first and check == "deferred")
 

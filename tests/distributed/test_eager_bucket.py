@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse import DPFuseError
-from dpfuse.engine.buckets.eager_bucket import LARGE
+from dpfuse.engine.feeds.eager import LARGE
 from tests.distributed.random_models import same_bits
 
 # Two large gradients and small ones in most buckets.
@@ -105,7 +105,7 @@ def packed_early(model: dpfuse.DataParallel, rank: int) -> bool:
     seen: list[bool] = []
 
     def look(_name: str, param: nn.Parameter) -> None:
-        flats = [bucket._table.flat for bucket in model.reducer.buckets if bucket._table is not None]
+        flats = [bucket.parts.buffer.flat for bucket in model.reducer.buckets]
         storages = [flat.untyped_storage().data_ptr() for flat in flats]
         seen.append(param.grad.untyped_storage().data_ptr() in storages)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import dpfuse
 from dpfuse.engine import collective
-from dpfuse.engine.buckets.early_unpack import EarlyGradients
+from dpfuse.engine.delivery import EarlyPrivate
 from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, grads, large_from, mean_over_ranks
 from tests.distributed.test_rebuild import Repeating, expected_mean
 
@@ -31,7 +31,7 @@ WRAPS = {
 def switched(on):
     """Unpack early, and count how many gradients were."""
     early = []
-    delivered = EarlyGradients.delivered
+    delivered = EarlyPrivate.delivered
 
     def counted(self):
         places = delivered(self)
@@ -40,8 +40,8 @@ def switched(on):
 
     with (
         mock.patch.object(collective, "waits_on_streams", return_value=on),
-        mock.patch("dpfuse.engine.buckets.bucket.LEAST", 0),
-        mock.patch.object(EarlyGradients, "delivered", counted),
+        mock.patch("dpfuse.engine.assembly.LEAST", 0),
+        mock.patch.object(EarlyPrivate, "delivered", counted),
     ):
         yield early
 

@@ -68,7 +68,7 @@ def test_an_interface_that_the_user_chose_stays(variables):
 
 def test_paddles_variables_start_a_job():
     common = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": f"127.0.0.1:{free_port()}"}
-    ranks = [start(SCRIPTS / "join.py", PADDLE_TRAINER_ID=str(rank), **common) for rank in (0, 1)]
+    ranks = [start(SCRIPTS / "join.py", warm=True, PADDLE_TRAINER_ID=str(rank), **common) for rank in (0, 1)]
     told = [rank.communicate(timeout=60) for rank in ranks]
     assert [json.loads(out)["sum"] for out, _ in told] == [3.0, 3.0], told
 

@@ -39,7 +39,7 @@ def test_it_is_torchs_where_nothing_is_wrapped_or_scaled(group):
     off.update()
     assert off.state_dict() == {}
     assert model.module.first.eq(0.5).all()
-    assert model.reducer.opened is None, "nothing is attached"
+    assert not model._sync.factors.attached
     theirs = torch.amp.GradScaler("cpu", init_scale=4.0)
     ours = dpfuse.GradScaler(model=model, growth_interval=1)
     assert isinstance(ours, torch.amp.GradScaler)

@@ -312,8 +312,8 @@ def unchanged(rank, size):
         else:
             model(torch.randn(3, 50, generator=torch.Generator().manual_seed(9))).sum().backward()
             model.zero_grad()
-            assert model.reducer.opened is None
-            assert all(bucket.factors is None for bucket in model.reducer.buckets)
+            assert not model._sync.factors.attached
+            assert all(bucket.parts.steps == () for bucket in model.reducer.buckets)
         model(torch.randn(3, 50, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
         results.append([param.grad.clone() for param in model.parameters()])
     assert all(map(torch.equal, *results))
@@ -331,8 +331,8 @@ def a_step_late(rank, size):
     weight = model._sync.factors.weight
     delivered = weight.delivered
 
-    def late(tail, scale):
-        factor = delivered(tail, scale)
+    def late(report):
+        factor = delivered(report)
         weight._told[-1] = weight._told[-1]._replace(ready=SimpleNamespace(synchronize=lambda: None))
         return factor
 

@@ -33,9 +33,8 @@ class Job:
     def __init__(self, what: str, stall_timeout: float, **variables: str) -> None:
         common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self.ranks = [
-            start(SCRIPTS / "stall.py", what, stall_timeout, RANK=str(rank), **common, **variables) for rank in (0, 1)
-        ]
+        words = (SCRIPTS / "stall.py", what, stall_timeout)
+        self.ranks = [start(*words, warm=True, RANK=str(rank), **common, **variables) for rank in (0, 1)]
 
     def finish(self, but: int | None = None) -> list[str]:
         """What each rank printed, errors included; rank `but`, which never ends by itself, is killed at last."""

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from dpfuse.engine.buckets import in_place_bucket
-from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
+from dpfuse.engine.exchanges import in_place as in_place_exchange
+from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.hooks import fused_bf16
 from tests.distributed.in_place import (
     ALL,
@@ -99,7 +99,7 @@ def beside_ddp(rank, size, build, dtype, threshold, set_to_none, steps=6):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("build", [Mlp, Checkpointed, Tied, Convolutional, SometimesUnused])
 def test_gradients_are_bitwise_those_of_ddp(ranks, build, set_to_none):
-    threshold = in_place_bucket.LARGE if build in (Mlp, Checkpointed) else ALL
+    threshold = in_place_exchange.LARGE if build in (Mlp, Checkpointed) else ALL
     ranks(beside_ddp, build, torch.float32, threshold, set_to_none)
 
 
@@ -212,7 +212,7 @@ def by_hand(rank, size):
         param.grad = torch.randn(param.shape)
     expected = [mean_over_ranks(param.grad, size) for param in params]
     before = [param.grad for param in params]
-    with mock.patch.object(in_place_bucket, "flatten", None), mock.patch.object(in_place_bucket, "unflatten", None):
+    with mock.patch.object(in_place_exchange, "flatten", None), mock.patch.object(in_place_exchange, "unflatten", None):
         dpfuse.fused_allreduce_gradients(params)  # nothing is copied
     for param, mean, given in zip(params, expected, before, strict=True):
         assert param.grad is given
@@ -232,17 +232,15 @@ def test_averaging_by_hand_is_in_place_too(ranks):
 
 def where_it_is_off(rank, size):
     def kinds(model):
-        return {type(bucket) for bucket in model.reducer.buckets}
+        return {type(bucket.parts.exchange) for bucket in model.reducer.buckets}
 
-    assert kinds(dpfuse.DataParallel(Net(), gradient_as_bucket_view=False)) == {InPlaceBucket}
-    assert InPlaceBucket not in kinds(dpfuse.DataParallel(Net()))
-    assert InPlaceBucket not in kinds(
-        dpfuse.DataParallel(Net(), gradient_as_bucket_view=False, wire_dtype=torch.bfloat16)
-    )
-    assert InPlaceBucket not in kinds(dpfuse.DataParallel(Net().to(torch.complex64), gradient_as_bucket_view=False))
+    assert kinds(dpfuse.DataParallel(Net(), gradient_as_bucket_view=False)) == {InPlace}
+    assert InPlace not in kinds(dpfuse.DataParallel(Net()))
+    assert InPlace not in kinds(dpfuse.DataParallel(Net(), gradient_as_bucket_view=False, wire_dtype=torch.bfloat16))
+    assert InPlace not in kinds(dpfuse.DataParallel(Net().to(torch.complex64), gradient_as_bucket_view=False))
     hooked = dpfuse.DistributedDataParallel(Net())
     hooked.register_comm_hook(None, fused_bf16)
-    assert InPlaceBucket not in kinds(hooked)
+    assert InPlace not in kinds(hooked)
 
 
 def test_it_is_off_where_the_buffer_is_needed(ranks):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import landing
-from dpfuse.engine.buckets.hooked_bucket import _HookWork
+from dpfuse.engine import completion as landing
+from dpfuse.engine.exchanges.hooked import _HookWork
 from tests.distributed.processes import run
 
 PROGRAM = """
@@ -19,14 +19,14 @@ from datetime import timedelta
 from threading import Thread
 import torch
 import torch.distributed as dist
-from dpfuse.engine.landing import when_landed
+from dpfuse.engine.completion import call_when_landed
 
 store, groups = dist.HashStore(), {}
 make = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))})
 threads = [Thread(target=make, args=(rank,)) for rank in range(2)]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
 work = groups[0].allreduce([torch.ones(4)])  # which waits for the other rank
-when_landed(work, lambda: (time.sleep(0.5), print("called back", flush=True)))
+call_when_landed(work, lambda: (time.sleep(0.5), print("called back", flush=True)))
 groups[1].allreduce([torch.ones(4)])
 """
 
@@ -39,14 +39,14 @@ def test_the_end_of_a_process_waits_for_what_is_called_back():
 def test_it_waits_for_nothing_that_has_called_and_not_for_ever(group, monkeypatch):
     called = []
     work = dist.all_reduce(torch.ones(4), async_op=True)
-    landing.when_landed(work, lambda: called.append(1))
+    landing.call_when_landed(work, lambda: called.append(1))
     work.wait()
     landing._let_land()
     assert called == [1]
     assert not landing._awaited
     monkeypatch.setattr(landing, "PATIENCE", 0.05)
     stuck = torch.futures.Future()
-    landing.when_landed(SimpleNamespace(get_future=lambda: stuck), lambda: None)
+    landing.call_when_landed(SimpleNamespace(get_future=lambda: stuck), lambda: None)
     landing._let_land()
     stuck.set_result(None)
 

@@ -35,7 +35,7 @@ def test_two_ranks_meet_and_the_console_stays_clean():
     # As if started by a rank of a larger job, on a card that this one may not have.
     around = {"PADDLE_TRAINER_ID": "7", "PADDLE_TRAINERS_NUM": "9", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2"}
     around |= {"FLAGS_selected_gpus": "7", "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "GROUP_RANK": "3"}
-    done = launch("--nproc_per_node", 2, SCRIPT, "--lr", "0.1", "–x", "--gpus", **around)
+    done = launch("--nproc_per_node", 2, SCRIPT, "--lr", "0.1", "–x", "--gpus", warm=False, **around)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     seen = reports(done.stdout)
@@ -95,7 +95,7 @@ def test_without_a_count_one_rank_starts_and_a_hint_is_given():
 )
 def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code, text):
     began = time.monotonic()
-    done = launch("--nproc_per_node", 2, SCRIPTS / "fail.py", how)
+    done = launch("--nproc_per_node", 2, SCRIPTS / "fail.py", how, warm=how != "kill")
     assert time.monotonic() - began < 20  # most of it is importing torch
     assert done.returncode == code
     last = done.stderr.splitlines()[-1]
@@ -234,7 +234,7 @@ def test_a_taken_port_of_several_machines_is_named(rank):
 
 def test_two_machines_meet_by_torchruns_own_flags():
     flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    nodes = [start("-m", "dpfuse.launch", *flags, f"--node_rank={n}", SCRIPT) for n in (0, 1)]
+    nodes = [start("-m", "dpfuse.launch", *flags, f"--node_rank={n}", SCRIPT, warm=True) for n in (0, 1)]
     told = [node.communicate(timeout=60) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     seen = reports(told[0][0] + told[1][0])
@@ -293,4 +293,4 @@ def test_ranks_of_a_rank_see_their_own_job():
 
 def test_starting_up_does_not_import_torchrun():
     code = "import dpfuse.job, sys; print([m for m in sys.modules if m.startswith('torch.distributed.run')])"
-    assert run("-c", code).stdout == "[]\n"
+    assert run("-c", code, warm=False).stdout == "[]\n"

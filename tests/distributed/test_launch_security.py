@@ -188,7 +188,9 @@ def test_the_environment_is_never_printed(how):
 
 
 def test_folders_of_the_launcher_are_the_users_own_and_go_with_it(tmp_path):
-    job = start("-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "fail.py", "sleep", TMPDIR=str(tmp_path))
+    job = start(
+        "-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "fail.py", "sleep", warm=True, TMPDIR=str(tmp_path)
+    )
     assert job.stdout is not None
     (pid,) = pids_in(job.stdout.readline())
     folders = [path for path in tmp_path.iterdir() if path.name.startswith("dpfuse")]
@@ -200,7 +202,8 @@ def test_folders_of_the_launcher_are_the_users_own_and_go_with_it(tmp_path):
 
 
 def test_two_jobs_on_one_machine_do_not_meet():
-    jobs = [start("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "join.py", job) for job in ("a", "b")]
+    words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "join.py")
+    jobs = [start(*words, job, warm=True) for job in ("a", "b")]
     told = [job.communicate(timeout=60) for job in jobs]
     for name, job, (out, err) in zip("ab", jobs, told, strict=True):
         assert job.returncode == 0, err

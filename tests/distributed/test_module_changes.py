@@ -82,7 +82,7 @@ def test_the_rank_that_sends_buffers_does_not_wait_for_its_peers(ranks):
 
 def test_buffers_arrive_though_their_sender_has_nothing_left_to_do(tmp_path):
     arguments = ("-m", "tests.distributed.scripts.last_forward", tmp_path)
-    processes = [start(*arguments, rank) for rank in range(2)]
+    processes = [start(*arguments, rank, warm=True) for rank in range(2)]
     try:
         for process in processes:
             output, errors = process.communicate(timeout=60)

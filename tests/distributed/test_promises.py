@@ -81,7 +81,7 @@ def as_the_published_layout_says(rank, size, seeds):
         model, bare = wrapped(seed)
         for step in range(3):
             # The layout of the first backward is the plan's, that of all later ones the rebuilt plan's.
-            plan, tail = model.bucket_plan, model.reducer.buckets[-1].tail.numel
+            plan, tail = model.bucket_plan, model.reducer.buckets[-1].parts.buffer.report.numel()
             data = [(seed, rank, step, micro) for micro in range(1 + (seed + step) % 4)]
             accumulate(model, data)
             means = reduced_per_bucket(plan, tail, accumulate_locally(bare, data), size)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse.engine import collective
-from dpfuse.engine.buckets.bucket import BucketState
+from dpfuse.engine.bucket import BucketState
 from dpfuse.engine.plan import plan_buckets, rebuild_plan
 
 KB = 1 / 1024  # MB
@@ -91,7 +91,7 @@ def sent_in_plan_order(rank, size):
 
     def recorded(flat, group):
         buckets = model.reducer.buckets
-        sent.append(next(i for i, b in enumerate(buckets) if b._table is not None and b._table.flat is flat))
+        sent.append(next(i for i, b in enumerate(buckets) if b.parts.buffer.flat is flat))
         return original(flat, group)
 
     collective.all_reduce = recorded

@@ -270,13 +270,14 @@ def gradients_are_views_or_private(rank, size):
         for step in range(3):
             loss(model, inputs(rank, step)).backward()
             kept.append((model.module[0].weight.grad, model.module[0].weight.grad.clone()))
-            buffers = {b._table.flat.untyped_storage().data_ptr() for b in model.reducer.buckets if b._table}
+            buffers = {b.parts.buffer.flat.untyped_storage().data_ptr() for b in model.reducer.buckets}
             for gradient in gradients(model):
-                assert (gradient.untyped_storage().data_ptr() in buffers) == (views and step > 0)
+                assert (gradient.untyped_storage().data_ptr() in buffers) == views
             model.zero_grad()
         reused = [torch.equal(kept_view, value) for kept_view, value in kept]
-        # The first step ran on the buffers of the first plan; the second's view was overwritten by the third.
-        assert reused == ([True, False, True] if views else [True, True, True])
+        # The second step's view was overwritten by the third; the first ran on the buffers of the first plan, which the
+        # rebuild may have kept.
+        assert reused[1:] == ([False, True] if views else [True, True])
 
 
 def assigning_to_grad_data(rank, size):

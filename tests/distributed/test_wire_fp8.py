@@ -13,9 +13,8 @@ from torch import nn
 
 import dpfuse
 from bench.network import Network, simulated_network
-from dpfuse.engine.buckets.ordered_bucket import OrderedBucket
-from dpfuse.engine.buckets.quantized_bucket import QuantizedBucket
-from dpfuse.engine.buckets.sparse_bucket import SparseBucket
+from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts
+from dpfuse.engine.exchanges.sparse import SparseRows
 from tests.distributed.random_models import same_bits
 from tests.distributed.wires import Given, alike_everywhere, sent, warnings_are_errors
 
@@ -60,10 +59,12 @@ def every_kind(rank, size):
                 for _ in range(2):
                     model.zero_grad()
                     model(words, factors[rank]).backward()
-                kinds = {type(bucket) for bucket in model.reducer.buckets}
-                assert {QuantizedBucket, SparseBucket} <= kinds
-                assert (OrderedBucket in kinds) == ("deterministic" in options)
-                assert model.reducer.buckets[-1].tail is not None
+                parts = [bucket.parts for bucket in model.reducer.buckets]
+                formats = {type(each.buffer.format) for each in parts}
+                assert Blocks in formats
+                assert SparseRows in {type(each.exchange) for each in parts}
+                assert (OrderedParts in formats) == ("deterministic" in options)
+                assert parts[-1].report is not None
                 params = dict(model.module.named_parameters())
                 assert params.pop("unused").grad is None
                 means = []

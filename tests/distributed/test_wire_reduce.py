@@ -13,10 +13,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
 from bench.network import Network, simulated_network
-from dpfuse.engine.buckets.bucket import GradBucket
-from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
-from dpfuse.engine.buckets.ordered_bucket import OrderedBucket
-from dpfuse.engine.buckets.quantized_bucket import QuantizedBucket
+from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.in_place import InPlace
+from dpfuse.engine.exchanges.ordered import OrderedSum
 from tests.distributed.random_models import same_bits
 from tests.distributed.wires import Given, alike_everywhere, hard_gradients, sent, worst_share_of_bound
 
@@ -53,8 +52,8 @@ def within_the_bounds(rank, size):
         options = {**ddp_options(face, 4096 / 2**20), "wire_dtype": wire, "wire_reduce": reduce}
         means, buckets = means_of(parts, rank, face, **options)
         assert len(buckets) > 2
-        kind = GradBucket if reduce == "ring" else QuantizedBucket if wire.itemsize == 1 else OrderedBucket
-        assert all(type(bucket) is kind for bucket in buckets if bucket.params)
+        kind = AllReduce if reduce == "ring" else OrderedSum
+        assert all(type(bucket.parts.exchange) is kind for bucket in buckets if bucket.params)
         for name, part, mean in zip(names, parts, means, strict=True):
             share = worst_share_of_bound(mean, part, wire, reduce or "fp32")
             assert share <= 1, (name, wire, reduce, share)
@@ -102,12 +101,12 @@ def beside_other_options(rank, size):
     x = torch.randn(4, 700, generator=generator).bfloat16()
     bucket = model.reducer.buckets[0]  # before they are made anew
     model(x).sum().backward()
-    assert type(bucket) is OrderedBucket
-    storage = bucket.untailed.flat.untyped_storage().data_ptr()
+    assert type(bucket.parts.exchange) is OrderedSum
+    storage = bucket.parts.buffer.flat.untyped_storage().data_ptr()
     assert all(param.grad.untyped_storage().data_ptr() == storage for param in bucket.params)
     for options in ({"wire_reduce": "fp32"}, {"wire_dtype": torch.float32, "wire_reduce": "fp32"}):
         model = dpfuse.DataParallel(nn.Linear(700, 800), gradient_as_bucket_view=False, **options)
-        assert any(type(bucket) is InPlaceBucket for bucket in model.reducer.buckets)
+        assert any(type(bucket.parts.exchange) is InPlace for bucket in model.reducer.buckets)
     # What was accumulated is sent as a whole, and float16 need not hold the sum of large numbers.
     large = torch.full((500,), 40000.0)
     model = dpfuse.DataParallel(

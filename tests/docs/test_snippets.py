@@ -10,13 +10,13 @@ import pkgutil
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.docs.pages import ROOT, Program, blocks_of, pages, programs_of
+from tests.warm import warm_python
 
 MAX_NOT_RUN = 2
 JOB = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|PADDLE_|FLAGS_|DPFUSE_|TORCHELASTIC_|PET_")
@@ -38,8 +38,8 @@ def test_a_page_runs_and_prints_what_it_shows(program: Program, tmp_path):
     script = tmp_path / f"page_{program.page.stem}.py"  # a page may have the name of a module
     script.write_text(program.source, encoding="utf-8")
     environ = {key: value for key, value in os.environ.items() if not JOB.match(key)}
-    environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, script.name]
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    command = [*warm_python(), script.name]
     done = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, encoding="utf-8", timeout=120, check=False
     )

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from tests.warm import warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ["--limit", "300", "--epochs", "2", "--batch-size", "16"]
 FEWER = ["--limit", "64", "--epochs", "1", "--batch-size", "16"]
@@ -44,7 +46,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER"))
     }
     environment |= {"DPFUSE_DATA": str(folder), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [sys.executable, "-m", "dpfuse.launch", "--nproc_per_node", "2", "examples/fashion_mnist.py"]
+    command = [*warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "examples/fashion_mnist.py"]
     return subprocess.run(
         [*command, *FEW, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.examples.test_fashion_mnist import folder  # noqa: F401  # a fixture
+from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +19,7 @@ def resume(checkpoints: Path, *words: str) -> subprocess.CompletedProcess[str]:
         name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER", "TORCHEL"))
     }
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [sys.executable, "-m", "dpfuse.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
+    command = [*warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
     few = ["--limit", "512", "--epochs", "2", "--batch-size", "16", "--every", "5"]  # 32 steps, of which 16 an epoch
     return subprocess.run(
         [*command, "examples/resume.py", "--checkpoints", str(checkpoints), *few, *words],

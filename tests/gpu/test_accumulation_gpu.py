@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.engine.buckets import accumulating_bucket
+from dpfuse.engine.feeds import accumulating
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ def test_a_window_launches_once_per_bucket_and_batch_and_waits_for_nothing(nccl)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with patch.object(accumulating_bucket, "flatten", wraps=accumulating_bucket.flatten) as added:
+        with patch.object(accumulating, "flatten", wraps=accumulating.flatten) as added:
             for micro, x in enumerate(batches):
                 with model.no_sync(enabled=micro < WINDOW - 1):
                     value = model(x).square().mean()

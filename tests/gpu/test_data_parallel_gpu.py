@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 from dpfuse.engine import collective
-from dpfuse.engine.buckets import in_place_bucket
+from dpfuse.engine.exchanges import in_place as in_place_exchange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ def test_ten_steps_over_nccl_equal_ddp_bitwise(nccl, dtype, views, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_ten_steps_with_private_gradients_in_place_equal_ddp_bitwise(nccl, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    monkeypatch.setattr(in_place_bucket, "LARGE", 1)
+    monkeypatch.setattr(in_place_exchange, "LARGE", 1)
     beside_ddp(0, dtype, False)
 
 
@@ -84,7 +84,7 @@ def test_large_private_gradients_are_neither_packed_nor_unpacked(nccl):
         model(x).sum().backward()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
-    assert sum(bucket.bytes_in_place for bucket in model.reducer.buckets) == 8 * 4 << 20
+    assert sum(bucket.parts.exchange.bytes_in_place for bucket in model.reducer.buckets) == 8 * 4 << 20
     assert sum("_flatten_kernel" in name for name in names) == 1  # of the tail
     assert not any("_unflatten_kernel" in name for name in names)
 

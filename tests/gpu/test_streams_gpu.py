@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from dpfuse.engine.buckets import bucket as bucket_file
+from dpfuse.engine.buckets.bucket import GradBucket
 from torch import Tensor, nn
 
 import dpfuse
 from dpfuse.engine import collective, registered_memory
-from dpfuse.engine.buckets import bucket as bucket_file
-from dpfuse.engine.buckets.bucket import GradBucket
-from dpfuse.engine.buckets.early_unpack import EarlyGradients
+from dpfuse.engine.delivery import EarlyPrivate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,7 +86,7 @@ class Sent:
         self.sent: list[torch.cuda.Event] = []
         self.unpacked: list[torch.cuda.Event] = []
         self.early = 0
-        unpack, delivered, send = GradBucket._unpack, EarlyGradients.delivered, GradBucket._start
+        unpack, delivered, send = GradBucket._unpack, EarlyPrivate.delivered, GradBucket._start
 
         def noted_start(bucket, flat):
             self.sent.append(event())
@@ -103,7 +103,7 @@ class Sent:
 
         monkeypatch.setattr(GradBucket, "_start", noted_start)
         monkeypatch.setattr(GradBucket, "_unpack", noted_unpack)
-        monkeypatch.setattr(EarlyGradients, "delivered", noted_delivered)
+        monkeypatch.setattr(EarlyPrivate, "delivered", noted_delivered)
 
 
 def event() -> torch.cuda.Event:

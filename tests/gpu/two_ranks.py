@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.engine.buckets import bucket, in_place_bucket
+from dpfuse.engine import assembly
+from dpfuse.engine.exchanges import in_place as in_place_exchange
 from tests.distributed.wires import sent
 
 SIZE = 2
@@ -67,11 +68,11 @@ def main() -> None:
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    bucket.LEAST = 0  # private gradients are unpacked early, however small
+    assembly.LEAST = 0  # private gradients are unpacked early, however small
     dist.init_process_group("nccl", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE)
-    large = in_place_bucket.LARGE
+    large = in_place_exchange.LARGE
     for kind in WRAPS:
-        in_place_bucket.LARGE = 1 if kind == "in place" else large
+        in_place_exchange.LARGE = 1 if kind == "in place" else large
         check(kind, rank)
         print(kind, flush=True)
     dist.barrier()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 from tests.ranks import RankError, RankPool
 from tests.torch_suite.case import WORLD_SIZE, run_test
 
@@ -20,8 +18,7 @@ def failure(name: str, face: str, limit: float = SECONDS) -> str:
         face: `"torch"` or `"dpfuse"`.
         limit: in seconds, after which a test has failed.
     """
-    multiprocessing.set_forkserver_preload(["tests.torch_suite.preload"])
-    pool = RankPool(WORLD_SIZE, start_method="forkserver")
+    pool = RankPool(WORLD_SIZE, preload="tests.torch_suite.preload")
     try:
         pool.run(run_test, name, face, timeout=limit)
     except RankError as error:

@@ -7,12 +7,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from dpfuse.engine.buckets.sparse_bucket import SparseBucket
 from torch import nn
 
 import dpfuse
 from dpfuse.engine import collective
-from dpfuse.engine.buckets.bucket import BucketState
-from dpfuse.engine.buckets.sparse_bucket import SparseBucket
+from dpfuse.engine.bucket import BucketState
 from dpfuse.errors import DPFuseError
 
 LEGAL = {

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from dpfuse.engine.buckets import early_unpack
+from dpfuse.engine.buckets.early_unpack import EarlyGradients, SideStream
 from torch import nn
 
 import dpfuse
 from dpfuse.engine import collective
-from dpfuse.engine.buckets import early_unpack
-from dpfuse.engine.buckets.early_unpack import EarlyGradients, SideStream
 from tests.streams import PretendedStreams
 
 CUDA = torch.device("cuda", 0)

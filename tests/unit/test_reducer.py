@@ -9,12 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-
 from dpfuse.engine.buckets.kinds import make_buckets
+
 from dpfuse.engine.param_spec import ParamSpec
-from dpfuse.engine.phase import Phase
 from dpfuse.engine.plan import plan_buckets
-from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.reducer import Phase, Reducer
 from dpfuse.engine.report import Report
 from dpfuse.engine.window import Canary
 from dpfuse.errors import DPFuseError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from dpfuse.engine.buckets.kinds import make_buckets
+
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.registered_memory import VARIABLE, can_register

@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-import dpfuse
 from dpfuse.engine.buckets import bucket as bucket_file
 from dpfuse.engine.buckets import in_place_bucket
 from dpfuse.engine.buckets.bucket import BucketState, GradBucket
 from dpfuse.engine.buckets.hooked_bucket import HookedBucket, HookedSparseBucket
 from dpfuse.engine.buckets.in_place_bucket import InPlaceBucket
 from dpfuse.engine.buckets.sparse_bucket import SparseBucket
+from torch import nn
+
+import dpfuse
 from dpfuse.engine.streams import WritingStreams, writers_on
 from tests.streams import PretendedStreams
 

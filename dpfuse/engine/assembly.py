@@ -1,0 +1,294 @@
+"""Makes the buckets of a plan: chooses a feed, an exchange and a delivery for each. Knows no order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine import collective, registered_memory
+from dpfuse.engine.averaging import FP8, UNCHANGED, Averaging, Wire, averaging_for, real_dtype
+from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
+from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on
+from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, Views
+from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.comm_hook import CommHook
+from dpfuse.engine.exchanges.hooked import AfterHooks, Hooked, HookedRows, Unpadded
+from dpfuse.engine.exchanges.in_place import InPlace, suits_in_place
+from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts, OrderedSum, Rounding
+from dpfuse.engine.exchanges.sparse import SparseRows
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.feeds.accumulating import Accumulating
+from dpfuse.engine.feeds.at_once import AtOnce
+from dpfuse.engine.feeds.eager import Eager
+from dpfuse.engine.param_spec import ITEM_SIZE
+from dpfuse.engine.plan import MB, Bucket, BucketPlan
+from dpfuse.engine.protocols import Delivery, Exchange, Feed
+from dpfuse.engine.report import Report
+from dpfuse.engine.streams import SideStream, writers_on
+from dpfuse.engine.torch_private import Hooks
+
+__all__ = ["Assembly"]
+
+REPORT_DTYPES = ("float32", "float64")  # in which a report can travel; sums of weights need their digits
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """How the buckets of one model are made, whatever their plan.
+
+    Args:
+        group: process group of the collectives.
+        around: what all buckets share.
+        scale: factor on each rank's gradients; None is the mean.
+        wire: how gradients travel.
+        views: whether `.grad` becomes a view of the buffers.
+        registered: whether buffers lie in memory that the group's back end has registered.
+        deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
+        accumulates: whether buckets take dense gradients in backwards that are not synchronised, too.
+        overlaps: whether backward goes on while buckets travel.
+        make_report: makes the report for so many parameters, in a dtype, on a device; None sends none.
+    """
+
+    group: dist.ProcessGroup
+    around: Surroundings
+    scale: float | None = None
+    wire: Wire = UNCHANGED
+    views: bool = False
+    registered: bool = False
+    deterministic: bool = False
+    accumulates: bool = False
+    overlaps: bool = True
+    make_report: Callable[[int, torch.dtype, torch.device], Report] | None = None
+
+    def make(
+        self,
+        plan: BucketPlan,
+        params: Sequence[Tensor],
+        *,
+        hook: CommHook | None = None,
+        features: Sequence[Feature] = (),
+        before: Sequence[GradBucket] = (),
+        rank_count: int | None = None,
+    ) -> list[GradBucket]:
+        """The buckets of a plan, in communication order; the last one carries the report.
+
+        All memory is allocated here. Where a bucket of `before` has the same gradients in the same places, its buffer
+        is used again, so that views of it stay what they are.
+
+        Args:
+            plan: the plan of `params`.
+            params: by registration index.
+            hook: reduces the gradients in place of the collectives.
+            features: add steps to buckets.
+            before: buckets that these replace; none of them is in flight.
+            rank_count: by which sums are divided, if not by the number of ranks.
+
+        Raises:
+            RuntimeError: there is no memory left.
+        """
+        device = torch.device(plan.buckets[0].device)
+        side = None
+        if self.overlaps and hook is None and collective.waits_on_streams(self.group, device):
+            side = SideStream(device)
+        making = _Making(self, plan, params, hook, features, list(before), rank_count or self.group.size(), side)
+        return making.buckets()
+
+
+@dataclass
+class _Making:
+    """One call of `Assembly.make`."""
+
+    assembly: Assembly
+    plan: BucketPlan
+    params: Sequence[Tensor]
+    hook: CommHook | None
+    features: Sequence[Feature]
+    before: list[GradBucket]
+    rank_count: int
+    side: SideStream | None
+
+    def buckets(self) -> list[GradBucket]:
+        plan, make_report = self.plan, self.assembly.make_report
+        last = plan.buckets[-1]
+        averaging = self._averaging(last)
+        inside = (
+            make_report is not None
+            and self.hook is None
+            and not last.sparse
+            and averaging.dtype in REPORT_DTYPES
+            and real_dtype(last.dtype) in REPORT_DTYPES
+        )
+        report = None
+        if make_report is not None:
+            dtype = getattr(torch, real_dtype(last.dtype)) if inside else torch.float32
+            report = make_report(len(plan.specs), dtype, torch.device(last.device))
+        count = len(plan.buckets)
+        buckets = [
+            self._bucket(order, bucket, report if inside and order == count - 1 else None)
+            for order, bucket in enumerate(plan.buckets)
+        ]
+        if report is not None and not inside:
+            buckets.append(self._report_alone(report, buckets))
+        return buckets
+
+    def _averaging(self, bucket: Bucket) -> Averaging:
+        assembly = self.assembly
+        if self.hook is not None:
+            return Averaging(real_dtype(bucket.dtype), 1.0)
+        # Rows are not blocks: sparse gradients travel as they are where the others are quantized.
+        wire = None if bucket.sparse and assembly.wire.is_fp8 else assembly.wire.dtype
+        return averaging_for(bucket.dtype, self.rank_count, assembly.scale, wire)
+
+    def _bucket(self, order: int, bucket: Bucket, report: Report | None) -> GradBucket:
+        params = [self.params[index] for index in bucket.params]
+        names = [self.plan.specs[index].name for index in bucket.params]
+        label = f"bucket {order} ({bucket.nbytes / MB:.3g} MB)"
+        if self.hook is not None:
+            parts = self._hooked(self.hook, order, bucket, params, names, label)
+        elif bucket.sparse:
+            buffer = self._buffer(_without_slots(bucket), [], [])
+            exchange = SparseRows(self.assembly.group, bucket, params[0], names[0], buffer.averaging)
+            parts = self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Views(buffer, Hooks([])), None)
+        else:
+            parts = self._dense(order, bucket, params, names, label, report)
+        return GradBucket(bucket, params, parts, self.assembly.around, label)
+
+    def _dense(
+        self, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str, report: Report | None
+    ) -> Parts:
+        assembly, averaging, size = self.assembly, self._averaging(bucket), self.assembly.group.size()
+        in_buffer = bucket, params, names
+        exchange: Exchange
+        format: Format = PLAIN
+        ordered: OrderedParts | Blocks | None = None
+        if averaging.dtype in FP8:
+            ordered = Blocks(size, getattr(torch, averaging.dtype))
+        elif assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
+            ordered = OrderedParts(size)
+        in_place = (
+            ordered is None and not (assembly.views or assembly.accumulates) and suits_in_place(bucket, averaging.dtype)
+        )
+        if in_place:
+            in_buffer = InPlace.small_part(*in_buffer)
+        buffer = self._buffer(*in_buffer, report=report, format=ordered or format)
+        if in_place:
+            exchange = InPlace(assembly.group, bucket, params, names)
+        elif ordered is not None:
+            exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
+        else:
+            exchange = AllReduce(assembly.group)
+        hooks = Hooks(buffer.params)
+        writers = writers_on(torch.device(bucket.device))
+        feed: Feed = AtOnce(buffer)
+        if assembly.accumulates:
+            feed = Accumulating(buffer, hooks, writers, label)
+        elif self._packs_eagerly(bucket, buffer):
+            feed = Eager(bucket, buffer, hooks)
+        delivery = self._delivery(order, bucket, buffer, hooks, report, label)
+        return self._parts(order, bucket, buffer, feed, exchange, delivery, report)
+
+    def _packs_eagerly(self, bucket: Bucket, buffer: Buffer) -> bool:
+        assembly = self.assembly
+        return (
+            assembly.views
+            and assembly.overlaps
+            and all(feature.eager for feature in self.features)
+            and Eager.suits(bucket, buffer.averaging.dtype)
+        )
+
+    def _delivery(
+        self, order: int, bucket: Bucket, buffer: Buffer, hooks: Hooks, report: Report | None, label: str
+    ) -> Delivery:
+        delivery: Delivery
+        if self.assembly.views and buffer.holds_gradients:
+            delivery = Views(buffer, hooks)
+        else:
+            squares = next((s for each in self.features if (s := each.squares(order, bucket)) is not None), None)
+            post_scale = buffer.averaging.post_scale
+            private = delivery = Private(buffer, post_scale, squares, label)
+            nbytes = sum(torch.Size(shape).numel() for shape, _ in buffer.shapes) * ITEM_SIZE[bucket.dtype]
+            usual = report is None and not buffer.is_complex and self.hook is None
+            if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
+                delivery = EarlyPrivate(private, buffer, self.side)
+        for feature in self.features:
+            delivery = feature.measured(order, delivery, buffer, self.side if report is None else None)
+        return delivery
+
+    def _hooked(
+        self, hook: CommHook, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
+    ) -> Parts:
+        group, is_last = self.assembly.group, order == len(self.plan.buckets) - 1
+        if bucket.sparse:
+            buffer = self._buffer(_without_slots(bucket), [], [])
+            rows = HookedRows(
+                group, hook, buffer, order, is_last=is_last, label=label, bucket=bucket, param=params[0], name=names[0]
+            )
+            return self._parts(order, bucket, buffer, AtOnce(buffer), rows, Views(buffer, Hooks([])), None)
+        buffer = self._buffer(bucket, params, names, format=Unpadded())
+        exchange = Hooked(group, hook, buffer, order, is_last=is_last, label=label)
+        delivery = self._delivery(order, bucket, buffer, Hooks(params), None, label)
+        return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, delivery, None)
+
+    def _report_alone(self, report: Report, buckets: list[GradBucket]) -> GradBucket:
+        """A bucket without gradients, for a report that needs its numbers exactly or leaves after a hook."""
+        plan = self.plan.buckets[-1]
+        empty = Bucket((), 0, "float32", plan.device, (), 0, None)
+        buffer = Buffer(empty, [], [], Averaging("float32", 1.0), zeros=zeros_on(plan.device), room=report.numel)
+        group = self.assembly.group
+        exchange: Exchange = AllReduce(group)
+        if self.hook is not None:
+            own = list(buckets)
+            exchange = AfterHooks(group, self.hook, report, lambda: [b.error for b in own if b.error is not None])
+        parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Views(buffer, Hooks([])), report)
+        return GradBucket(empty, [], parts, self.assembly.around, "the report")
+
+    def _parts(
+        self,
+        order: int,
+        bucket: Bucket,
+        buffer: Buffer,
+        feed: Feed,
+        exchange: Exchange,
+        delivery: Delivery,
+        report: Report | None,
+    ) -> Parts:
+        steps = tuple(step for each in self.features if (step := each.step(order, bucket, buffer, report)) is not None)
+        return Parts(buffer, feed, exchange, delivery, steps, report, writers_on(torch.device(bucket.device)))
+
+    def _rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
+        found = (each.rounding(order, bucket, buffer) for each in self.features)
+        return next((one for one in found if one is not None), None)
+
+    def _buffer(
+        self,
+        bucket: Bucket,
+        params: list[Tensor],
+        names: list[str],
+        *,
+        report: Report | None = None,
+        format: Format = PLAIN,
+    ) -> Buffer:
+        averaging = self._averaging(bucket)
+        room = 0 if report is None else report.numel
+        for old in self.before:
+            if old.parts.buffer.serves(bucket, params, averaging.dtype, room, format):
+                old.parts.buffer.averaging = averaging
+                return old.parts.buffer
+        zeros = self._zeros(bucket.device)
+        return Buffer(bucket, params, names, averaging, zeros=zeros, room=room, format=format)
+
+    def _zeros(self, device: str) -> Zeros:
+        group = self.assembly.group
+        if not self.assembly.registered or self.hook is not None:
+            return zeros_on(device)
+        return lambda numel, dtype: registered_memory.zeros(
+            numel, dtype=dtype, device=torch.device(device), group=group
+        )
+
+
+def _without_slots(bucket: Bucket) -> Bucket:
+    return Bucket((), bucket.nbytes, bucket.dtype, bucket.device, (), 0, None, bucket.sparse)

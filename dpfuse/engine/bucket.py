@@ -1,0 +1,272 @@
+"""One bucket on its way: packed by its feed, sent by its exchange, delivered. Knows no hook and no order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine.averaging import Averaging
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import BucketObserver, Delivery, Exchange, Feed, PackArguments, PackStep
+from dpfuse.engine.report import Outcome, Report
+from dpfuse.engine.streams import WritingStreams
+from dpfuse.engine.torch_private import ranged, ranged_without_graph
+from dpfuse.engine.waiting import Board, finish
+from dpfuse.errors import DPFuseError
+
+__all__ = ["FLIGHT", "FREE", "LANDED", "BucketState", "GradBucket", "Parts", "Surroundings"]
+
+
+class BucketState(Enum):
+    """Where a bucket is. Every move but the three down this list raises."""
+
+    FREE = auto()  # nothing waits for the buffer: send() may fill it
+    FLIGHT = auto()  # sent; the exchange reads and writes the buffer until wait() returns
+    LANDED = auto()  # reduced; deliver() or discard() gives the buffer back
+
+
+FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12 a member takes long to look up
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all buckets of a model share.
+
+    Args:
+        board: of the group; None where it has no heartbeat.
+        observers: are told how each bucket travels; may grow and shrink at any time.
+    """
+
+    board: Board | None
+    observers: list[BucketObserver]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one bucket is made of.
+
+    Args:
+        buffer: its memory.
+        feed: how gradients come into the buffer.
+        exchange: how the buffer travels.
+        delivery: how gradients leave the buffer.
+        steps: what features do while it is packed.
+        report: what travels behind the gradients, in the last bucket only.
+        writers: the streams that write its gradients, on CUDA.
+    """
+
+    buffer: Buffer
+    feed: Feed
+    exchange: Exchange
+    delivery: Delivery
+    steps: tuple[PackStep, ...] = ()
+    report: Report | None = None
+    writers: WritingStreams | None = None
+
+
+class GradBucket:
+    """Some parameters' gradients, which travel together.
+
+    Args:
+        plan: of this bucket.
+        params: its parameters, in the order of `plan.params`.
+        parts: what it is made of.
+        around: what it shares with others.
+        label: for errors and profiles.
+
+    Attributes:
+        state: where it is.
+        missing: registration indices of the parameters without a gradient in the last backward.
+        error: why the last backward cannot use this rank's gradients; zeros were sent in their place.
+    """
+
+    def __init__(self, plan: Bucket, params: Sequence[Tensor], parts: Parts, around: Surroundings, label: str) -> None:
+        self.plan = plan
+        self.params = list(params)
+        self.parts = parts
+        self.state = FREE
+        self.missing: list[int] = []
+        self.error: Exception | None = None
+        self._around = around
+        self._label = label
+        self._frozen: frozenset[int] = frozenset()
+        self._work: dist.Work | None = None
+        self._sources: list[Tensor | None] = []
+        self._sent: Tensor = parts.buffer.flat
+
+    def send(self, outcome: Outcome, *, complete: bool) -> None:
+        """Pack the gradients and start the exchange; a parameter without a gradient sends zeros.
+
+        An error before the exchange starts is kept in `error` and in `outcome`: the peers wait for this bucket
+        whatever happened here, and the report tells them.
+
+        Args:
+            outcome: of the backward, which this changes.
+            complete: whether every parameter is known to have a gradient.
+        """
+        self._check(FREE)
+        buffer, parts = self.parts.buffer, self.parts
+        self.missing, self.error = [], None
+        several_streams = parts.writers is not None and parts.writers.precede()
+        grads: list[Tensor | None] = []
+        try:
+            grads = self._gather(outcome, complete)
+            with ranged_without_graph("dpfuse::pack", self._label):
+                self._pack(grads, outcome)
+        except Exception as error:
+            self._send_zeros_for(error, outcome)
+        # Their memory is used again behind everything on this stream; what other streams wrote must outlive the pack.
+        self._sources = grads if several_streams else []
+        self._start(buffer.flat)
+        parts.feed.sent()
+        assert self._work is not None
+        parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+
+    def send_empty(self, outcome: Outcome) -> None:
+        """Send zeros, and touch no gradient: what lands will not be delivered."""
+        self._check(FREE)
+        self.missing, self.error = [], None
+        parts = self.parts
+        try:
+            # Not the buffer itself: gradients that are still in use may lie in it, as views.
+            flat = torch.zeros_like(parts.buffer.flat)
+        except Exception as error:
+            outcome.error = outcome.error or error
+            flat = parts.buffer.flat.zero_()
+        if parts.report is not None:
+            self._room_in(flat).copy_(parts.report.source(outcome))
+        parts.exchange.empty()
+        self._start(flat)
+        parts.feed.sent()
+
+    def wait(self) -> None:
+        """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
+        self._check(FLIGHT)
+        assert self._work is not None
+        parts, observers = self.parts, self._around.observers
+        for observer in observers:
+            observer.wait_begins(self._sent)
+        with ranged("dpfuse::wait", self._label):
+            finish(self._work, self._around.board, self._sent.device.type, last=parts.report is not None)
+            parts.delivery.landed()
+        for observer in observers:
+            observer.wait_ends()
+        parts.exchange.landed(self._work)
+        self.state, self._work = LANDED, None
+        self.error = self.error or parts.exchange.error
+        if parts.report is not None:
+            parts.report.landed(self._room_in(self._sent))
+
+    def deliver(self, untouched: Set[int] = frozenset()) -> None:
+        """Hand the reduced gradients to the parameters, but for those (registration indices) to leave alone."""
+        self._check(LANDED)
+        parts = self.parts
+        untouched = untouched | self._frozen
+        if parts.buffer.params:
+            parts.delivery.deliver({*self.missing}, untouched)
+        parts.exchange.deliver(untouched)
+        for step in parts.steps:
+            step.delivered(untouched)
+        self._sources = []
+        self.state = FREE
+
+    def discard(self) -> None:
+        """Wait if need be, and give the buffer back. Gradients that share its memory become zeros."""
+        if self.state is FLIGHT:
+            self.wait()
+        self._check(LANDED)
+        if self._sent is self.parts.buffer.flat:
+            self.parts.delivery.discard()
+        self.parts.exchange.discard()
+        self._sources, self._sent = [], self.parts.buffer.flat
+        self.state = FREE
+
+    def bind(self, params: Sequence[Tensor]) -> None:
+        """Work for these parameters until it is bound to others: a bucket that is kept keeps none of them alive."""
+        self.params = list(params)
+        outside = self.parts.exchange.bind(params)
+        self.parts.buffer.params[:] = [param for place, param in enumerate(params) if place not in outside]
+
+    def average_by(self, averaging: Averaging) -> None:
+        """Use other factors from the next `send` on; what travels keeps its dtype."""
+        buffer = self.parts.buffer
+        if not self.parts.exchange.takes_factors:
+            return
+        if averaging.pre_scale != buffer.averaging.pre_scale:
+            self.parts.feed.release()
+        buffer.averaging = replace(averaging, dtype=buffer.averaging.dtype)
+
+    @property
+    def averaging(self) -> Averaging:
+        """The factors of the next `send`, and the dtype that travels."""
+        return self.parts.buffer.averaging
+
+    @property
+    def busy(self) -> bool:
+        """Whether it was sent, and neither delivered nor discarded since."""
+        return self.state is not FREE
+
+    def _gather(self, outcome: Outcome, complete: bool) -> list[Tensor | None]:
+        """The gradients to pack, and in `missing` the parameters that have none."""
+        buffer, frozen = self.parts.buffer, outcome.frozen
+        self._frozen = frozen
+        grads: list[Tensor | None] = [param.grad for param in buffer.params]
+        if complete and not frozen:
+            return grads
+        # What is left in the `.grad` of a frozen parameter is not averaged.
+        grads = [None if index in frozen else grad for index, grad in zip(buffer.indices, grads, strict=True)]
+        there = self.parts.feed.held | frozen
+        pairs = zip(buffer.indices, grads, strict=True)
+        self.missing = [index for index, grad in pairs if grad is None and index not in there]
+        return grads
+
+    def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
+        parts, buffer = self.parts, self.parts.buffer
+        without = [*self.missing, *self._frozen.intersection(buffer.indices)]
+        arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
+        for step in parts.steps:
+            step.before(arguments)
+        self.missing += [i for i in parts.exchange.take(arguments.scale, parts.steps) if i not in self._frozen]
+        outcome.missing += self.missing
+        if parts.report is not None:
+            arguments.report = parts.report.source(outcome)
+        parts.feed.pack(grads, arguments)
+        for step in parts.steps:
+            step.after(arguments)
+        if buffer.params:
+            parts.delivery.hand_out_early({*self.missing, *self._frozen})
+
+    def _send_zeros_for(self, error: Exception, outcome: Outcome) -> None:
+        parts = self.parts
+        self.error = error
+        outcome.error = outcome.error or error
+        with torch.no_grad():
+            parts.buffer.clear()
+            parts.exchange.empty()
+            if parts.report is not None:
+                parts.buffer.report.copy_(parts.report.source(outcome))
+
+    def _room_in(self, flat: Tensor) -> Tensor:
+        """The report's place in what was sent."""
+        buffer = self.parts.buffer
+        return buffer.report if flat is buffer.flat else flat[flat.numel() - buffer.report.numel() :]
+
+    def _start(self, flat: Tensor) -> None:
+        with ranged("dpfuse::all_reduce", self._label):
+            work = self.parts.exchange.start(flat)
+            self._work, self._sent, self.state = work, flat, FLIGHT
+        for observer in self._around.observers:
+            observer.sent(self.parts.exchange.tensors(flat), work, is_last=self.parts.report is not None)
+
+    def _check(self, expected: BucketState) -> None:
+        if self.state is not expected:
+            raise DPFuseError(
+                f"{self._label} with parameters {', '.join(self.parts.buffer.names[:3])}… is {self.state.name}, "
+                f"expected {expected.name}; this is a bug in dpfuse, please report it"
+            )

@@ -1,0 +1,241 @@
+"""The memory of one bucket: which gradient lies where in it, and what `.grad` sees of it. Knows no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpfuse.engine.averaging import Averaging, real_dtype
+from dpfuse.engine.plan import Bucket, lay_out_slots
+from dpfuse.engine.protocols import PackArguments
+from dpfuse_kernels import PointerTable, flatten, unflatten
+from dpfuse_kernels import Slot as KernelSlot
+
+__all__ = ["PLAIN", "Buffer", "Format", "Zeros", "dense_stride", "zeros_on"]
+
+Zeros = Callable[[int, torch.dtype], Tensor]  # elements and dtype -> a flat tensor of zeros
+
+
+class Format(Protocol):
+    """How gradients are written in a buffer."""
+
+    def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
+        """Offsets of gradients of so many real numbers, and the offset of `room` more; both in elements."""
+
+    def table(
+        self, zeros: Zeros, numel: int, wire: str, slots: Sequence[KernelSlot], dtype: torch.dtype
+    ) -> PointerTable:
+        """A new flat tensor with these slots."""
+
+    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
+        """Write gradients into the table of the arguments."""
+
+    def unpack(
+        self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
+    ) -> None:
+        """Read them again."""
+
+
+class _Plain:
+    """Numbers of the dtype that travels, one behind the other, aligned for 128-bit loads."""
+
+    def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
+        slots, length = lay_out_slots(enumerate(numels), dtype)
+        return [slot.offset for slot in slots], length
+
+    def table(
+        self, zeros: Zeros, numel: int, wire: str, slots: Sequence[KernelSlot], dtype: torch.dtype
+    ) -> PointerTable:
+        return PointerTable(zeros(numel, getattr(torch, wire)), slots, dtype)
+
+    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
+        flatten(
+            grads,
+            arguments.table,
+            scale=arguments.scale,
+            counts=arguments.counts,
+            factor=arguments.factor,
+            residual=arguments.residual,
+            matched=True,
+        )
+
+    def unpack(
+        self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
+    ) -> None:
+        unflatten(table, targets, scale=scale, squares=squares, matched=matched)
+
+
+PLAIN: Format = _Plain()
+
+
+class Buffer:
+    """Flat memory with a slot for the gradient of each parameter, and room for a report behind them.
+
+    Args:
+        bucket: the plan of what lies in it.
+        params: its parameters, in that order; on one device.
+        names: their names, for errors.
+        averaging: the dtype that travels, and what packing multiplies with.
+        room: elements of the report.
+        zeros: allocates a flat tensor of zeros.
+        format: how gradients are written.
+
+    Attributes:
+        indices: registration indices of the parameters.
+        table: of all slots, the report's among them; None of a buffer without any slot.
+        gradients: of the gradients alone: what is unpacked needs no report in its way.
+        views: what gradients become: the slots as complex numbers where the gradients are complex.
+        report: the room for the report, [room].
+
+    Raises:
+        RuntimeError: there is no memory left.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        averaging: Averaging,
+        *,
+        zeros: Zeros,
+        room: int = 0,
+        format: Format = PLAIN,
+    ) -> None:
+        self.indices = bucket.params
+        self.params = list(params)
+        self.names = names
+        self.averaging = averaging
+        self.format = format
+        self.shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
+        self.dtype: torch.dtype = getattr(torch, bucket.dtype)
+        numbers = [(shape, stride) if not self.is_complex else _pairs(shape, stride) for shape, stride in self.shapes]
+        offsets, end = format.places([torch.Size(shape).numel() for shape, _ in numbers], room, averaging.dtype)
+        slots = (
+            [KernelSlot(*each) for each in zip(names, offsets, *zip(*numbers, strict=True), strict=True)]
+            if params
+            else []
+        )
+        if room:
+            slots.append(KernelSlot("dpfuse's report", end, (room,), (1,)))
+        # Of the planned dtype, whatever became of the parameters: the peers keep to the plan.
+        real = getattr(torch, real_dtype(bucket.dtype))
+        self.table = format.table(zeros, end + room, averaging.dtype, slots, real)
+        self.gradients = self.table.first(len(self.params)) if room else self.table
+        self.views = self._views_of(self.table)
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether gradients are complex; they travel as pairs of real numbers."""
+        return self.dtype.is_complex
+
+    @property
+    def flat(self) -> Tensor:
+        """All of the memory, [elements]."""
+        return self.table.flat
+
+    @property
+    def report(self) -> Tensor:
+        """The part behind the gradients, [room]."""
+        return self.table.views[-1]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for a report."""
+        return self.gradients is not self.table
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the numbers in it are the gradients' own, so that `.grad` can be a view."""
+        return self.table.dtype == self.flat.dtype
+
+    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
+        """Write these gradients, one per parameter or None, and the report of the arguments."""
+        if self.is_complex:
+            grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
+        if arguments.report is not None:
+            grads = [*grads, arguments.report]
+        if grads:
+            self.format.pack(grads, arguments)
+
+    def unpack(
+        self, targets: Sequence[Tensor | None], *, scale: float, squares: Tensor | None = None, matched: bool = True
+    ) -> None:
+        """Copy the slots to these tensors, one per parameter or None, and add up squares if asked to."""
+        self.format.unpack(self.gradients, targets, scale, squares, matched)
+
+    def hand_out_views(self, but: Collection[int]) -> None:
+        """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
+        views = self.current_views()
+        if not but:
+            for param, view in zip(self.params, views, strict=True):
+                param.grad = view
+            return
+        for param, index, view in zip(self.params, self.indices, views, strict=True):
+            if index not in but:
+                param.grad = view
+
+    def current_views(self) -> list[Tensor]:
+        """The views, each of them on its slot: `param.grad.data = x` moves one that was handed out."""
+        if list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses:
+            self.gradients.views[:] = self.gradients.new_views()
+            self.table.views[: len(self.params)] = self.gradients.views
+            self.views = self._views_of(self.gradients)
+        return self.views
+
+    def target(self, place: int) -> Tensor:
+        """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
+        param = self.params[place]
+        if param.grad is None or param.grad.is_conj():
+            shape, stride = self.shapes[place]
+            param.grad = torch.empty_strided(shape, stride, dtype=self.dtype, device=self.flat.device)
+        return torch.view_as_real(param.grad) if self.is_complex else param.grad
+
+    def follow_flat(self) -> None:
+        """The flat tensor has got other memory: see the slots there."""
+        self.table = self.gradients = PointerTable(self.flat, self.table.slots, self.table.dtype)
+        self.views = self._views_of(self.table)
+
+    def clear(self) -> None:
+        """Make everything in it zero, as a bucket without gradients sends it."""
+        self.flat.zero_()
+
+    def clear_gradients(self) -> None:
+        """The same, without the report, which is still to be read."""
+        self.gradients.flat.zero_()
+
+    def serves(self, bucket: Bucket, params: Sequence[Tensor], wire: str, room: int, format: Format) -> bool:
+        """Whether a bucket with these arguments can use this memory: the same gradients lie in the same places."""
+        return (
+            bool(params)
+            and self.indices == bucket.params
+            and list(map(id, self.params)) == list(map(id, params))
+            and self.shapes == [(tuple(param.shape), dense_stride(param)) for param in params]
+            and self.dtype == getattr(torch, bucket.dtype)
+            and self.averaging.dtype == wire
+            and self.flat.device.type == torch.device(bucket.device).type
+            and (self.report.numel() if self.has_room else 0) == room
+            and type(self.format) is type(format)
+        )
+
+    def _views_of(self, table: PointerTable) -> list[Tensor]:
+        views = table.views[: len(self.params)]
+        return [*map(torch.view_as_complex, views)] if self.is_complex and self.holds_gradients else views
+
+
+def zeros_on(device: str) -> Zeros:
+    """An allocator of ordinary memory there."""
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+
+
+def dense_stride(param: Tensor) -> tuple[int, ...]:
+    """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
+    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _pairs(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of complex numbers as pairs of real ones."""
+    return (*shape, 2), (*(2 * step for step in stride), 1)

@@ -1,0 +1,45 @@
+"""Calls back when a collective has landed, and lets the process end no earlier. Knows no bucket."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from time import monotonic, sleep
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+__all__ = ["call_when_landed"]
+
+PATIENCE = 2.0  # seconds; what has not landed by then may never
+
+_awaited: WeakSet[Callable[[object], None]] = WeakSet()  # the thread that has called one lets go of it
+
+
+def call_when_landed(work: dist.Work, call: Callable[[], None]) -> None:
+    """Have a thread of the back end call `call` once `work` is done.
+
+    A thread that still has to call into Python when Python ends takes the whole process down ("terminate called
+    without an active exception"), whatever the program has achieved. So the end waits until all have.
+
+    Args:
+        work: a collective whose future is set by its back end, or a communication hook.
+        call: as short as can be.
+    """
+
+    def landed(_future: object) -> None:
+        call()
+
+    _awaited.add(landed)
+    work.get_future().add_done_callback(landed)
+
+
+def _let_land() -> None:
+    deadline = monotonic() + PATIENCE
+    while _awaited and monotonic() < deadline:
+        sleep(0.001)
+
+
+atexit.register(_let_land)
+os.register_at_fork(after_in_child=_awaited.clear)  # the threads are its parent's

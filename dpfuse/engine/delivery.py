@@ -1,0 +1,153 @@
+"""How reduced gradients get from a buffer to the parameters: as views of it, or copied. Knows no exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.protocols import Delivery
+from dpfuse.engine.streams import SideStream, capturing
+from dpfuse.engine.torch_private import Hooks, is_private, no_graph, ranged
+
+__all__ = ["LEAST", "EarlyPrivate", "Private", "Views"]
+
+LEAST = 64 << 10  # bytes of a bucket's mean gradient; for smaller ones the host looks longer than the copy takes
+
+
+class Views(Delivery):
+    """`.grad` is a view of the buffer.
+
+    Views are handed out when the buffer is sent, so that private gradients are freed while backward goes on. Where
+    another hook still has to read an accumulated gradient, they are handed out at the end.
+
+    Args:
+        buffer: holds the gradients as they are.
+        hooks: of its parameters.
+
+    Attributes:
+        handed_out: whether that was done when the buffer was sent.
+    """
+
+    def __init__(self, buffer: Buffer, hooks: Hooks) -> None:
+        self.handed_out = False
+        self._buffer = buffer
+        self._hooks = hooks
+
+    def hand_out_early(self, missing: Set[int]) -> None:
+        """Make `.grad` of all parameters but the missing ones their view, if no other hook reads it."""
+        self.handed_out = self._hooks.are_ours
+        if self.handed_out:
+            self._buffer.hand_out_views(missing)
+
+    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+        """As `Delivery.deliver`; where views were handed out early, only the missing gradients still wait."""
+        if not self.handed_out:
+            self._buffer.hand_out_views(untouched)
+        elif missing:
+            self._buffer.hand_out_views(set(self._buffer.indices).difference(missing).union(untouched))
+        return untouched.isdisjoint(self._buffer.indices)
+
+    def discard(self) -> None:
+        # Its owner may have zeroed a view before the part of the peers landed in it.
+        with torch.no_grad():
+            self._buffer.clear_gradients()
+
+
+class Private(Delivery):
+    """Each gradient keeps memory of its own, to which the sum is copied.
+
+    Args:
+        buffer: holds the gradients in any dtype.
+        post_scale: multiplies what is copied.
+        squares: where to add up the squares of what is copied, [] float64; None adds up nothing.
+        label: of the bucket, for profiles.
+    """
+
+    def __init__(self, buffer: Buffer, post_scale: float, squares: Tensor | None = None, label: str = "") -> None:
+        self._buffer = buffer
+        self._post_scale = post_scale
+        self._squares = squares
+        self._label = label
+
+    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+        buffer = self._buffer
+        grads: list[Tensor | None] = [param.grad for param in buffer.params]
+        if untouched or buffer.is_complex or type(None) in set(map(type, grads)):
+            for place, index in enumerate(buffer.indices):
+                grads[place] = None if index in untouched else buffer.target(place)
+        self.copy_to(grads)
+        return type(None) not in set(map(type, grads))
+
+    def copy_to(self, targets: list[Tensor | None]) -> None:
+        """Copy the buffer to these gradients, one per parameter; None is left out."""
+        with no_graph(), ranged("dpfuse::unpack", self._label):
+            try:
+                self.copy_now(targets)
+            except Exception:
+                # A gradient that can be read but not written, such as an expanded one that was set by hand. Also where
+                # memory was short for a moment: every copy can be made again.
+                for place, target in enumerate(targets):
+                    if target is not None:
+                        self._buffer.params[place].grad = None
+                        targets[place] = self._buffer.target(place)
+                self.copy_now(targets, matched=False)
+
+    def copy_now(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
+        """The same, without a second attempt."""
+        self._buffer.unpack(targets, scale=self._post_scale, squares=self._squares, matched=matched)
+
+
+class EarlyPrivate(Delivery):
+    """The same, copied on a side stream while backward goes on, where no other code has or awaits the gradients.
+
+    Args:
+        private: copies what cannot be copied early.
+        buffer: of the bucket.
+        side: where to copy early.
+    """
+
+    def __init__(self, private: Private, buffer: Buffer, side: SideStream) -> None:
+        self._private = private
+        self._buffer = buffer
+        self._side = side
+        self._hooks = Hooks(buffer.params)
+        self._written: list[tuple[Tensor, int]] = []  # gradients and their addresses, by place
+
+    def sent(self, work: dist.Work, *, clean: bool) -> None:
+        grads = [param.grad for param in self._buffer.params]
+        present = [grad for grad in grads if grad is not None]
+        del grads
+        # The backward that goes on may still read memory that a gradient shares, and another hook the gradient.
+        if not clean or capturing() or not (self._hooks.are_ours and all(map(is_private, present))):
+            return
+        if self._side.queue(work, partial(self._private.copy_now, present), [self._buffer.table, *present]):
+            self._written = [(grad, grad.data_ptr()) for grad in present]
+
+    def landed(self) -> None:
+        self._side.join()
+
+    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+        done = self.delivered()
+        if len(done) == len(self._buffer.params):
+            return True
+        return self._private.deliver(missing, {*untouched, *(self._buffer.indices[place] for place in done)})
+
+    def discard(self) -> None:
+        # Its owner may have zeroed a gradient before the part of the peers landed in it.
+        written = [grad for grad, _ in self._written]
+        for place in self.delivered():
+            written[place].zero_()
+
+    def delivered(self) -> set[int]:
+        """The places whose gradient is still the one that was written, where it was then; forgets them."""
+        written, self._written = self._written, []
+        return {
+            place
+            for place, (param, (grad, address)) in enumerate(zip(self._buffer.params, written, strict=bool(written)))
+            if param.grad is grad and grad.data_ptr() == address
+        }

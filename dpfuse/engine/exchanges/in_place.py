@@ -1,0 +1,229 @@
+"""Large private gradients are reduced where they lie, beside the buffer of the small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine import collective
+from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.param_spec import ITEM_SIZE
+from dpfuse.engine.plan import Bucket, Slot
+from dpfuse.engine.protocols import Exchange, PackStep
+from dpfuse.engine.torch_private import is_private
+from dpfuse_kernels import PointerTable, flatten, unflatten
+from dpfuse_kernels import Slot as KernelSlot
+
+__all__ = ["LARGE", "InPlace", "suits_in_place"]
+
+# Bytes from which a gradient is. Each is a collective of its own on gloo: of ten gradients of 1 MB that costs what the
+# copies cost (step 0.99 of that with copies), of 2 MB less (0.81), of 256 KB more (1.5): docs/design/0006-in-place.md.
+LARGE = 2 << 20
+
+
+def suits_in_place(bucket: Bucket, wire: str) -> bool:
+    """Whether private gradients of this bucket are worth it, and can be reduced in place."""
+    return not bucket.sparse and wire == bucket.dtype and any(_is_large(slot, bucket.dtype) for slot in bucket.slots)
+
+
+class InPlace(Exchange):
+    """Large gradients are parts of the all-reduce where they lie; the buffer, with the small ones, is another part.
+
+    What is in a large gradient between `start` and the end of the wait is undefined, and it is lost where `discard`
+    follows. A gradient that other code may see or write meanwhile travels in a copy, which no other rank notices.
+
+    Args:
+        group: the ranks.
+        bucket: the plan of all gradients.
+        params: theirs, in the order of `bucket.params`.
+        names: of the parameters, for errors.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, bucket: Bucket, params: Sequence[Tensor], names: Sequence[str]
+    ) -> None:
+        super().__init__(group)
+        places = [place for place, slot in enumerate(bucket.slots) if _is_large(slot, bucket.dtype)]
+        self._large = [_LargeGradient(params[place], bucket, place, names[place]) for place in places]
+        self._scale = 1.0
+
+    @staticmethod
+    def small_part(
+        bucket: Bucket, params: Sequence[Tensor], names: Sequence[str]
+    ) -> tuple[Bucket, list[Tensor], list[str]]:
+        """The gradients that travel in the buffer: their plan, parameters and names."""
+        places = [place for place, slot in enumerate(bucket.slots) if not _is_large(slot, bucket.dtype)]
+        rest = replace(
+            bucket,
+            params=tuple(bucket.params[place] for place in places),
+            slots=tuple(bucket.slots[place] for place in places),
+        )
+        return rest, [params[place] for place in places], [names[place] for place in places]
+
+    def bind(self, params: Sequence[Tensor]) -> set[int]:
+        for one in self._large:
+            one.param = params[one.place] if params else None
+        return {one.place for one in self._large}
+
+    def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
+        """As `Exchange.take`; writes nothing that other code can see before all of it was read."""
+        self._scale = scale
+        with torch.no_grad():
+            for one in self._large:
+                one.take()
+            present = [one for one in self._large if not one.missing]
+            for step in steps:
+                step.outside([one.name for one in present], [one.flat for one in present])
+        self.bytes_in_place = sum(one.nbytes for one in self._large if one.in_place)
+        return [one.index for one in self._large if one.missing]
+
+    def empty(self) -> None:
+        self.bytes_in_place = 0
+        for one in self._large:
+            one.clear()
+
+    def start(self, flat: Tensor) -> dist.Work:
+        large = [one.flat for one in self._large]
+        return collective.all_reduce_together([flat] if flat.numel() else [], large, self._scale, self.group)
+
+    def tensors(self, flat: Tensor) -> list[Tensor]:
+        return [*(one.flat for one in self._large), *([flat] if flat.numel() else ())]
+
+    def deliver(self, untouched: Set[int]) -> None:
+        with torch.no_grad():
+            for one in self._large:
+                if one.index not in untouched:
+                    one.deliver()
+                one.forget()
+
+    def discard(self) -> None:
+        """As `Exchange.discard`; large gradients that were complete are lost, and become zeros."""
+        for one in self._large:
+            one.lose()
+            one.forget()
+
+
+class _LargeGradient:
+    """One gradient that is reduced where it lies, or in a copy.
+
+    Args:
+        param: whose gradient it is.
+        bucket: the plan of its bucket.
+        place: of the parameter there.
+        name: for errors.
+
+    Attributes:
+        index: registration index of the parameter.
+        place: of the parameter in its bucket.
+        param: the parameter, if the bucket is bound to any.
+        name: its name.
+        missing: whether there was no gradient when it was taken.
+        in_place: whether it is itself what travels, or was in the last launch.
+        flat: what travels, [elements], in the planned memory order; only until it is delivered.
+        nbytes: its bytes.
+    """
+
+    flat: Tensor
+
+    def __init__(self, param: Tensor, bucket: Bucket, place: int, name: str) -> None:
+        self.index = bucket.params[place]
+        self.name = name
+        self.missing = False
+        self.place = place
+        self.param: Tensor | None = param
+        self._dtype = getattr(torch, bucket.dtype)
+        self._device = torch.device(bucket.device)
+        self._slot = KernelSlot(name, 0, tuple(param.shape), dense_stride(param))
+        self.nbytes = self._slot.numel * self._dtype.itemsize
+        self.in_place = False
+        self._copy: PointerTable | None = None
+        self._taken: Tensor | None = None  # the gradient; referenced until all that reads it is ordered
+
+    def take(self) -> None:
+        """Make `flat` the gradient, or a copy of it, or zeros where there is none; writes no gradient."""
+        # A gradient that was left in a frozen parameter is not averaged.
+        param = self.param
+        self._taken = grad = param.grad if param is not None and param.requires_grad else None
+        self.missing = grad is None
+        self.in_place = grad is not None and self._may_be_written(grad)
+        if self.in_place:
+            assert grad is not None
+            # Seen flat: to a process group the order of dimensions means nothing. And `grad.data = x` moves `grad`.
+            self.flat = grad.as_strided((self._slot.numel,), (1,))
+        else:
+            table = self._table_for_copy()
+            flatten([grad], table, matched=True)
+            self.flat = table.flat
+
+    def clear(self) -> None:
+        """Send zeros in its place."""
+        try:
+            self.flat = self._table_for_copy().flat.zero_()
+        except Exception:  # there is no memory for a copy; the gradient is lost anyway
+            if not self.in_place:
+                raise
+            self.flat.zero_()
+        self._taken, self.in_place = None, False
+
+    def deliver(self) -> None:
+        """Make the reduced gradient the parameter's."""
+        assert self.param is not None
+        grad = self.param.grad
+        if self.in_place:
+            if grad is not None and grad is self._taken and grad.data_ptr() == self.flat.data_ptr():
+                return
+            # It was replaced after it was sent, or taken away.
+            table = PointerTable(self.flat, [self._slot], self._dtype)
+        else:
+            table = self._table_for_copy()
+        if grad is not None:
+            try:
+                unflatten(table, [grad], matched=True)
+                return
+            except (ValueError, RuntimeError):
+                pass  # it can be read but not written, such as an expanded one that was set by hand
+        self.param.grad = table.views[0].detach()  # a view would keep a second owner of its memory
+        self._copy = None  # it is the parameter's now
+
+    def lose(self) -> None:
+        """Zero what was reduced in place: its owner may have zeroed it already, before the peers' part landed in it."""
+        if self.in_place:
+            self.flat.zero_()
+
+    def forget(self) -> None:
+        """Let go of what was taken."""
+        self._taken = None
+        del self.flat
+
+    def _table_for_copy(self) -> PointerTable:
+        if self._copy is None:
+            flat = torch.zeros(self._slot.numel, dtype=self._dtype, device=self._device)
+            self._copy = PointerTable(flat, [self._slot], self._dtype)
+        return self._copy
+
+    def _may_be_written(self, grad: Tensor) -> bool:
+        """Whether `grad` lies as planned, and nobody but the parameter has it."""
+        slot, param = self._slot, self.param
+        assert param is not None
+        return (
+            type(grad) is Tensor
+            and grad.layout is torch.strided
+            and grad.dtype == self._dtype
+            and grad.device == self._device
+            and grad.shape == slot.shape
+            and grad.stride() == slot.stride
+            and not grad.is_neg()
+            and not grad.is_inference()
+            # Another hook, say of a second wrapper, still has to read what was accumulated.
+            and len(param._post_accumulate_grad_hooks or ()) <= 1
+            and grad.untyped_storage().resizable()  # else the memory may be that of numpy
+            and is_private(grad)
+        )
+
+
+def _is_large(slot: Slot, dtype: str) -> bool:
+    return slot.numel * ITEM_SIZE[dtype] >= LARGE

@@ -1,0 +1,221 @@
+"""Sums in the order of the ranks, of numbers or of eight-bit blocks: no bit depends on the layout of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from dpfuse.engine import collective
+from dpfuse.engine.buffer import PLAIN, Zeros
+from dpfuse.engine.protocols import Exchange, PackArguments
+from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
+from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
+
+__all__ = ["Blocks", "OrderedParts", "OrderedSum", "Rounding"]
+
+STEP = 8  # elements: the parts of the ranks are whole multiples, for loads and stores of 128 bits
+
+
+class Rounding(Protocol):
+    """Keeps what rounding takes from a sum."""
+
+    def part(self, rank: int, size: int) -> Tensor | None:
+        """Where to add what rounding takes from this rank's part of the sum, [elements / size]; None keeps nothing."""
+
+
+class OrderedParts:
+    """Plain numbers, of which each rank adds up one part.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._step = STEP * size
+
+    def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
+        """As `Format.places`; the room follows the gradients, and ends the last rank's part."""
+        offsets, length = PLAIN.places(numels, room, dtype)
+        return offsets, -(-(length + room) // self._step) * self._step - room
+
+    table = staticmethod(PLAIN.table)
+    pack = staticmethod(PLAIN.pack)
+    unpack = staticmethod(PLAIN.unpack)
+
+    def add_up(self, parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        """Add up the rows of `parts` in float32 (float64 for float64), and round once."""
+        sum_parts(parts, out, residual)
+
+
+class Blocks:
+    """MXFP8: blocks of 32 eight-bit numbers with a scale for each; no block belongs to two gradients.
+
+    What is not finite arrives as NaN. Each rank adds up a part of whole super-blocks.
+
+    Args:
+        size: number of ranks.
+        dtype: of the numbers, torch.float8_e4m3fn or torch.float8_e5m2.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._step = SUPER_BLOCK * size
+        self._dtype = dtype
+
+    def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
+        """As `Format.places`; there is no room for a report, which needs its numbers exactly."""
+        assert not room
+        offsets, end = [], 0
+        for numel in numels:
+            offsets.append(end)
+            end += -(-numel // BLOCK) * BLOCK
+        return offsets, -(-end // self._step) * self._step
+
+    def table(self, zeros: Zeros, numel: int, wire: str, slots: Sequence[Slot], dtype: torch.dtype) -> PointerTable:
+        return MxTable(zeros(mx_bytes(numel), torch.uint8), slots, dtype, self._dtype)
+
+    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
+        assert isinstance(arguments.table, MxTable)
+        quantize(
+            grads,
+            arguments.table,
+            scale=arguments.scale,
+            factor=arguments.factor,
+            counts=arguments.counts,
+            residual=arguments.residual,
+            matched=True,
+        )
+
+    def unpack(
+        self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
+    ) -> None:
+        assert isinstance(table, MxTable)
+        dequantize(table, targets, scale=scale, squares=squares, matched=matched)
+
+    def add_up(self, parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        """Decode the rows of `parts`, add them up in float32, and encode the sum once."""
+        sum_quantized(parts, out, format=self._dtype, residual=residual)
+
+
+class OrderedSum(Exchange):
+    """All-to-all of parts, a sum in the order of the ranks, all-gather of the sums: as many bytes as in a ring.
+
+    An all-reduce adds up in an order that depends on where an element lies. Here each rank receives one part of the
+    buffer from all ranks, and adds up and rounds once.
+
+    Args:
+        group: the ranks.
+        format: of the buffer.
+        rounding: keeps what rounding takes from this rank's part of the sum, if anything does.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, format: OrderedParts | Blocks, rounding: Rounding | None = None
+    ) -> None:
+        super().__init__(group)
+        self._format = format
+        self._rounding = rounding
+        self._parts: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, flat: Tensor) -> dist.Work:
+        if self._parts is None:
+            self._parts = torch.empty_like(flat)
+            self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
+        rank, size = self.group.rank(), self.group.size()
+        residual = None if self._rounding is None else self._rounding.part(rank, size)
+        work = _OrderedWork(flat, self._parts, self.group, lambda parts, out: self._format.add_up(parts, out, residual))
+        work.begin(self._stream)
+        return work
+
+
+class _OrderedWork(dist.Work):
+    """The sum of a buffer over the ranks, begun as an all-to-all of its parts.
+
+    On CUDA all that follows is queued at once, on a stream of its own. On a CPU it follows in `wait`: a rank that added
+    up as soon as the parts have landed would have to gather in an order that differs between ranks, or to wait in
+    backward.
+
+    Args:
+        flat: the buffer, [ranks * part]; holds the sum once this was waited for.
+        parts: room for what the other ranks send, like `flat`.
+        group: the ranks.
+        add_up: called with the parts, [ranks, part], and where to put their sum, [part].
+    """
+
+    def __init__(
+        self, flat: Tensor, parts: Tensor, group: dist.ProcessGroup, add_up: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        super().__init__()
+        self._flat = flat
+        self._parts = parts
+        self._group = group
+        self._add_parts = add_up
+        self._future: Future[Any] = Future()
+        self._gather: dist.Work | None = None
+        self._error: Exception | None = None
+        self._exchange: dist.Work | None = None
+
+    def begin(self, stream: torch.cuda.Stream | None) -> None:
+        """Start the first collective, and on CUDA queue the rest."""
+        self._exchange = collective.start_all_to_all(self._parts, self._flat, self._group)
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                self._exchange.wait()
+                self._gather = self._add_up()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the sum, for each of its two collectives as long as `timeout` says, and again if that was too short.
+
+        Raises:
+            RuntimeError: it took longer, or failed, as `is_completed` tells then.
+        """
+        assert self._exchange is not None
+        if self._gather is None:
+            _wait(self._exchange, timeout)
+            self._gather = self._add_up()
+        _wait(self._gather, timeout)
+        if not self._future.done():
+            self._future.set_result([self._flat])
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether a wait returns or raises at once."""
+        if self._gather is not None:
+            return self._gather.is_completed()
+        assert self._exchange is not None
+        if self._exchange.is_completed():
+            try:
+                self._exchange.wait()
+            except RuntimeError:
+                return True
+        return False
+
+    def get_future(self) -> Future[Any]:
+        """Done when the sum was waited for."""
+        return self._future
+
+    def _add_up(self) -> dist.Work:
+        size = self._group.size()
+        # What this rank has sent was read: the sum is put where the gather leaves it.
+        ours = self._flat.view(size, -1)[self._group.rank()]
+        try:
+            self._add_parts(self._parts.view(size, -1), ours)
+        except Exception as error:
+            # The peers wait for this part. Of eight-bit blocks, all bits set are NaN; so are they of floating point.
+            ours.view(torch.uint8).fill_(255)
+            self._error = error
+        return collective.start_all_gather_into(self._flat, ours, self._group)
+
+
+def _wait(work: dist.Work, timeout: timedelta) -> None:
+    work.wait(timeout) if timeout else work.wait()

@@ -1,0 +1,194 @@
+"""The gradient of one parameter with sparse rows: ranks exchange how many rows each has, then the rows themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from dpfuse.engine import collective
+from dpfuse.engine.averaging import Averaging
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import Exchange, PackStep
+
+__all__ = ["SparseRows"]
+
+INDEX = torch.int64
+
+
+class SparseRows(Exchange):
+    """Rows cannot be summed in place, since each rank has others: all ranks gather all rows, and add up equal ones.
+
+    How many rows there are must be known first, so a small collective starts during backward, and the rows follow when
+    backward has ended. `.grad` is a coalesced COO tensor afterwards, or dense on every rank where it was dense on one
+    (an embedding whose weight is used elsewhere too).
+
+    Args:
+        group: the ranks.
+        bucket: the plan of the one parameter.
+        param: that parameter.
+        name: its name, for errors.
+        averaging: the dtype that travels, and the factor behind the sum.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, bucket: Bucket, param: Tensor, name: str, averaging: Averaging
+    ) -> None:
+        super().__init__(group)
+        self._index = bucket.params[0]
+        self._param = param
+        self._name = name
+        self._dtype = cast(torch.dtype, getattr(torch, bucket.dtype))
+        self._wire = cast(torch.dtype, getattr(torch, averaging.dtype))
+        self._post_scale = averaging.post_scale
+        self._device = torch.device(bucket.device)
+        self._width = INDEX.itemsize + math.prod(param.shape[1:]) * self._wire.itemsize  # bytes of a row
+        self._rows = self._no_rows()
+        self._is_dense = False
+
+    def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
+        self.empty()
+        grad = self._param.grad if self._param.requires_grad else None
+        if grad is None:
+            return [self._index]
+        with torch.no_grad():
+            self._rows = self._rows_of(grad, scale, steps)
+        self._is_dense = grad.layout is torch.strided
+        return []
+
+    def empty(self) -> None:
+        self._rows, self._is_dense = self._no_rows(), False
+
+    def start(self, flat: Tensor) -> dist.Work:
+        work = _RowsWork(self._rows, self._is_dense, self.group)
+        work.begin()
+        return work
+
+    def tensors(self, flat: Tensor) -> list[Tensor]:
+        """As `Exchange.tensors`: the numbers of rows, and the rows."""
+        return [torch.empty(2, dtype=torch.float64), self._rows]
+
+    def landed(self, work: dist.Work) -> None:
+        assert isinstance(work, _RowsWork)
+        self._rows, self._is_dense = work.rows, work.is_dense
+
+    def deliver(self, untouched: Set[int]) -> None:
+        """As `Exchange.deliver`: the sum of all ranks' rows becomes the parameter's gradient."""
+        rows, self._rows = self._rows, self._no_rows()
+        if self._index in untouched:
+            return
+        with torch.no_grad():
+            shape, count = self._param.shape, len(rows)
+            # reshape, not contiguous: that of a single row is contiguous where it lies, at an odd place.
+            indices = rows[:, : INDEX.itemsize].reshape(-1).view(INDEX).view(1, count)
+            values = rows[:, INDEX.itemsize :].reshape(-1).view(self._wire).view(count, *shape[1:])
+            total = torch.sparse_coo_tensor(indices, values.to(self._compute), shape, check_invariants=False)
+            grad = (total.coalesce() * self._post_scale).to(self._dtype)
+            self._param.grad = grad.to_dense() if self._is_dense else grad.coalesce()
+
+    @property
+    def _compute(self) -> torch.dtype:
+        """What rows are scaled and added up in."""
+        return torch.float64 if self._dtype == torch.float64 else torch.float32
+
+    def _no_rows(self) -> Tensor:
+        return torch.empty(0, self._width, dtype=torch.uint8, device=self._device)
+
+    def _rows_of(self, grad: Tensor, scale: float, steps: Sequence[PackStep]) -> Tensor:
+        """The scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
+        if grad.dtype != self._dtype:
+            raise ValueError(
+                f"parameter {self._name!r} has a gradient of dtype {grad.dtype}, expected {self._dtype} as the "
+                "parameter had in forward. Convert a module between steps, not between forward and backward."
+            )
+        if grad.layout is torch.strided:
+            indices, values = torch.arange(len(grad), device=grad.device), grad
+        elif grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
+            grad = grad.coalesce()
+            indices, values = grad.indices()[0], grad.values()
+        else:
+            raise ValueError(
+                f"parameter {self._name!r} has a gradient of layout {grad.layout}, expected rows in a "
+                "torch.sparse_coo tensor of one sparse dimension, as an embedding gives. Convert it with .to_dense()."
+            )
+        count = len(indices)
+        values = values.to(self._compute) * scale
+        for step in steps:
+            step.outside([self._name], [values])
+        values = values.to(self._wire)
+        parts = [part.reshape(-1).view(torch.uint8) for part in (indices, values)]
+        widths = (INDEX.itemsize, self._width - INDEX.itemsize)
+        return torch.cat([part.view(count, width) for part, width in zip(parts, widths, strict=True)], dim=1)
+
+
+class _RowsWork(dist.Work):
+    """The rows of all ranks, begun as an exchange of their numbers; `wait` starts the second collective.
+
+    Args:
+        rows: of this rank, [rows, bytes].
+        is_dense: whether its gradient was dense.
+        group: the ranks.
+
+    Attributes:
+        rows: those of all ranks, by rank, once this was waited for.
+        is_dense: whether the gradient of some rank was.
+    """
+
+    def __init__(self, rows: Tensor, is_dense: bool, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.rows = rows
+        self.is_dense = is_dense
+        self._group = group
+        self._future: Future[Any] = Future()
+        self._header = torch.tensor([len(rows), is_dense], dtype=torch.float64).to(rows.device)
+        self._first: tuple[list[Tensor], dist.Work] | None = None
+        self._second: tuple[list[int], list[Tensor], dist.Work] | None = None
+
+    def begin(self) -> None:
+        """Start the first collective."""
+        self._first = collective.start_all_gather(self._header, self._group)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for both collectives, for each as long as `timeout` says, and again if that was too short.
+
+        Raises:
+            RuntimeError: it took longer, or failed.
+        """
+        if self._future.done():
+            return True
+        assert self._first is not None
+        if self._second is None:
+            headers, work = self._first
+            _wait(work, timeout)
+            self._second = self._start_second(torch.stack(headers))
+        counts, gathered, work = self._second
+        _wait(work, timeout)
+        self.rows = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
+        self._future.set_result([self.rows])
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether a wait returns or raises at once."""
+        assert self._first is not None
+        return self._second[-1].is_completed() if self._second is not None else self._first[-1].is_completed()
+
+    def get_future(self) -> Future[Any]:
+        """Done when this was waited for."""
+        return self._future
+
+    def _start_second(self, headers: Tensor) -> tuple[list[int], list[Tensor], dist.Work]:
+        counts = [int(count) for count in headers[:, 0].tolist()]
+        self.is_dense = bool(headers[:, 1].any())
+        padded = torch.zeros(max(counts), self.rows.shape[1], dtype=torch.uint8, device=self.rows.device)
+        padded[: len(self.rows)] = self.rows
+        return counts, *collective.start_all_gather(padded, self._group)
+
+
+def _wait(work: dist.Work, timeout: timedelta) -> None:
+    work.wait(timeout) if timeout else work.wait()

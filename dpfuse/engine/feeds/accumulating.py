@@ -1,0 +1,270 @@
+"""The buffer adds gradients up over the batches of a window, while backwards are not synchronised."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dpfuse.engine import messages
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.protocols import Feed, PackArguments
+from dpfuse.engine.streams import WritingStreams, capturing
+from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph
+from dpfuse.engine.window import Window
+from dpfuse.errors import DPFuseError
+from dpfuse_kernels import flatten
+
+__all__ = ["Accumulating", "Accumulation", "refuse_accumulated"]
+
+
+class Accumulating(Feed):
+    """Between two averages, gradients need no memory beside the buffer.
+
+    The first gradients of a window overwrite the buffer, as every pack does: what still lies there counts only if it is
+    the `.grad` of a parameter. The others are added, scaled in the same way, in the dtype of the buffer. `pack` adds
+    what is in `.grad` then, and `sent` ends the window.
+
+    Args:
+        buffer: of the bucket.
+        hooks: of its parameters.
+        writers: the streams that write its gradients, on CUDA.
+        label: for errors and profiles.
+
+    Attributes:
+        held: registration indices of the parameters of which something is in the buffer.
+    """
+
+    def __init__(self, buffer: Buffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
+        self.held: set[int] = set()
+        self._buffer = buffer
+        self._hooks = hooks
+        self._writers = writers
+        self._label = label
+        self._sources: list[Tensor | None] = []
+        _refuse_steps()
+
+    def take(self, *, backward_ended: bool) -> None:
+        """Add what is in `.grad` to the buffer, and leave None there.
+
+        Args:
+            backward_ended: False puts it off where other hooks still have to read what was accumulated.
+
+        Raises:
+            DPFuseError: a CUDA graph is being captured; a gradient is the buffer itself.
+            ValueError: a gradient does not fit its parameter; the text names it.
+        """
+        if backward_ended:
+            self._sources = []  # all streams are in order by now
+        elif not self._hooks.are_ours:
+            return
+        buffer = self._buffer
+        grads: list[Tensor | None] = [param.grad for param in buffer.params]
+        if all(grad is None for grad in grads):
+            return
+        if capturing():
+            raise DPFuseError(_captured(self._label))
+        several_streams = self._writers is not None and self._writers.precede()
+        with ranged_without_graph("dpfuse::accumulate", self._label):
+            arguments = PackArguments(buffer.gradients, (), buffer.averaging.pre_scale)
+            self.pack(grads, arguments)
+        self.held.update(i for i, grad in zip(buffer.indices, grads, strict=True) if grad is not None)
+        _filled[self] = None
+        if several_streams:  # else their memory is used again behind all that has read it
+            self._sources = [*self._sources, *grads]
+        for param in buffer.params:
+            param.grad = None
+
+    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
+        buffer = self._buffer
+        if not self.held:
+            buffer.pack(grads, arguments)
+            return
+        if capturing():
+            raise DPFuseError(_captured(self._label))
+        views = buffer.gradients.views
+        for name, grad, view in zip(buffer.names, grads, views, strict=True):
+            if grad is not None and _same_memory(grad, view):
+                raise DPFuseError(
+                    f"the gradient of parameter {name!r} is a view of the buffer in which its gradients are being "
+                    "accumulated, kept from the step before; expected None or a tensor of its own. Leave .grad alone "
+                    "until the synchronised backward, or assign a clone before the first backward inside no_sync()."
+                )
+        if arguments.factor is not None:  # it multiplies all that is averaged
+            torch._foreach_mul_(views, arguments.factor)
+        if buffer.is_complex:
+            grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
+        if arguments.report is not None:
+            buffer.report.zero_()  # to which the report is added, too
+            grads = [*grads, arguments.report]
+        flatten(
+            grads,
+            arguments.table,
+            scale=arguments.scale,
+            counts=arguments.counts,
+            factor=arguments.factor,
+            accumulate=True,
+        )
+
+    def sent(self) -> None:
+        self.forget()
+
+    def forget(self) -> int:
+        """Let what is held count no more; returns of how many parameters that was."""
+        count = len(self.held)
+        self.held.clear()
+        _filled.pop(self, None)
+        return count
+
+    def release(self) -> None:
+        """Put what is held into `.grad`, where it would be without this feed.
+
+        Raises:
+            DPFuseError: a parameter has got another shape.
+        """
+        if not self.held:
+            return
+        buffer = self._buffer
+        grads: list[Tensor | None] = [
+            torch.empty_strided(shape, stride, dtype=buffer.dtype, device=buffer.flat.device)
+            if index in self.held
+            else None
+            for index, (shape, stride) in zip(buffer.indices, buffer.shapes, strict=True)
+        ]
+        with torch.no_grad():
+            targets = [torch.view_as_real(g) if g is not None and buffer.is_complex else g for g in grads]
+            buffer.unpack(targets, scale=1.0 / buffer.averaging.pre_scale, matched=False)
+            for param, name, grad in zip(buffer.params, buffer.names, grads, strict=True):
+                if grad is None:
+                    continue
+                if param.shape != grad.shape:
+                    raise DPFuseError(
+                        f"parameter {name!r} has shape {tuple(param.shape)}, expected {tuple(grad.shape)} as when its "
+                        "gradients were accumulated in their bucket. Change it between a synchronised backward and the "
+                        "next no_sync(), or call discard_accumulated() before."
+                    )
+                grad = grad.to(param.device, param.dtype)
+                param.grad = grad if param.grad is None else param.grad + grad
+        self.forget()
+
+    def holds_of(self, wanted: set[int]) -> str | None:
+        """The name of a parameter of which something is held, among those with these ids; None if there is none."""
+        buffer = self._buffer
+        for index, param, name in zip(buffer.indices, buffer.params, buffer.names, strict=True):
+            if index in self.held and id(param) in wanted:
+                return name
+        return None
+
+
+class Accumulation:
+    """Backwards that are not synchronised: counted, and taken by the feeds that accumulate.
+
+    No order has to be kept and no gradient can be too late: what is ready after its bucket was taken is taken later.
+
+    Args:
+        feeds: by place of their bucket in the order of communication; empty where no feed accumulates.
+        window: counts such backwards.
+    """
+
+    def __init__(self, feeds: dict[int, Accumulating], window: Window) -> None:
+        self.feeds = feeds
+        self._window = window
+
+    def ready(self, order: int) -> None:
+        """All gradients of that bucket are there, while backward goes on."""
+        if order in self.feeds:
+            self.feeds[order].take(backward_ended=False)
+
+    leave_untraced(ready, calls=True, reason="dpfuse accumulates gradients here")
+
+    def finish(self, orders: Iterable[int]) -> None:
+        """The backward has ended, and gradients of these buckets became ready: take what is left.
+
+        Raises:
+            DPFuseError, ValueError: a gradient cannot be taken; the window is thrown away.
+        """
+        try:
+            for order in orders:
+                if order in self.feeds:
+                    self.feeds[order].take(backward_ended=True)
+        except BaseException:
+            self.die()
+            raise
+        self._window.backward_ends()
+
+    def die(self) -> None:
+        """An exception ended the backward: the window begins again, with a warning if buckets lose something by it."""
+        self._window.backward_dies()
+        if lost := self.forget():
+            warnings.warn(messages.discarded(lost), stacklevel=2)
+
+    def begin_again(self) -> None:
+        """Throw away what the buckets have taken; if that is anything, the window begins again."""
+        if self.forget():
+            self._window.begin_again()
+
+    def release(self) -> None:
+        """Put what the buckets have taken back to `.grad`."""
+        for feed in self.feeds.values():
+            feed.release()
+
+    def forget(self) -> int:
+        """Let what the buckets have taken count no more; returns of how many parameters that was."""
+        return sum(feed.forget() for feed in self.feeds.values())
+
+
+_filled: WeakKeyDictionary[Accumulating, None] = WeakKeyDictionary()  # those that hold something
+
+
+def refuse_accumulated(params: Sequence[Tensor], what: str) -> None:
+    """Raise DPFuseError where gradients of `params` are in a bucket and not in `.grad`; `what` needs them there."""
+    if not _filled:
+        return
+    wanted = set(map(id, params))
+    for reference in _filled.keyrefs():  # at once: other threads may fill buckets meanwhile
+        feed = reference()
+        if feed is not None and (name := feed.holds_of(wanted)) is not None:
+            raise DPFuseError(
+                f"{what} while gradients of parameter {name!r} lie in its bucket, where backwards inside no_sync() "
+                "have accumulated them (accumulate_in_buckets=True), and not in .grad; expected a synchronised "
+                "backward before. Run the last backward of the window outside of no_sync(), throw the window away "
+                "with discard_accumulated(), or leave accumulate_in_buckets out."
+            )
+
+
+_watching_steps = False
+
+
+def _refuse_steps() -> None:
+    """From now on no optimizer steps on parameters whose gradients are in a bucket: it would find nothing to do."""
+    global _watching_steps
+    if not _watching_steps:
+        _watching_steps = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _filled:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_accumulated(params, f"{type(optimizer).__name__}.step() was called")
+
+
+leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that are not in .grad")
+
+
+def _same_memory(grad: Tensor, view: Tensor) -> bool:
+    """Whether they begin at the same address; another tensor may be there, as by `detach()`."""
+    return grad.layout is torch.strided and grad.numel() > 0 and grad.data_ptr() == view.data_ptr()
+
+
+def _captured(label: str) -> str:
+    return (
+        f"{label} has to accumulate gradients while a CUDA graph is captured, where a replay would overwrite what the "
+        "one before has left; expected none inside no_sync(). Leave accumulate_in_buckets out, or run no_sync() "
+        "outside of graphs."
+    )

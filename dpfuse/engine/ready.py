@@ -1,0 +1,138 @@
+"""Which gradients of the running backward are ready, by bucket. Reads no gradient, and knows no order of sending.
+
+The hook of most parameters is the `append` of a list, a call in C. Only one parameter of each bucket, its *sentinel*,
+has a hook in Python: the one that came last so far.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dpfuse.engine.torch_private import leave_untraced
+
+__all__ = ["ReadyHook", "ReadyList", "watch_steps"]
+
+ReadyHook = Callable[[Any], None]
+MISSES = 2  # backwards in a row in which another parameter came last, before that one becomes the sentinel
+
+
+class ReadyList:
+    """The parameters of one bucket that became ready in the running backward, in that order.
+
+    Args:
+        params: of the bucket.
+        marks: how often each of them becomes ready in a backward.
+
+    Attributes:
+        entries: the list.
+        sent: how many entries there were when the bucket was sent; -1 before.
+        sentinel: the parameter whose hook looks whether the bucket is complete; None of a bucket without parameters.
+        held_up: backwards in a row at whose end other buckets waited for this one.
+    """
+
+    __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel")
+
+    def __init__(self, params: Sequence[Tensor], marks: Sequence[int]) -> None:
+        self.entries: list[Tensor] = []
+        self.sent = -1
+        self.held_up = 0
+        self._params = params
+        self._marks = [max(1, count) for count in marks]
+        self._misses = 0
+        self._order: list[Tensor] = []  # the entries of the last backward in which the bucket was complete
+        self.wait_for_all_but(frozenset())
+        self.sentinel = self._order[-1] if self._order else None
+
+    def wait_for_all_but(self, frozen: frozenset[int]) -> None:
+        """From now on the bucket is complete without the parameters of these ids."""
+        pairs = zip(self._params, self._marks, strict=True)
+        # Gradients come in about the reverse of the order of registration, until it is known better.
+        self._order = [param for param, count in pairs if id(param) not in frozen for _ in range(count)][::-1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter that is waited for became ready as often as it does in a backward."""
+        entries, order = self.entries, self._order
+        if len(entries) != len(order):
+            return False
+        if all(map(is_, entries, order)):
+            return True
+        if sorted(map(id, entries)) != sorted(map(id, order)):
+            return False
+        self._order = list(entries)
+        return True
+
+    def missing(self) -> list[Tensor]:
+        """The parameters that did not become ready, frozen ones among them."""
+        seen = set(map(id, self.entries))
+        return [param for param in self._params if id(param) not in seen]
+
+    def late(self) -> list[Tensor]:
+        """The parameters that became ready after the bucket was sent."""
+        return self.entries[self.sent :] if self.sent >= 0 else []
+
+    def choose_sentinel(self) -> bool:
+        """After a backward: take another sentinel if this one was not used, or was not the last several times.
+
+        Returns whether there is another one now.
+        """
+        if not self.entries:
+            return False
+        last = self.entries[-1]
+        if last is self.sentinel:
+            self._misses = 0
+            return False
+        self._misses += 1
+        if self._misses < MISSES and any(entry is self.sentinel for entry in self.entries):
+            return False
+        self.sentinel, self._misses = last, 0
+        return True
+
+    def clear(self) -> None:
+        """No backward runs any more, or a new one begins."""
+        self.entries.clear()
+        self.sent = -1
+
+
+class Watched(Protocol):
+    """Has ready lists that should be empty when an optimizer steps."""
+
+    def unaveraged(self) -> list[Tensor]:
+        """The parameters in them."""
+
+    def refuse(self, found: Iterable[Tensor]) -> None:
+        """An optimizer is about to use these of them."""
+
+
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_watching = False
+
+
+def watch_steps(owner: Watched) -> None:
+    """Have `owner.refuse` called where an optimizer steps, outside of backward, on parameters in its ready lists.
+
+    Such entries are of a backward that came by no output of the wrapper and reached no sentinel.
+    """
+    global _watching
+    _watched.add(owner)
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for one in tuple(_watched):
+        entries = one.unaveraged()
+        if entries and torch._C._current_graph_task_id() == -1:
+            wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            one.refuse([param for param in entries if id(param) in wanted])
+
+
+leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that were not averaged")

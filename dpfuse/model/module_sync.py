@@ -1,0 +1,372 @@
+"""The synchronisation of one wrapped module: its gradients, its buffers, and what follows when it is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.exchanges.comm_hook import CommHook
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.feeds.accumulating import refuse_accumulated
+from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
+from dpfuse.engine.sync import BackwardRecorder, GradSync, SyncSettings, names_of
+from dpfuse.engine.waiting import LOSS, Track
+from dpfuse.engine.window import Window
+from dpfuse.errors import DPFuseError
+from dpfuse.gradients.error_feedback import ErrorFeedback
+from dpfuse.gradients.factors import GradientFactors
+from dpfuse.gradients.finite import FiniteCheck
+from dpfuse.gradients.norm import GradientReader, Gradients
+from dpfuse.gradients.square_sum import NormInBackward
+from dpfuse.model.agreement import send_tensors
+from dpfuse.model.buffers import BufferSync
+from dpfuse.model.change import ModelChange
+from dpfuse.model.check import check_module, describe_model, tensors_of
+from dpfuse.model.options import SyncOptions
+from dpfuse.model.signature import ModelSignature
+
+__all__ = ["ModuleSync"]
+
+
+class ModuleSync:
+    """Keeps a module the same on all ranks: gradients in every backward that synchronises, buffers when asked to.
+
+    Args:
+        module: checked by `check_module`, equal on all ranks.
+        plan: its buckets.
+        group: the ranks.
+        options: of the wrapper.
+        number: of the wrapper, among those of its group.
+        after_delivery: called, in this order, once the gradients of a backward are averaged.
+
+    Attributes:
+        grads: the synchronisation of the gradients.
+        window: counts what ranks must have in common.
+        factors: what multiplies gradients while they are packed.
+        error_feedback: what a narrow wire rounds away, if that is kept.
+        broadcast_buffers: whether the next forward sends buffers.
+        compare_buffers: whether some forward sends them, if maybe not this one.
+        before_collectives: called in `before_forward`, once all is well.
+        module_changed: called when it may have changed, before it is looked at.
+        buffer_hook: what synchronises the buffers in our place.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        options: SyncOptions,
+        number: int,
+        after_delivery: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.window = Window(counts_forwards=not options.find_unused_parameters)
+        self.broadcast_buffers = options.broadcast_buffers
+        self.compare_buffers = options.broadcast_buffers
+        self.before_collectives: Callable[[], None] | None = None
+        self.module_changed: Callable[[], None] | None = None
+        self.buffer_hook: Callable[[], None] | None = None
+        self._module = module
+        self._options = options
+        self._buffers = BufferSync(module, options.ignored, group)
+        self._buffer_kinds = self._buffers.look()  # those that the description of a change would name
+        self._wish = ""  # what this rank has asked for, until all ranks have
+        self._signature = ModelSignature(module, options.ignored)
+        self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
+        self._reader = GradientReader(module, self._signature, group.rank())
+        self.factors = GradientFactors(
+            self.window, options.gradient_scale, group, lambda: self.reducer, strict=options.checked == "strict"
+        )
+        params = _params_of(module, plan)
+        self.error_feedback = (
+            ErrorFeedback(group.rank(), group.size(), options.wire) if options.error_feedback else None
+        )
+        features: list[Feature] = [] if self.error_feedback is None else [self.error_feedback]
+        if options.check_finite != "off":
+            features.append(
+                FiniteCheck(
+                    raises=options.check_finite == "raise",
+                    late=params[0].is_cuda,
+                    rank=group.rank(),
+                    step=lambda: self.reducer.completed + 1,
+                )
+            )
+        if options.grad_norm_in_backward:
+            features.append(NormInBackward())
+        features += [_AfterDelivery(after_delivery)] if after_delivery else []
+        self.grads = GradSync(
+            plan,
+            params,
+            group,
+            _settings_of(options, number),
+            window=self.window,
+            features=features,
+            fields=[self.factors.field()],
+        )
+        if self.error_feedback is not None:
+            self.error_feedback.plan(self.reducer.buckets)
+
+    @property
+    def reducer(self) -> Reducer:
+        """The state machine of the gradients."""
+        return self.grads.reducer
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.grads.group
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets in use."""
+        return self.grads.plan
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """Those whose gradients are averaged, in the order of registration."""
+        return self.grads.params
+
+    @property
+    def hook(self) -> CommHook | None:
+        """What reduces the gradients in place of the collectives, if a user has registered it."""
+        return self.grads.hook
+
+    @property
+    def wire(self) -> str | None:
+        """Name of the dtype that travels; None: each gradient's own."""
+        return self._options.wire.dtype
+
+    @property
+    def track(self) -> Track:
+        """Tells the heartbeat how far this rank has come."""
+        return self.grads.track
+
+    @property
+    def source(self) -> int:
+        """The rank whose buffers and ready order all ranks take."""
+        return self.grads.source
+
+    @source.setter
+    def source(self, rank: int) -> None:
+        self.grads.source = rank
+
+    def before_forward(self) -> None:
+        """To be called before a forward with gradients enabled.
+
+        Raises:
+            DPFuseError: the last backward was interrupted here only, or was not averaged.
+        """
+        reducer, window = self.grads.reducer, self.window
+        self.grads.track.begin(reducer.completed)
+        if reducer.phase is ABANDONED:
+            reducer.drain()
+            if self.factors.weight.value is not None:
+                self.attach_factors()
+        idle = reducer.phase is IDLE
+        # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
+        window.forward_begins(counts=idle and self._module.training)
+        if idle:
+            reducer.settle_unaveraged()
+            unchanged = self._signature.unchanged()
+            # A buffer that only this rank has must not travel: the peers would take it for another.
+            if not unchanged or (self.compare_buffers and self._buffers.look() is not self._buffer_kinds):
+                self._follow_module()
+        if self.before_collectives is not None:
+            self.before_collectives()
+        if self.broadcast_buffers:
+            self.send_buffers()
+
+    def after_forward(self, outputs: Any) -> None:
+        """To be called with the outputs of that forward."""
+        reducer = self.grads.reducer
+        self.grads.track.tell(LOSS, reducer.completed)
+        watched = self.grads.watch.watch(outputs, self.window.began)
+        self.window.forward_ends(watched=watched)
+        reducer.record_forward(reducer.require_sync, outputs_watched=watched)
+
+    def send_buffers(self) -> None:
+        """Overwrite the buffers with those of rank `source`, or do what the user has registered instead."""
+        if self.buffer_hook is not None:
+            self.buffer_hook()
+        else:
+            self._buffers.send(self.source)
+
+    def send_model(self, *, buffers: bool) -> None:
+        """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
+        params, others = tensors_of(self._module, self._options)
+        send_tensors([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
+
+    def attach_factors(self) -> None:
+        """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
+        if not self.factors.attached and self.reducer.phase is IDLE:  # else once what is in flight has been drained
+            self.factors.attached = True
+            self.grads.add_feature(self.factors)
+
+    def record(self, recorder: BackwardRecorder | None) -> None:
+        """Let `recorder` stand between engine and reducer, and see every bucket's way; None gives all back."""
+        self.grads.record(recorder)
+
+    @property
+    def recording(self) -> bool:
+        """Whether there is a recorder, and all ranks know of it."""
+        return self.grads.recording and not self._wish
+
+    def ask(self, wish: str) -> None:
+        """Have the next synchronised backward fail on all ranks unless each of them has asked for the same.
+
+        A rank that asked alone must not wait for an answer to come. So it tells what a changed module would tell.
+        """
+        if self.reducer.phase is not IDLE:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: autotune was called while a backward is {self.reducer.phase.name}, "
+                "expected it between backwards."
+            )
+        self._wish = wish
+        self._follow_module()
+
+    def use_plan(self, plan: BucketPlan) -> None:
+        """As that of `GradSync`."""
+        assert self._change is None
+        self.grads.use_plan(plan)
+
+    def average_over(self, rank_count: int) -> None:
+        """As that of `GradSync`."""
+        self.grads.average_over(rank_count)
+
+    def shadow_backward(self) -> None:
+        """As that of `GradSync`."""
+        self.attach_factors()  # the others may give weights
+        self.grads.shadow_backward()
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Let a communication hook reduce the gradients from the next synchronised backward on.
+
+        Raises:
+            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper was told how
+                gradients travel.
+        """
+        if self.hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
+                f"{hook.name} after {self.hook.name}; wrap the module again to change it."
+            )
+        phase = self.reducer.phase
+        refused = hook.refused(
+            option=self._options.of_communication,
+            recording=self.grads.recording,
+            backward="" if phase is IDLE else phase.name,
+            change="" if self._change is None else self._change.text,
+        )
+        if refused:
+            raise DPFuseError(f"rank {self.group.rank()}: {refused}")
+        self.grads.set_hook(hook)
+
+    def gradients(self) -> Gradients:
+        """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        refuse_accumulated(self.params, f"rank {self.group.rank()}: the norm of the gradients was asked for")
+        return self._reader.read(self.reducer, names_of(self.plan), self.params)
+
+    def remove_hooks(self) -> None:
+        """Leave the module as if it had never been wrapped."""
+        self.grads.remove_hooks()
+        self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
+
+    def _follow_module(self) -> None:
+        """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
+        self.reducer.accumulation.release()  # buckets may be replaced
+        if self.module_changed is not None:
+            self.module_changed()
+        text = self._signature.change()
+        kinds = self._buffers.look(again=True)
+        if self.compare_buffers:
+            self._buffer_kinds = kinds
+            text = text or self._buffers.change()
+        kept = None if text else self.plan
+        if text is None and self._wish:
+            text = "autotune was called"
+        if text is None:
+            if self._change is not None:
+                self._change = None
+                self.grads.unfollow()
+            return
+        if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
+            return  # nothing of it trains; once something does again, it will be seen
+        self._change, buckets = self._describe_change(text, kept)
+        plan = self._change.plan if isinstance(self._change.plan, BucketPlan) else self.plan
+        params = self.params if plan is self.plan else _params_of(self._module, plan)
+        if buckets is None:
+            buckets = self.grads.buckets_for(plan, params)
+        self.grads.follow(plan, params, buckets, text, lambda: self._agree_on_change(params))
+
+    def _describe_change(self, text: str, kept: BucketPlan | None) -> tuple[ModelChange, list[GradBucket] | None]:
+        """The change, and buckets for its plan, if there is one."""
+        plan: BucketPlan | Exception
+        buckets = None
+        if self.hook is not None:
+            plan = DPFuseError(
+                f"rank {self.group.rank()}: {text} after the module was wrapped; expected no such change once the "
+                f"communication hook {self.hook.name} is registered, whose state may depend on the buckets. Wrap the "
+                "module again, on every rank, and register the hook there."
+            )
+        else:
+            try:
+                plan = kept or check_module(self._module, self._options, self.group, ours=set(map(id, self.params)))
+                params = self.params if plan is self.plan else _params_of(self._module, plan)
+                buckets = self.grads.buckets_for(plan, params)
+            except Exception as error:  # the peers hear of it when the ranks agree
+                plan = error
+        if isinstance(plan, Exception):
+            return ModelChange(text, plan, [], {}), None
+        facts = describe_model(self._module, plan, self._options, buffers=self.compare_buffers)
+        if self._wish:
+            facts.append(self._wish)
+        return ModelChange(text, plan, facts, self._signature.new_parameters()), buckets
+
+    def _agree_on_change(self, params: Sequence[nn.Parameter]) -> None:
+        assert self._change is not None
+        plan = self._change.agree(self.group)
+        self.grads.settle(plan, params)
+        self._signature.agree()
+        self._change = None
+        self._wish = ""
+        self._buffers.agree_on(self._buffer_kinds, self.source)
+        if self.error_feedback is not None:
+            self.error_feedback.plan(self.reducer.buckets)
+
+
+class _AfterDelivery(Feature):
+    """Calls functions once the gradients of a backward are averaged."""
+
+    def __init__(self, functions: Sequence[Callable[[], None]]) -> None:
+        self._functions = functions
+
+    def delivered(self) -> None:
+        """As `Feature.delivered`."""
+        for function in self._functions:
+            function()
+
+
+def _settings_of(options: SyncOptions, number: int) -> SyncSettings:
+    return SyncSettings(
+        number=number,
+        scale=options.gradient_scale,
+        wire=options.wire,
+        views=options.gradient_as_bucket_view,
+        registered=options.registered,
+        deterministic=options.deterministic,
+        accumulates=options.accumulate_in_buckets,
+        strict=options.checked == "strict",
+        warn_unused=not options.find_unused_parameters,
+        alone=options.wants_params_alone,
+        stall_timeout=options.stall_timeout,
+    )
+
+
+def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
+    named = dict(module.named_parameters())
+    return [named[name] for name in names_of(plan)]

@@ -1,0 +1,243 @@
+"""Python processes that need not import torch, because they are forks of a process that has imported it.
+
+Importing torch takes seconds of processor time, which most tests that start a program do not ask about. `warm_python()`
+gives the words that stand for `python` in a command line: a small program that has the server fork a process, hands it
+its own files, environment and folder, passes signals on to it, and ends as it ends.
+
+A process is a usual one, with all of torch to import, where it could differ: after options of Python other than `-c`
+and `-m`, and where a variable is set that Python or torch reads early. Standard output is UTF-8 in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import subprocess
+
+# How names of variables begin that are read early, and two that begin so and are seen to here.
+EARLY = ("PYTHON", "TORCH_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "LD_")
+SEEN_TO = ("PYTHONIOENCODING", "OMP_NUM_THREADS")
+FILES = 3  # standard input, output and error
+
+_servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+
+
+def warm_python(preload: str = "torch.distributed.run") -> list[str]:
+    """Return the words that stand for `python`.
+
+    Args:
+        preload: what the server imports beside dpfuse: what the launcher needs, if nothing else is said. The first
+            call with a name starts a server, which ends with this process.
+    """
+    if preload not in _servers:
+        _servers[preload] = _start_server(preload)
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), "ask", _servers[preload][1]]
+
+
+def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
+    import atexit
+    import subprocess
+    import tempfile
+
+    from tests.distributed.processes import clean_environment
+
+    folder = tempfile.TemporaryDirectory(prefix="dpfuse-warm-")
+    path = os.path.join(folder.name, "socket")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm", "serve", path, preload],
+        env=clean_environment(PYTHONIOENCODING="utf-8"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n", "the server of warm processes has not started"
+
+    def end() -> None:
+        process.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+    return process, path
+
+
+def _early(environment: dict[str, str]) -> dict[str, str]:
+    """Return the variables of which a fork would not know that they have changed."""
+    return {name: value for name, value in environment.items() if name.startswith(EARLY) and name not in SEEN_TO}
+
+
+def ask(path: str, words: list[str]) -> None:
+    """Let the server at `path` run Python with these words; end as it ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.connect(path)
+        request = json.dumps([words, dict(os.environ), os.getcwd()]).encode()
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], range(FILES))
+        server.sendall(request)
+        answer = server.makefile("rb")
+        process = int(answer.readline())
+        if process == 0:
+            os.execv(sys.executable, [sys.executable, *words])
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os.kill(process, number))
+        status = int(answer.readline())
+    if os.WIFSIGNALED(status):
+        if os.WTERMSIG(status) != signal.SIGKILL:  # which nothing handles
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+class Request(NamedTuple):
+    """What a client asks for: the words after `python`, and in what surroundings."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: list[int]
+
+    @staticmethod
+    def received(client: socket.socket) -> Request:
+        length, files, _, _ = socket.recv_fds(client, 4, FILES)
+        with client.makefile("rb") as stream:
+            return Request(*json.loads(stream.read(int.from_bytes(length, "big"))), files)
+
+    def can_be_forked(self, own: dict[str, str]) -> bool:
+        """Whether a fork of a process that was started with the variables `own` does what a usual process does."""
+        usual = not self.words[0].startswith("-") or self.words[0] in ("-c", "-m")
+        return usual and _early(self.environment) == _early(own)
+
+    def put_on(self, own: dict[str, str]) -> None:
+        """Make these the surroundings of this process; what imports have put into the environment stays."""
+        for target, file in enumerate(self.files):
+            os.dup2(file, target)
+            os.close(file)
+        imported = {name: value for name, value in os.environ.items() if own.get(name) != value}
+        os.environ.clear()
+        os.environ.update({**imported, **self.environment})
+        os.chdir(self.folder)
+
+
+def serve(path: str, own: dict[str, str]) -> Request:
+    """Fork a process for each request; return, in such a process, the request.
+
+    Args:
+        path: of the socket.
+        own: the variables that the server was started with.
+    """
+    import gc
+    import selectors
+    from contextlib import suppress
+
+    clients: dict[int, socket.socket] = {}  # by process
+    waker, woken = socket.socketpair()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    selector = selectors.DefaultSelector()
+    for end in (waker, woken):
+        end.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    listener.bind(path)
+    listener.listen(64)
+    for source in (sys.stdin, woken, listener):
+        selector.register(source, selectors.EVENT_READ)
+    gc.collect()
+    gc.freeze()  # the first collection in a fork would copy every page
+    os.write(1, b"ready\n")
+    while True:
+        sources = [key.fileobj for key, _ in selector.select()]
+        if sys.stdin in sources:  # closed: the tests have ended
+            for process in clients:
+                os.kill(process, signal.SIGKILL)
+            os._exit(0)
+        for process, client in list(clients.items()):
+            if client in sources:  # closed: whoever asked was killed
+                os.kill(process, signal.SIGKILL)
+            ended, status = os.waitpid(process, 0 if client in sources else os.WNOHANG)
+            if ended:
+                del clients[process]
+                selector.unregister(client)
+                with suppress(OSError):
+                    client.sendall(b"%d\n" % status)
+                client.close()
+        if woken in sources:
+            woken.recv(4096)
+        if listener in sources:
+            client, _ = listener.accept()
+            request = Request.received(client)
+            process = os.fork() if request.can_be_forked(own) else -1
+            if process == 0:
+                break
+            client.sendall(b"%d\n" % max(process, 0))
+            for file in request.files:
+                os.close(file)
+            if process > 0:
+                clients[process] = client
+                selector.register(client, selectors.EVENT_READ)
+            else:
+                client.close()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    selector.close()
+    for connection in (waker, woken, listener, client, *clients.values()):
+        connection.close()
+    request.put_on(own)
+    return request
+
+
+def run(words: list[str]) -> None:
+    """Do what Python does with its command line."""
+    import runpy
+    from types import ModuleType
+
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # pdb and others call it as well
+        return
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        code = compile(words[1], "<string>", "exec", dont_inherit=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+        main.__file__ = os.path.abspath(words[0])
+        with open(words[0], "rb") as file:
+            code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
+    try:
+        exec(code, main.__dict__)
+    except Exception as error:
+        trace = error.__traceback__
+        error.__traceback__ = trace and trace.tb_next  # without the frame of this file
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _main() -> None:
+    role, path, *words = sys.argv[1:]
+    if role == "ask":
+        ask(path, words)
+    own = dict(os.environ)
+    from importlib import import_module
+
+    import numpy
+    import torch
+
+    import_module("dpfuse")
+    import_module(words[0])
+    request = serve(path, own)
+    numpy.random.seed()
+    if "OMP_NUM_THREADS" in request.environment:
+        torch.set_num_threads(int(request.environment["OMP_NUM_THREADS"]))
+    run(request.words)
+
+
+if __name__ == "__main__":
+    _main()
