@@ -212,8 +212,9 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
             )
     if waited >= min(WARN_AFTER, limit / 2):
         others = [rank for rank in states if rank not in waiting]
-        verb = "waits" if len(waiting) == 1 else "wait"
-        return found(False, others, f"{_names(waiting)} still {verb} for others:")
+        names = _names(waiting)
+        why = f"{names} still waits for others:" if len(waiting) == 1 else f"{names} still wait for others:"
+        return found(False, others, why)
     return None
 
 

@@ -170,7 +170,7 @@ def test_another_file_is_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is not a checkpoint of dpfuse\.save_checkpoint; load it with torch\.load"):
         read_newest(tmp_path)
     torch.save({"state_dict": 1}, path)
-    with pytest.raises(DamagedFileError, match=r"it is cut short, or no file of dpfuse\.save_checkpoint"):
+    with pytest.raises(DamagedFileError, match=r"it is cut short, or dpfuse\.save_checkpoint has not written it"):
         read_whole(path)
 
 
