@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_flat",
     "check_all_to_all",
     "group_device",
+    "has_raised",
     "resolve_group",
     "start_all_gather",
     "start_all_gather_into",
@@ -116,6 +117,16 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
             group._end_coalescing(first.device)  # the group may still be used for other collectives
         raise
     return group._end_coalescing(first.device)
+
+
+def has_raised(error: BaseException) -> bool:
+    """Whether an error came out of a collective: then nothing tells which collectives the peers still wait in."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == __file__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
