@@ -1,17 +1,22 @@
 """Python processes that need not import torch, because they are forks of a process that has imported it.
 
 Importing torch takes seconds of processor time, which most tests that start a program do not ask about. `warm_python()`
-gives the words that stand for `python` in a command line: a small program that has the server fork a process, hands it
-its own files, environment and folder, passes signals on to it, and ends as it ends.
+gives the command that stands for `python`: a small program that has the server fork a process, hands it its own files,
+environment and folder, passes signals on to it, and ends as it ends. A process started so has another id than the
+program that stands for it, and does not end when that one's parent does.
 
-A process is a usual one, with all of torch to import, where it could differ: after options of Python other than `-c`
-and `-m`, and where a variable is set that Python or torch reads early. Standard output is UTF-8 in any case.
+A process is a usual one, with all of torch to import, where it could differ: after options of Python that are not
+known here, and where a variable is set that Python or torch reads early. Standard output is UTF-8 in any case.
+
+Where the variable PYTHON_EXEC is that command, the processes of a job are warm, too: torchrun starts ranks with it, and
+`multiprocessing` is told to do so.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -20,16 +25,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import subprocess
 
-# How names of variables begin that are read early, and two that begin so and are seen to here.
+# How names of variables begin that are read early, and how those begin that are seen to here, or are read late.
 EARLY = ("PYTHON", "TORCH_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "LD_")
-SEEN_TO = ("PYTHONIOENCODING", "OMP_NUM_THREADS")
-FILES = 3  # standard input, output and error
+OTHERS = ("PYTHONIOENCODING", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCH_NCCL_")
+OPTIONS = ("-u", "-B")  # of Python, that are known here
+FILES = 64  # to hand over, at most
 
 _servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
 
-def warm_python(preload: str = "torch.distributed.run") -> list[str]:
-    """Return the words that stand for `python`.
+def warm_python(preload: str = "torch.distributed.run") -> str:
+    """Return the path of the command that stands for `python`.
 
     Args:
         preload: what the server imports beside dpfuse: what the launcher needs, if nothing else is said. The first
@@ -37,7 +43,7 @@ def warm_python(preload: str = "torch.distributed.run") -> list[str]:
     """
     if preload not in _servers:
         _servers[preload] = _start_server(preload)
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), "ask", _servers[preload][1]]
+    return _servers[preload][1]
 
 
 def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -48,7 +54,7 @@ def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
     from tests.distributed.processes import clean_environment
 
     folder = tempfile.TemporaryDirectory(prefix="dpfuse-warm-")
-    path = os.path.join(folder.name, "socket")
+    path, command = (os.path.join(folder.name, name) for name in ("socket", "python"))
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.warm", "serve", path, preload],
         env=clean_environment(PYTHONIOENCODING="utf-8"),
@@ -58,26 +64,33 @@ def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n", "the server of warm processes has not started"
+    with open(command, "w") as file:
+        words = [sys.executable, "-I", "-S", os.path.abspath(__file__), "ask", path]
+        file.write(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    os.chmod(command, 0o700)
 
     def end() -> None:
         process.communicate()
         folder.cleanup()
 
     atexit.register(end)
-    return process, path
+    return process, command
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables of which a fork would not know that they have changed."""
-    return {name: value for name, value in environment.items() if name.startswith(EARLY) and name not in SEEN_TO}
+    return {
+        name: value for name, value in environment.items() if name.startswith(EARLY) and not name.startswith(OTHERS)
+    }
 
 
 def ask(path: str, words: list[str]) -> None:
     """Let the server at `path` run Python with these words; end as it ends."""
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if _is_open(file)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.connect(path)
-        request = json.dumps([words, dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(server, [len(request).to_bytes(4, "big")], range(FILES))
+        request = json.dumps([words, dict(os.environ), os.getcwd(), os.getppid(), files]).encode()
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
         server.sendall(request)
         answer = server.makefile("rb")
         process = int(answer.readline())
@@ -85,6 +98,8 @@ def ask(path: str, words: list[str]) -> None:
             os.execv(sys.executable, [sys.executable, *words])
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: os.kill(process, number))
+        for file in files:
+            os.close(file)  # a reader at the other end shall see that the process has closed it
         status = int(answer.readline())
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) != signal.SIGKILL:  # which nothing handles
@@ -93,13 +108,23 @@ def ask(path: str, words: list[str]) -> None:
     os._exit(os.WEXITSTATUS(status))
 
 
+def _is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:  # it was the list of the open files itself
+        return False
+    return True
+
+
 class Request(NamedTuple):
     """What a client asks for: the words after `python`, and in what surroundings."""
 
     words: list[str]
     environment: dict[str, str]
     folder: str
-    files: list[int]
+    parent: int  # of the client
+    numbers: list[int]  # of its open files
+    files: list[int]  # the same files here
 
     @staticmethod
     def received(client: socket.socket) -> Request:
@@ -107,20 +132,45 @@ class Request(NamedTuple):
         with client.makefile("rb") as stream:
             return Request(*json.loads(stream.read(int.from_bytes(length, "big"))), files)
 
+    @property
+    def program(self) -> list[str]:
+        """The words after those options that are known."""
+        words = list(self.words)
+        while words and words[0] in OPTIONS:
+            del words[0]
+        return words
+
     def can_be_forked(self, own: dict[str, str]) -> bool:
         """Whether a fork of a process that was started with the variables `own` does what a usual process does."""
-        usual = not self.words[0].startswith("-") or self.words[0] in ("-c", "-m")
+        usual = not self.program[0].startswith("-") or self.program[0] in ("-c", "-m")
         return usual and _early(self.environment) == _early(own)
 
     def put_on(self, own: dict[str, str]) -> None:
         """Make these the surroundings of this process; what imports have put into the environment stays."""
-        for target, file in enumerate(self.files):
-            os.dup2(file, target)
+        import fcntl
+        import multiprocessing
+        from io import TextIOWrapper
+
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 100) for file in self.files]
+        for file in self.files:
+            os.close(file)
+        for file, number in zip(high, self.numbers, strict=True):
+            os.dup2(file, number)
             os.close(file)
         imported = {name: value for name, value in os.environ.items() if own.get(name) != value}
         os.environ.clear()
         os.environ.update({**imported, **self.environment})
         os.chdir(self.folder)
+        me, parent, getppid = os.getpid(), self.parent, os.getppid
+        os.getppid = lambda: parent if os.getpid() == me else getppid()  # not the server
+        if "-u" in self.words:
+            for name in ("stdout", "stderr"):
+                raw = open(getattr(sys, name).fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115
+                stream = TextIOWrapper(raw, "utf-8", getattr(sys, name).errors, write_through=True)
+                setattr(sys, name, stream)
+                setattr(sys, f"__{name}__", stream)
+        if "PYTHON_EXEC" in self.environment:
+            multiprocessing.set_executable(self.environment["PYTHON_EXEC"])
 
 
 def serve(path: str, own: dict[str, str]) -> Request:
@@ -236,7 +286,7 @@ def _main() -> None:
     numpy.random.seed()
     if "OMP_NUM_THREADS" in request.environment:
         torch.set_num_threads(int(request.environment["OMP_NUM_THREADS"]))
-    run(request.words)
+    run(request.program)
 
 
 if __name__ == "__main__":

@@ -106,10 +106,15 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     else:
         _multiply(scaled, factor)
     group._start_coalescing(first.device)
-    for tensor in scaled:
-        group.allreduce([tensor], options)
-    for tensor in sums:
-        group.allreduce([tensor], _SUM)
+    try:
+        for tensor in scaled:
+            group.allreduce([tensor], options)
+        for tensor in sums:
+            group.allreduce([tensor], _SUM)
+    except BaseException:
+        with suppress(RuntimeError):
+            group._end_coalescing(first.device)  # the group may still be used for other collectives
+        raise
     return group._end_coalescing(first.device)
 
 

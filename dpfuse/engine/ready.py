@@ -29,6 +29,7 @@ class ReadyList:
     Args:
         params: of the bucket.
         marks: how often each of them becomes ready in a backward.
+        recorded: in which order parameters became ready in an earlier backward, if that is known.
 
     Attributes:
         entries: the list.
@@ -39,7 +40,7 @@ class ReadyList:
 
     __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel")
 
-    def __init__(self, params: Sequence[Tensor], marks: Sequence[int]) -> None:
+    def __init__(self, params: Sequence[Tensor], marks: Sequence[int], recorded: Sequence[Tensor] = ()) -> None:
         self.entries: list[Tensor] = []
         self.sent = -1
         self.held_up = 0
@@ -48,6 +49,8 @@ class ReadyList:
         self._misses = 0
         self._order: list[Tensor] = []  # the entries of the last backward in which the bucket was complete
         self.wait_for_all_but(frozenset())
+        last = {id(param): place for place, param in enumerate(recorded)}
+        self._order.sort(key=lambda param: last.get(id(param), -1))
         self.sentinel = self._order[-1] if self._order else None
 
     def wait_for_all_but(self, frozen: frozenset[int]) -> None:

@@ -204,7 +204,8 @@ class Reducer:
         self._report = report
         self._params, self._names, self._marks = params, names, marks
         self._indices = {id(param): index for index, param in enumerate(params)}
-        self._ready = [ReadyList(b.params, [marks[index] for index in b.plan.params]) for b in self.buckets]
+        recorded = self._run.recorded
+        self._ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], recorded) for b in self.buckets]
         self._freeze(self._frozen if same else frozenset())
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}

@@ -272,14 +272,13 @@ class GradSync:
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated waits for the
         # old layout. Gradients that are views keep the old buffers alive until they are freed.
-        order, marks = votes.agree_on_order(order, marks, self.group, self.source)
-
         def build() -> tuple[BucketPlan, list[GradBucket]]:
             keeps = self.plan.tuned or self._settings.deterministic
             plan = self.plan if keeps else rebuild_plan(self.plan, order)
             return plan, self._make_buckets(plan, self._params, self.reducer.buckets)
 
         try:
+            order, marks = votes.agree_on_order(order, marks, self.group, self.source)
             plan, buckets = votes.agree_on_success(build, self.group, BUCKETS)
         except DPFuseError as error:
             return error

@@ -33,7 +33,7 @@ def row_of(row):
 def test_the_door_measures_and_writes(tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--comm_buffer_sizes=0.1,25,inf", "--last-comm-buffer-sizes=0.05,0.1", "--rounds=3", "--steps=2"]
-    done = run("-m", "dpfuse.bench", f"{PLACE}:build", *flags, f"--out={tmp_path}", timeout=100)
+    done = run("-m", "dpfuse.bench", f"{PLACE}:build", *flags, f"--out={tmp_path}", timeout=100, warm_ranks=True)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["format"], report["ranks"]) == ("dpfuse bench 1", 2)

@@ -73,7 +73,7 @@ def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
 def test_inside_a_job_its_ranks_are_used_and_one_reports(tmp_path):
     pytest.importorskip("matplotlib")
     command = ["-m", "dpfuse", "tune", f"{PLACE}:build", f"--steps={STEPS}", f"--out={tmp_path}"]
-    done = launch("--nproc_per_node", 3, *command, timeout=100)
+    done = launch("--nproc_per_node", 3, *command, timeout=100, warm_ranks=True)
     assert done.returncode == 0, done.stderr
     check_folder(tmp_path, ranks=3)
     assert done.stdout.count("report: ") == done.stdout.count("DDP, 1 + 25 MiB") == 1

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.warm import warm_python
 
@@ -30,15 +31,15 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def python(warm: bool) -> list[str]:
-    """Return the words that start Python: a fork that has imported torch already, or an interpreter of its own."""
-    return warm_python() if warm else [sys.executable]
+def python(warm: bool) -> str:
+    """Return the command that starts Python: a fork that has imported torch already, or an interpreter of its own."""
+    return warm_python() if warm else sys.executable
 
 
 def start(*arguments: object, warm: bool = False, **variables: str) -> subprocess.Popen[str]:
     """Start Python. A warm one must not be asked for its process id: it belongs to the program that stands for it."""
     return subprocess.Popen(
-        [*python(warm), *map(str, arguments)],
+        [python(warm), *map(str, arguments)],
         env=clean_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,10 +50,13 @@ def start(*arguments: object, warm: bool = False, **variables: str) -> subproces
 
 
 def run(
-    *arguments: object, timeout: float = 120, warm: bool = True, **variables: str
+    *arguments: object, timeout: float = 120, warm: bool = True, warm_ranks: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
+    """Run Python. Ranks that it starts are warm only if it is said: they have other ids than their parent knows."""
+    if warm_ranks:
+        variables["PYTHON_EXEC"] = python(warm=True)
     return subprocess.run(
-        [*python(warm), *map(str, arguments)],
+        [python(warm), *map(str, arguments)],
         env=clean_environment(**variables),
         capture_output=True,
         text=True,
@@ -60,19 +64,17 @@ def run(
     )
 
 
-def launch(
-    *arguments: object, timeout: float = 120, warm: bool = True, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the launcher, warm or not; its ranks have interpreters of their own."""
-    return run("-m", "dpfuse.launch", *arguments, timeout=timeout, warm=warm, **variables)
+def launch(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run the launcher; `how` is as for `run`."""
+    return run("-m", "dpfuse.launch", *arguments, **how)
 
 
 def shell(command: str, folder: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line as it stands in a document; `python` is this one, with torch imported."""
+    """Run a command line as it stands in a document; `python` is this one, warm, and so are the ranks it starts."""
     return subprocess.run(
         ["sh", "-c", with_this_python(command, warm=True)],
         cwd=folder,
-        env=clean_environment(**variables),
+        env=clean_environment(PYTHON_EXEC=python(warm=True), **variables),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -80,7 +82,7 @@ def shell(command: str, folder: Path, timeout: float = 120, **variables: str) ->
 
 
 def with_this_python(command: str, *, warm: bool = False) -> str:
-    return f'python() {{ {shlex.join(python(warm))} "$@"; }}\n{command}'
+    return f'python() {{ {shlex.quote(python(warm))} "$@"; }}\n{command}'
 
 
 def free_port() -> int:

@@ -260,7 +260,8 @@ def test_a_backward_in_inference_mode_is_read_when_asked(group, kind):
         norm = exact_norm(copies(model))
         assert float(model.grad_norm()) == pytest.approx(norm, rel=1e-6)
         unseen(model)
-        assert float(model.grad_norm()) == pytest.approx(2 * norm, rel=1e-6)
+        again = 2 if kind == "private" else 1  # views were made outside inference mode, and count what torch counts
+        assert float(model.grad_norm()) == pytest.approx(again * norm, rel=1e-6)
 
 
 def test_asking_is_no_write_to_what_a_graph_has_saved(group):

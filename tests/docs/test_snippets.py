@@ -39,7 +39,8 @@ def test_a_page_runs_and_prints_what_it_shows(program: Program, tmp_path):
     script.write_text(program.source, encoding="utf-8")
     environ = {key: value for key, value in os.environ.items() if not JOB.match(key)}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    command = [*warm_python(), script.name]
+    environ["PYTHON_EXEC"] = warm_python()  # of the ranks that it starts
+    command = [warm_python(), script.name]
     done = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, encoding="utf-8", timeout=120, check=False
     )

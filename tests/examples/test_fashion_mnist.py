@@ -46,7 +46,8 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER"))
     }
     environment |= {"DPFUSE_DATA": str(folder), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [*warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "examples/fashion_mnist.py"]
+    environment["PYTHON_EXEC"] = warm_python()  # of the ranks
+    command = [warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "examples/fashion_mnist.py"]
     return subprocess.run(
         [*command, *FEW, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90
     )

@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples" / "paddle"
 
 def launched(name: str, *arguments: object, **variables: str) -> list[list[str]]:
     """What each of two ranks said."""
-    done = launch("--nproc_per_node", 2, EXAMPLES / name, *arguments, timeout=90, **variables)
+    done = launch("--nproc_per_node", 2, EXAMPLES / name, *arguments, timeout=90, warm_ranks=True, **variables)
     return said(done, ranks=2)
 
 
@@ -81,7 +81,7 @@ def two_cores() -> Iterator[None]:
 @pytest.mark.usefixtures("two_cores")
 def test_the_four_usages_of_spawn() -> None:
     ranks = len(os.sched_getaffinity(0))
-    done = run(EXAMPLES / "linear_net_spawn.py", "--usage", 1, 2, 3, 4, timeout=120)
+    done = run(EXAMPLES / "linear_net_spawn.py", "--usage", 1, 2, 3, 4, warm_ranks=True)
     lines = said(done, ranks=2)
     assert [len(lines_of_rank) for lines_of_rank in lines] == [3, 3]  # the function of usage 1 prints nothing
     losses = numbers("loss", lines[0] + lines[1])
@@ -181,7 +181,8 @@ def test_the_basic_api_learns_on_two_ranks(mnist: str) -> None:
 def test_the_high_level_api_is_the_same_program_on_one_process_and_on_two_ranks(mnist: str) -> None:
     arguments = ["--limit", 301, "--epochs", 3]  # which two ranks cannot share evenly
     alone = said(run(EXAMPLES / "mnist_high_level_api.py", *arguments, DPFUSE_DATA=mnist), ranks=1)
-    done = launch("--nproc_per_node", 2, EXAMPLES / "mnist_high_level_api.py", *arguments, DPFUSE_DATA=mnist)
+    words = ("--nproc_per_node", 2, EXAMPLES / "mnist_high_level_api.py", *arguments)
+    done = launch(*words, warm_ranks=True, DPFUSE_DATA=mnist)
     first, second = said(done, ranks=2)
     assert first == second
     assert done.stdout.count("Epoch 3/3") == 1, "more than one rank shows its progress"

@@ -18,8 +18,8 @@ def resume(checkpoints: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER", "TORCHEL"))
     }
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [*warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "PYTHON_EXEC": warm_python()}
+    command = [warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
     few = ["--limit", "512", "--epochs", "2", "--batch-size", "16", "--every", "5"]  # 32 steps, of which 16 an epoch
     return subprocess.run(
         [*command, "examples/resume.py", "--checkpoints", str(checkpoints), *few, *words],

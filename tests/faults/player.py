@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tests.distributed.machines import namespaces
-from tests.distributed.processes import clean_environment
+from tests.distributed.processes import clean_environment, python
 from tests.faults.fault import Fault, Run, Verdict
 from tests.faults.job import DDP
 from tests.faults.judge import judge
@@ -40,7 +39,7 @@ class Stage:
 
     def __init__(self, *entry: str) -> None:
         self._process = subprocess.Popen(
-            [*entry, sys.executable, "-m", "tests.faults.stage"],
+            [*entry, python(warm=not entry), "-m", "tests.faults.stage"],
             env=clean_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -30,7 +30,7 @@ def forked(stage: Stage) -> tuple[object, ...]:
 
 def launched() -> tuple[object, ...]:
     """One job under the launcher; its exit code and what it printed as an error."""
-    done = launch("--nproc_per_node=2", SCRIPTS / "plain_job.py", timeout=120)
+    done = launch("--nproc_per_node=2", SCRIPTS / "plain_job.py", warm=False)
     return (done.returncode, done.stderr)
 
 

@@ -169,7 +169,7 @@ def test_a_script_for_one_card_runs_under_launch(tmp_path):
             """
         )
     )
-    done = launch("--nproc_per_node", 2, script)
+    done = launch("--nproc_per_node", 2, script, warm_ranks=True)
     assert done.returncode == 0, done.stderr
     assert "rank=0 acc=1.0" in done.stdout
     assert "rank=1 acc=1.0" in done.stdout
