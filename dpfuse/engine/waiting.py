@@ -191,9 +191,9 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
                 board.device_done = _completion(work, device)
         elif not _ends_within_a_slice(work):
             _wait_in_slices(work, board)
-    except DPFuseError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, DPFuseError) and error.ranks:
+            raise
         failure = None if board.heartbeat is None else board.heartbeat.explain()
         if failure is None:
             raise
