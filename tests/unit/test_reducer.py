@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from types import SimpleNamespace
@@ -258,6 +259,16 @@ def test_only_one_parameter_of_each_bucket_has_a_hook_in_python():
     assert python == {5, 3, 1, 0}
 
 
+def test_the_parameter_that_came_last_in_the_first_backward_is_the_sentinel_of_its_bucket():
+    bench = Bench()
+    bench.backward([5, 3, 4, 0, 1, 2])
+    bench.log.clear()
+    bench.reducer.open(announced=True)
+    for index, sent in [(5, 1), (3, 1), (4, 2), (0, 2), (1, 2), (2, 3)]:
+        bench.mark(index)
+        assert len(bench.orders("send")) == sent
+
+
 def test_another_parameter_that_comes_last_twice_becomes_the_sentinel():
     bench = Bench().settled()
     order, sent = [5, 3, 4, 1, 2, 0], []
@@ -406,6 +417,15 @@ def test_they_count_as_a_backward_inside_no_sync():
     assert backwards.value() == 1
 
 
+def test_a_reducer_that_was_freed_is_not_asked():
+    bench = Bench().settled()
+    unaveraged(bench)
+    params = bench.params
+    del bench
+    gc.collect()
+    torch.optim.SGD(params, lr=0.1).step()
+
+
 # --- Parameters that come too late, too often, never, or are frozen ---
 
 
@@ -485,16 +505,29 @@ def test_a_parameter_that_was_frozen_before_the_first_backward_is_told_in_it():
     assert all(bucket.frozen == {2} for bucket in bench.buckets)
 
 
-def test_a_parameter_that_holds_others_up_in_four_backwards_in_a_row_is_named_once():
-    bench = Bench().settled()
+@pytest.mark.parametrize("warn_unused", [True, False])
+def test_a_parameter_that_holds_others_up_in_four_backwards_in_a_row_is_named_once(warn_unused):
+    bench = Bench(warn_unused=warn_unused).settled()
     bench.buckets[0].lacks = [5]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(6):
             bench.backward([4, 3, 2, 1, 0])
-    assert [str(warning.message)[:60] for warning in caught] == [
-        "rank 0: parameter 'p5' did not become ready in 4 backwards, "
+    texts = [
+        "rank 0: parameter 'p5' got no gradient in this backward; 1 o",
+        "rank 0: parameter 'p5' did not become ready in 4 backwards, ",
     ]
+    assert [str(warning.message)[:60] for warning in caught] == (texts if warn_unused else [])
+
+
+def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
+    bench = Bench(warn_unused=True).settled()
+    bench.buckets[0].lacks = [5]
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="'p5' got no gradient"):
+        warnings.simplefilter("error")
+        bench.backward([4, 3, 2, 1, 0])
+    assert sorted(bench.orders("deliver")) == [0, 1, 2, 3]
+    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 2)
 
 
 # --- Errors, and backwards that die ---
