@@ -12,15 +12,18 @@ from torch import nn
 import dpfuse
 from dpfuse.engine import collective
 from dpfuse.engine.assembly import Assembly
+from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState, Surroundings
 from dpfuse.engine.exchanges.hooked import Hooked, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.ordered import OrderedSum
 from dpfuse.engine.exchanges.sparse import SparseRows
+from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
+from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
@@ -199,9 +202,13 @@ def test_padding_and_gaps_of_a_buffer_stay_zero(group):
 
 
 def poison(model):
-    for bucket in model.reducer.buckets:
+    poison_buckets(model.reducer.buckets)
+
+
+def poison_buckets(buckets):
+    for bucket in buckets:
         for view in bucket.parts.buffer.table.views:
-            view.fill_(255 if view.dtype == torch.uint8 else float("nan"))
+            view.fill_(float("nan"))
 
 
 @every_make
@@ -226,12 +233,8 @@ def test_what_was_accumulated_outlives_the_buckets_of_the_first_plan(make, monke
     backward(model, 0)
     with model.no_sync():
         backward(model, 1)
-    if make != "accumulating":  # else it has its gradients there
-        unused = [bucket for bucket in model.reducer.buckets if not holds_gradients(bucket)]
-        for bucket in unused:
-            bucket.parts.buffer.clear()
-            for view in bucket.parts.buffer.table.views:
-                view.fill_(float("nan"))
+    if make != "accumulating":  # else the gradients are there
+        poison_buckets(bucket for bucket in model.reducer.buckets if not holds_gradients(bucket))
     backward(model, 2)
     # Each average is averaged again with what was added to it.
     (a, b, c) = (alone(step) for step in range(3))
@@ -241,21 +244,310 @@ def test_what_was_accumulated_outlives_the_buckets_of_the_first_plan(make, monke
 
 def holds_gradients(bucket):
     """Whether some `.grad` lies in its buffer, which may be that of a bucket of the first plan."""
-    low, high = bucket.parts.buffer.table.storage_range
     grads = [param.grad for param in bucket.params if param.grad is not None and not param.grad.is_sparse]
-    return any(low <= grad.data_ptr() < high for grad in grads)
+    return any(lies_in(grad, [bucket]) for grad in grads)
 
 
-def test_a_view_of_a_buffer_of_the_first_plan_keeps_its_values():
-    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), None, 0, 0)
+def lies_in(grad, buckets):
+    """Whether a gradient lies in the buffer of one of these buckets."""
+    ranges = [bucket.parts.buffer.table.storage_range for bucket in buckets]
+    return any(low <= grad.data_ptr() < high for low, high in ranges)
+
+
+class Mixed(nn.Module):
+    """Becomes ready in another order than that of its registration."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def test_a_view_of_a_buffer_of_the_first_plan_keeps_its_values_where_the_plan_has_changed():
+    model = dpfuse.DataParallel(Mixed(), None, 4e-5, 4e-5)
+    planned = [bucket.params for bucket in model.bucket_plan.buckets]
     model(torch.ones(2, 3)).sum().backward()
-    first = [param.grad for param in model.parameters()]
-    values = [grad.clone() for grad in first]
-    kept = [
-        not any(holds_gradients(bucket) for bucket in model.reducer.buckets if param in set(bucket.params))
-        for param in model.parameters()
-    ]
+    kept = [index for index, param in enumerate(model.parameters()) if not lies_in(param.grad, model.reducer.buckets)]
+    rebuilt = [bucket.params for bucket in model.bucket_plan.buckets]
+    same = {index for bucket in rebuilt if bucket in planned for index in bucket}
+    assert 0 < len(kept) == 4 - len(same), "a bucket that is still the same has kept its buffer"
+    views = [param.grad for param in model.parameters()]
+    values = [grad.clone() for grad in views]
     for step in range(2):
         model.zero_grad()
         model(torch.full((2, 3), 3.0 + step)).sum().backward()
-        assert all(torch.equal(grad, value) for grad, value, k in zip(first, values, kept, strict=True) if k)
+        assert all(torch.equal(views[index], values[index]) for index in kept)
+
+
+class Done(dist.Work):
+    """A work that holds nothing, as that of NCCL after a wait."""
+
+    def wait(self, timeout=None):
+        return True
+
+
+def test_what_a_sparse_bucket_sends_first_lives_until_it_has_landed(monkeypatch):
+    model = plain(Net())
+    model(torch.tensor([1])).sum().backward()
+    bucket = next(b for b in model.reducer.buckets if isinstance(b.parts.exchange, SparseRows))
+    sent = []
+
+    def gather(row, group):
+        sent.append(weakref.ref(row))
+        return [row.clone()], Done()
+
+    monkeypatch.setattr(collective, "start_all_gather", gather)
+    MOVES["send"](bucket)
+    assert len(sent) == 1
+    assert sent[0]() is not None
+    bucket.wait()
+    assert sent[0]() is None
+
+
+# --- What one bucket does with gradients ---
+
+
+def two_params():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))]
+    for number, param in enumerate(params, 1):
+        param.grad = torch.full_like(param, float(number))
+    return params
+
+
+def landed(bucket):
+    """What the report of a landed bucket says, and which parameters were used."""
+    report = bucket.parts.report
+    return report.read(Outcome(), wait=True, gather=False), report.used_somewhere([0, 1])
+
+
+def test_a_bucket_delivers_the_mean_and_tells_that_all_is_well(group):
+    params = two_params()
+    (bucket,) = one_bucket(group, params, scale=0.5, **with_report(group))
+    outcome = Outcome()
+    bucket.send(outcome, complete=True)
+    bucket.wait()
+    assert landed(bucket) == (ALL_WELL, {0, 1})
+    bucket.deliver()
+    assert [param.grad.tolist() for param in params] == [[0.5] * 3, [1.0] * 5]
+    assert outcome == Outcome()
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_an_empty_bucket_sends_zeros_and_touches_no_gradient(group, views):
+    params = two_params()
+    (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+    bucket.send(Outcome(), complete=True)
+    bucket.wait()
+    bucket.deliver()
+    bucket.send_empty(Outcome(failed=True))
+    bucket.wait()
+    assert bucket._sent is not bucket.parts.buffer.flat
+    assert bucket._sent[: bucket.plan.numel].eq(0).all()
+    assert landed(bucket) == (Reading(any_failed=True, any_well=False, rank=0), {0, 1})
+    bucket.discard()
+    assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_discarded_leaves_no_view_of_an_unfinished_sum(group, views, waits):
+    params = two_params()
+    (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+    bucket.send(Outcome(), complete=True)
+    if waits:
+        bucket.wait()
+    bucket.discard()
+    expected = [[0.0] * 3, [0.0] * 5] if views else [[1.0] * 3, [2.0] * 5]
+    assert [param.grad.tolist() for param in params] == expected
+    assert landed(bucket) == (ALL_WELL, {0, 1}), "the report is still to be read"
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_missing_gradient_sends_zeros_and_gets_the_mean_unless_no_rank_has_used_it(group, views):
+    for untouched, expected in ((set(), [0.0] * 5), ({1}, None)):
+        params = two_params()
+        params[1].grad = None
+        (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+        outcome = Outcome()
+        bucket.send(outcome, complete=False)
+        assert (outcome.missing, bucket.missing) == ([1], [1])
+        bucket.wait()
+        assert landed(bucket) == (ALL_WELL, {0})
+        bucket.deliver(untouched)
+        assert params[0].grad.tolist() == [1.0] * 3
+        assert (params[1].grad is None) if expected is None else (params[1].grad.tolist() == expected)
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("left", [True, False], ids=["a gradient is left", "no gradient"])
+def test_a_frozen_parameter_sends_zeros_and_keeps_what_it_has(group, views, left):
+    params = two_params()
+    kept = params[1].grad = torch.full((5,), 7.0) if left else None
+    (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+    outcome = Outcome(frozen=frozenset([1]))
+    bucket.send(outcome, complete=True)
+    assert (outcome.missing, bucket.missing) == ([], [])
+    bucket.wait()
+    assert bucket.parts.buffer.gradients.views[1].eq(0).all()
+    bucket.deliver()
+    assert params[0].grad.tolist() == [1.0] * 3
+    assert params[1].grad is kept
+    assert kept is None or kept.eq(7).all()
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_gradient_that_does_not_fit_sends_zeros_and_tells_the_peers(group, views):
+    params = two_params()
+    params[1].data = torch.ones(4)
+    params[1].grad = torch.ones(4)
+    (bucket,) = one_bucket(group, two_params(), views=views, **with_report(group))
+    bucket.bind(params)
+    outcome = Outcome()
+    bucket.send(outcome, complete=True)
+    assert isinstance(bucket.error, ValueError)
+    assert outcome.error is bucket.error
+    bucket.wait()
+    assert bucket.parts.buffer.gradients.flat.eq(0).all() or not views
+    assert landed(bucket)[0] == Reading(any_failed=True, any_well=False, rank=0)
+    bucket.discard()
+    assert params[0].grad.tolist() == [1.0] * 3, "no view was handed out"
+
+
+class NotedStep(PackStep):
+    """Notes what it is asked for, and fails when told to."""
+
+    def __init__(self, log, fails=""):
+        self.log, self.fails = log, fails
+
+    def before(self, arguments):
+        self._note("before", arguments)
+        arguments.scale *= 2
+
+    def after(self, arguments):
+        self._note("after", arguments)
+
+    def delivered(self, untouched):
+        self.log.append(("delivered", set(untouched)))
+
+    def _note(self, name, arguments):
+        self.log.append((name, list(arguments.missing), arguments.scale, arguments.report is not None))
+        if self.fails == name:
+            raise DPFuseError(f"planted {name}")
+
+
+class Steps(Feature):
+    """One such step for each bucket."""
+
+    def __init__(self, **how):
+        self.log, self.how = [], how
+
+    def step(self, order, bucket, buffer, report):
+        return NotedStep(self.log, **self.how)
+
+
+def bucket_with_step(group, params, **how):
+    feature = Steps(**how)
+    plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
+    assembly = Assembly(group, Surroundings(None, []), **with_report(group))
+    (bucket,) = assembly.make(plan, params, features=[feature])
+    return bucket, feature.log
+
+
+def test_a_step_changes_the_arguments_of_one_launch_and_hears_of_the_delivery(group):
+    params = two_params()
+    params[1].grad = None
+    bucket, log = bucket_with_step(group, params)
+    bucket.send(Outcome(), complete=False)
+    bucket.wait()
+    bucket.deliver({1})
+    assert log == [("before", [1], 1.0, False), ("after", [1], 2.0, True), ("delivered", {1})]
+    assert params[0].grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+def test_a_step_that_fails_sends_zeros_and_tells_the_peers(group, fails):
+    params = two_params()
+    bucket, log = bucket_with_step(group, params, fails=fails)
+    outcome = Outcome()
+    bucket.send(outcome, complete=True)
+    assert str(outcome.error) == f"planted {fails}"
+    bucket.wait()
+    assert bucket.parts.buffer.gradients.views[0].eq(0).all()
+    assert not landed(bucket)[0].all_well
+    bucket.discard()
+    assert [entry[0] for entry in log] == ["before", "after"][: 1 + (fails == "after")]
+    assert params[0].grad.tolist() == [1.0] * 3
+
+
+class NotedObserver:
+    """Notes what observers are told."""
+
+    def __init__(self):
+        self.log = []
+
+    def sent(self, tensors, work, *, is_last):
+        self.log.append(("sent", len(tensors), is_last))
+
+    def wait_begins(self, flat):
+        self.log.append(("wait begins", flat.numel()))
+
+    def wait_ends(self):
+        self.log.append(("wait ends",))
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_observers_are_told_how_a_bucket_travels(group, empty):
+    observer = NotedObserver()
+    params = two_params()
+    plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)], 0, 0)
+    observers = []
+    first, last = Assembly(group, Surroundings(None, observers), **with_report(group)).make(plan, params)
+    observers.append(observer)  # at any time
+    for bucket in (first, last):
+        MOVES["send_empty" if empty else "send"](bucket)
+    for bucket in (first, last):
+        bucket.wait()
+    sizes = [bucket.parts.buffer.flat.numel() for bucket in (first, last)]
+    waits = [entry for size in sizes for entry in (("wait begins", size), ("wait ends",))]
+    assert observer.log == [("sent", 1, False), ("sent", 1, True), *waits]
+
+
+def test_other_factors_hold_from_the_next_send_on_and_never_change_what_travels(group):
+    params = two_params()
+    (bucket,) = one_bucket(group, params, **with_report(group))
+    bucket.average_by(Averaging("bfloat16", 0.25))
+    assert bucket.averaging == Averaging("float32", 0.25)
+    bucket.send(Outcome(), complete=True)
+    bucket.wait()
+    bucket.deliver()
+    assert [param.grad.tolist() for param in params] == [[0.25] * 3, [0.5] * 5]
+
+
+def test_a_bucket_is_used_again_for_other_parameters_and_keeps_none_of_them_alive(group):
+    (bucket,) = one_bucket(group, two_params())
+    params = two_params()
+    bucket.bind(params)
+    bucket.send(Outcome(), complete=True)
+    bucket.wait()
+    bucket.deliver()
+    first = weakref.ref(params[0])
+    del params
+    bucket.bind(())
+    assert first() is None
+
+
+def test_a_report_travels_alone_where_its_bucket_is_narrow(group):
+    params = two_params()
+    gradients, report = one_bucket(group, params, wire=Wire("bfloat16"), **with_report(group))
+    assert gradients.parts.report is None
+    assert (report.params, report.averaging.dtype, report.averaging.pre_scale) == ([], "float32", 1.0)
+    for bucket in (gradients, report):
+        bucket.send(Outcome(), complete=True)
+    for bucket in (gradients, report):
+        bucket.wait()
+    assert landed(report) == (ALL_WELL, {0, 1})
+    for bucket in (gradients, report):
+        bucket.deliver()
+    assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
