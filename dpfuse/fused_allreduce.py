@@ -23,7 +23,7 @@ from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, plan_groups
 from dpfuse.engine.report import Outcome, Reading, Report
-from dpfuse.engine.waiting import board_of
+from dpfuse.engine.waiting import board_of, leave
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
@@ -204,7 +204,7 @@ class _Prepared:
         window = Window()
         assembly = Assembly(
             group,
-            Surroundings(board_of(group), []),
+            Surroundings(board_of(group), [], lambda error: leave(board_of(group), error)),
             scale=options.scale,
             wire=options.wire,
             deterministic=options.deterministic,

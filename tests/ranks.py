@@ -142,6 +142,11 @@ class RankPool:
         path = Path(f"{self._folder.name}/store-stacks-{rank}")
         return path.read_text() if path.exists() else f"{path} is gone"
 
+    def end_processes(self) -> None:
+        """End the ranks; whoever waits for their answers gets a `RankError`."""
+        for process in self._processes:
+            process.kill()
+
     def kill(self) -> None:
         self.healthy = False
         for pipe, process in zip(self._pipes, self._processes, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine import collective
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.plan import Bucket
@@ -41,10 +42,12 @@ class Surroundings:
     Args:
         board: of the group; None where it has no heartbeat.
         observers: are told how each bucket travels; may grow and shrink at any time.
+        leave: called with the error of a collective that has not started as it should: the group is of no use then.
     """
 
     board: Board | None
     observers: list[BucketObserver]
+    leave: Callable[[BaseException], None]
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,10 @@ class GradBucket:
         for observer in observers:
             observer.wait_ends()
         parts.exchange.landed(self._work)
-        self.state, self._work = LANDED, None
         self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(self._room_in(self._sent))
+        self.state, self._work = LANDED, None  # last: until then it can be waited for again
 
     def deliver(self, untouched: Set[int] = frozenset()) -> None:
         """Hand the reduced gradients to the parameters, but for those (registration indices) to leave alone."""
@@ -259,10 +262,17 @@ class GradBucket:
 
     def _start(self, flat: Tensor) -> None:
         with ranged("dpfuse::all_reduce", self._label):
-            work = self.parts.exchange.start(flat)
-            self._work, self._sent, self.state = work, flat, FLIGHT
+            self._sent, self.state = flat, FLIGHT
+            try:
+                self._work = self.parts.exchange.start(flat)  # nothing may come between the start and this
+            except BaseException as error:
+                self.state = FREE
+                if collective.has_raised(error):
+                    self._around.leave(error)
+                raise
+        self.parts.exchange.started(self._work)
         for observer in self._around.observers:
-            observer.sent(self.parts.exchange.tensors(flat), work, is_last=self.parts.report is not None)
+            observer.sent(self.parts.exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
 
     def _check(self, expected: BucketState) -> None:
         if self.state is not expected:

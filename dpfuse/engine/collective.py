@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_flat",
     "check_all_to_all",
     "group_device",
+    "has_raised",
     "resolve_group",
     "start_all_gather",
     "start_all_gather_into",
@@ -106,11 +107,26 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     else:
         _multiply(scaled, factor)
     group._start_coalescing(first.device)
-    for tensor in scaled:
-        group.allreduce([tensor], options)
-    for tensor in sums:
-        group.allreduce([tensor], _SUM)
+    try:
+        for tensor in scaled:
+            group.allreduce([tensor], options)
+        for tensor in sums:
+            group.allreduce([tensor], _SUM)
+    except BaseException:
+        with suppress(RuntimeError):
+            group._end_coalescing(first.device)  # the group may still be used for other collectives
+        raise
     return group._end_coalescing(first.device)
+
+
+def has_raised(error: BaseException) -> bool:
+    """Whether an error came out of a collective: then nothing tells which collectives the peers still wait in."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == __file__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:

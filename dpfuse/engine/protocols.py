@@ -81,6 +81,9 @@ class Exchange:
         """Begin; the returned work is waited for. Starting the first collective is the last thing that can fail."""
         raise NotImplementedError
 
+    def started(self, work: dist.Work) -> None:
+        """Queue what follows the first collective, where that can be done without waiting."""
+
     def tensors(self, flat: Tensor) -> list[Tensor]:
         """What travels, for observers."""
         return [flat]

@@ -57,6 +57,7 @@ class Wiring:
         rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
             returns the error that every rank is to raise.
         decline: called in its place on a rank that cannot go on, so that the peers do not wait.
+        check_group: raises DPFuseError if this rank can use its process group no more.
         install: puts ready hooks on parameters, by registration index.
         guard: called with the report's alarm where the report is not read in the same backward.
         rank, size: of this process and its group.
@@ -71,6 +72,7 @@ class Wiring:
     open_backward: Callable[[], None]
     rebuild: Callable[[list[int], list[int]], DPFuseError | None]
     decline: Callable[[], None]
+    check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
     guard: Callable[[Callable[[], Tensor]], None]
     rank: int
@@ -408,6 +410,7 @@ class Reducer:
             DPFuseError: some ranks completed that backward.
         """
         run, wiring = self._run, self._wiring
+        wiring.check_group()
         buckets = self.buckets if self._change is None else self._change.outdated
         run.outcome.failed = True
         if not run.delivered:

@@ -22,7 +22,7 @@ from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.reducer import IDLE, Reducer, Wiring
 from dpfuse.engine.report import Report
-from dpfuse.engine.waiting import Track, board_of
+from dpfuse.engine.waiting import Track, board_of, leave
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
@@ -118,11 +118,12 @@ class GradSync:
         self._rank_count = group.size()
         self._recorder: BackwardRecorder | None = None
         self._times: BucketObserver | None = None
+        self._left: BaseException | None = None  # why this rank has left the group
         self._wrap: Callable[[BackwardListener], BackwardListener] = lambda listener: listener
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
         self._assembly = Assembly(
             group,
-            Surroundings(board_of(group), self.observers),
+            Surroundings(board_of(group), self.observers, self._leave),
             scale=settings.scale,
             wire=settings.wire,
             views=settings.views,
@@ -144,6 +145,7 @@ class GradSync:
             self.watch.begin,
             self._rebuild,
             self._decline,
+            self._check_group,
             self._hooks.install,
             self._guard,
             group.rank(),
@@ -272,25 +274,41 @@ class GradSync:
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated waits for the
         # old layout. Gradients that are views keep the old buffers alive until they are freed.
-        order, marks = votes.agree_on_order(order, marks, self.group, self.source)
+        agreed, counts = votes.order_tensors(order, marks, self.group)
 
         def build() -> tuple[BucketPlan, list[GradBucket]]:
             keeps = self.plan.tuned or self._settings.deterministic
-            plan = self.plan if keeps else rebuild_plan(self.plan, order)
+            plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(agreed))
             return plan, self._make_buckets(plan, self._params, self.reducer.buckets)
 
         try:
+            votes.agree_on_order(agreed, counts, self.group, self.source)
             plan, buckets = votes.agree_on_success(build, self.group, BUCKETS)
         except DPFuseError as error:
             return error
-        self.plan, self._marks = plan, marks
-        self.reducer.adopt(buckets, marks, rebuilt=True)
+        except BaseException as error:
+            self._leave(error)  # in which of the votes is not known
+            raise
+        self.plan, self._marks = plan, counts.tolist()
+        self.reducer.adopt(buckets, self._marks, rebuilt=True)
         return None
 
     def _decline(self) -> None:
-        votes.agree_on_order([], [0] * len(self._params), self.group, self.source)
+        votes.agree_on_order(*votes.order_tensors([], [0] * len(self._params), self.group), self.group, self.source)
         error = DPFuseError("its backward was interrupted after the gradients were averaged")
         votes.report_failure(error, self.group, BUCKETS)
+
+    def _leave(self, error: BaseException) -> None:
+        self._left = error
+        leave(board_of(self.group), error)
+
+    def _check_group(self) -> None:
+        if self._left is not None:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a collective of this process group has failed in an earlier backward "
+                f"({type(self._left).__name__}: {self._left}), so that the collectives of the ranks no longer fit "
+                "together; expected a new group. Restart the job, or make another group and wrap the module again."
+            )
 
     def _listen(self) -> None:
         self.watch.listener = self.listener if self._recorder is None else self._recorder

@@ -22,6 +22,8 @@ __all__ = [
     "agree_on_success",
     "agree_on_text",
     "gather_texts",
+    "order_in",
+    "order_tensors",
     "report_failure",
     "share_text",
 ]
@@ -103,27 +105,33 @@ def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
     return _text_in(row)
 
 
-def agree_on_order(
-    order: Sequence[int], fires: Sequence[int], group: dist.ProcessGroup, source: int = 0
-) -> tuple[list[int], list[int]]:
-    """The ready order of rank `source`, and for each parameter the largest number of ready marks on any rank.
+def order_tensors(
+    order: Sequence[int], marks: Sequence[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `agree_on_order` exchanges: a ready order, and how often each parameter became ready, [parameters] each.
 
     Args:
         order: parameter indices in the order in which they became ready here; may leave some out.
-        fires: ready marks of each parameter here.
+        marks: ready marks of each parameter here.
         group: the ranks.
-        source: the rank whose order it is to be.
-
-    Returns:
-        The order and the counts that every rank now holds.
     """
     device = collective.group_device(group)
-    padded = [*order, *[-1] * (len(fires) - len(order))]
-    agreed = torch.tensor(padded, dtype=torch.int32, device=device)
-    counts = torch.tensor(fires, dtype=torch.int32, device=device)
-    collective.broadcast(agreed, group, source)
-    collective.all_reduce_max(counts, group)
-    return [index for index in agreed.tolist() if index >= 0], counts.tolist()
+    padded = [*order, *[-1] * (len(marks) - len(order))]
+    return (
+        torch.tensor(padded, dtype=torch.int32, device=device),
+        torch.tensor(marks, dtype=torch.int32, device=device),
+    )
+
+
+def agree_on_order(order: torch.Tensor, marks: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite the order with that of rank `source`, and each number of marks with the largest on any rank."""
+    collective.broadcast(order, group, source)
+    collective.all_reduce_max(marks, group)
+
+
+def order_in(order: torch.Tensor) -> list[int]:
+    """The parameter indices in such a tensor."""
+    return [index for index in order.tolist() if index >= 0]
 
 
 def _row(text: str, limit: int) -> torch.Tensor:

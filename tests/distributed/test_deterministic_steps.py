@@ -163,7 +163,7 @@ def queued_at_once(rank, size):
         mock.patch.object(collective, "start_all_gather_into", lambda *args: made.append(gather(*args)) or made[-1]),
     ):
         work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
-        work.begin("stream")
+        work.go_on_on("stream")
         assert len(made) == 1
         assert not work.get_future().done()
         work.wait()
@@ -184,7 +184,6 @@ def waited_for_in_slices(rank, size):
     if rank == 1:
         time.sleep(0.2)
     work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
-    work.begin(None)
     too_short = 0
     while True:
         try:
@@ -210,8 +209,7 @@ def test_it_is_told_from_one_that_has_failed(group):
     flat = torch.ones(8)
     with mock.patch.object(collective, "start_all_to_all", return_value=exchange):
         work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
-        work.begin(None)
-    assert not work.is_completed()
+        assert not work.is_completed()
     exchange.is_completed.return_value = True
     with pytest.raises(RuntimeError, match="connection closed"):
         work.wait()

@@ -425,7 +425,10 @@ def late_now_and_then(rank, size):
 
 
 def reaching_a_part(rank, size, part, follow, views):
-    """`part` of the parameters, without the wrapper's forward; `follow` is what the program does then."""
+    """`part` of the parameters, without the wrapper's forward; `follow` is what the program does then.
+
+    Another backward of this kind may run no code of the library: a hook in C is all that it reaches.
+    """
     model = wrap(gradient_as_bucket_view=views, find_unused_parameters=True)
     params = {name: param for name, param in model.module.named_parameters() if re.fullmatch(part, name)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -439,7 +442,6 @@ def reaching_a_part(rank, size, part, follow, views):
             if not all(bool((param.grad == (size + 1) / 2 + again).all()) for param in params.values()):
                 {
                     "forward": lambda: model(batch(rank, 5)),
-                    "backward": lambda: sum(param.sum() for param in params.values()).backward(),
                     "optimizer": optimizer.step,
                 }[follow]()
                 pytest.fail("gradients are this rank's own, and nothing has said so")
@@ -453,7 +455,7 @@ def reaching_a_part(rank, size, part, follow, views):
 
 
 @VIEWS
-@pytest.mark.parametrize("follow", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("follow", ["forward", "optimizer"])
 @pytest.mark.parametrize("part", [r"layers\.0\.weight", r"layers\.0\.bias", r"layers\.[35]\..*", r"layers\.5\.weight"])
 def test_a_backward_without_the_wrappers_forward_that_reaches_a_part_is_averaged_or_named(ranks, part, follow, views):
     assert len(set(ranks(reaching_a_part, part, follow, views))) == 1

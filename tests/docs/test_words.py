@@ -19,14 +19,10 @@ from tests.docs.words import LONGEST, ROOT, findings, groups
 PENDING = {
     "dpfuse",
     "dpfuse/ddp",
-    "dpfuse/distributed",
     "dpfuse/engine",
     "dpfuse/gradients",
-    "dpfuse/integrations",
     "dpfuse/model",
-    "dpfuse/paddle",
     "dpfuse/tune",
-    "kernels",
 }
 
 

@@ -131,9 +131,12 @@ class OrderedSum(Exchange):
             self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
         rank, size = self.group.rank(), self.group.size()
         residual = None if self._rounding is None else self._rounding.part(rank, size)
-        work = _OrderedWork(flat, self._parts, self.group, lambda parts, out: self._format.add_up(parts, out, residual))
-        work.begin(self._stream)
-        return work
+        return _OrderedWork(flat, self._parts, self.group, lambda parts, out: self._format.add_up(parts, out, residual))
+
+    def started(self, work: dist.Work) -> None:
+        assert isinstance(work, _OrderedWork)
+        if self._stream is not None:
+            work.go_on_on(self._stream)
 
 
 class _OrderedWork(dist.Work):
@@ -161,15 +164,13 @@ class _OrderedWork(dist.Work):
         self._future: Future[Any] = Future()
         self._gather: dist.Work | None = None
         self._error: Exception | None = None
-        self._exchange: dist.Work | None = None
+        self._exchange = collective.start_all_to_all(parts, flat, group)
 
-    def begin(self, stream: torch.cuda.Stream | None) -> None:
-        """Start the first collective, and on CUDA queue the rest."""
-        self._exchange = collective.start_all_to_all(self._parts, self._flat, self._group)
-        if stream is not None:
-            with torch.cuda.stream(stream):
-                self._exchange.wait()
-                self._gather = self._add_up()
+    def go_on_on(self, stream: torch.cuda.Stream) -> None:
+        """Queue all that follows on this stream."""
+        with torch.cuda.stream(stream):
+            self._exchange.wait()
+            self._gather = self._add_up()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the sum, for each of its two collectives as long as `timeout` says, and again if that was too short.
@@ -177,7 +178,6 @@ class _OrderedWork(dist.Work):
         Raises:
             RuntimeError: it took longer, or failed, as `is_completed` tells then.
         """
-        assert self._exchange is not None
         if self._gather is None:
             _wait(self._exchange, timeout)
             self._gather = self._add_up()
@@ -192,7 +192,6 @@ class _OrderedWork(dist.Work):
         """Whether a wait returns or raises at once."""
         if self._gather is not None:
             return self._gather.is_completed()
-        assert self._exchange is not None
         if self._exchange.is_completed():
             try:
                 self._exchange.wait()

@@ -66,9 +66,7 @@ class SparseRows(Exchange):
         self._rows, self._is_dense = self._no_rows(), False
 
     def start(self, flat: Tensor) -> dist.Work:
-        work = _RowsWork(self._rows, self._is_dense, self.group)
-        work.begin()
-        return work
+        return _RowsWork(self._rows, self._is_dense, self.group)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
         """As `Exchange.tensors`: the numbers of rows, and the rows."""
@@ -147,12 +145,8 @@ class _RowsWork(dist.Work):
         self._group = group
         self._future: Future[Any] = Future()
         self._header = torch.tensor([len(rows), is_dense], dtype=torch.float64).to(rows.device)
-        self._first: tuple[list[Tensor], dist.Work] | None = None
         self._second: tuple[list[int], list[Tensor], dist.Work] | None = None
-
-    def begin(self) -> None:
-        """Start the first collective."""
-        self._first = collective.start_all_gather(self._header, self._group)
+        self._first = collective.start_all_gather(self._header, group)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for both collectives, for each as long as `timeout` says, and again if that was too short.
@@ -162,7 +156,6 @@ class _RowsWork(dist.Work):
         """
         if self._future.done():
             return True
-        assert self._first is not None
         if self._second is None:
             headers, work = self._first
             _wait(work, timeout)
@@ -175,7 +168,6 @@ class _RowsWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether a wait returns or raises at once."""
-        assert self._first is not None
         return self._second[-1].is_completed() if self._second is not None else self._first[-1].is_completed()
 
     def get_future(self) -> Future[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import re
 import tempfile
@@ -54,8 +53,6 @@ class Survey:
     """
 
     def __init__(self, size: int, patience: float = PATIENCE) -> None:
-        # A rank that died is replaced by a fork of a process that has imported everything.
-        multiprocessing.set_forkserver_preload(["torch", "tests.distributed.injected.trial"])
         self.size = size
         self._patience = patience
         self._pool: RankPool | None = None
@@ -148,7 +145,7 @@ class Survey:
 
     def _try(self, fault: Fault) -> Sequence[Report]:
         if self._pool is None or not self._pool.healthy:
-            self._pool = RankPool(self.size, "forkserver")
+            self._pool = RankPool(self.size)
             self._pool.run(trial, replace(fault, at=None), self._folder.name, timeout=60)
         for rank in range(self.size):
             Path(steps_of(self._folder.name, rank)).unlink(missing_ok=True)
@@ -168,7 +165,8 @@ class Survey:
             if not since and torn(self._told()):
                 since = monotonic()
             elif since and monotonic() > since + GRACE:
-                self._end_pool()
+                assert self._pool is not None
+                self._pool.end_processes()  # the thread that waits for them hears of it
                 return
 
     def _told(self) -> list[list[Step]]:
