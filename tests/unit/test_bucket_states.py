@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import dpfuse
 from dpfuse.engine import collective
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Averaging, Wire
-from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState, Surroundings
+from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState
+from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.hooked import Hooked, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.ordered import OrderedSum
@@ -24,9 +26,9 @@ from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackStep
-from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
-from dpfuse.engine.window import Window
+from dpfuse.engine.report import ALL_WELL, Outcome, Reading
 from dpfuse.errors import DPFuseError
+from tests.unit.stand_ins import make_report, surroundings
 
 LEGAL = {FREE: {"send", "send_empty"}, FLIGHT: {"wait", "discard"}, LANDED: {"deliver", "discard"}}
 MOVES = {
@@ -162,29 +164,13 @@ def test_an_illegal_move_names_the_bucket_its_parameters_and_its_state(group, mo
 
 def one_bucket(group, params, **options):
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
-    assembly = Assembly(group, Surroundings(None, []), **options)
+    assembly = Assembly(group, surroundings(), **options)
     return assembly.make(plan, params)
-
-
-def with_report(group, size=2):
-    """Arguments of `one_bucket` for a report of this rank, among so many."""
-
-    class Group:
-        def rank(self):
-            return 0
-
-        def size(self):
-            return size
-
-    def make_report(count, dtype, device):
-        return Report(Group(), count, [], Window(), dtype, device)
-
-    return {"make_report": make_report}
 
 
 def test_padding_and_gaps_of_a_buffer_stay_zero(group):
     params = [nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
-    (bucket,) = one_bucket(group, params, views=True, **with_report(group))
+    (bucket,) = one_bucket(group, params, views=True, make_report=make_report)
     for step in range(3):
         for param in params:
             param.grad = torch.full_like(param, float("nan") if step else 1.0)
@@ -324,7 +310,7 @@ def landed(bucket):
 
 def test_a_bucket_delivers_the_mean_and_tells_that_all_is_well(group):
     params = two_params()
-    (bucket,) = one_bucket(group, params, scale=0.5, **with_report(group))
+    (bucket,) = one_bucket(group, params, scale=0.5, make_report=make_report)
     outcome = Outcome()
     bucket.send(outcome, complete=True)
     bucket.wait()
@@ -337,7 +323,7 @@ def test_a_bucket_delivers_the_mean_and_tells_that_all_is_well(group):
 @pytest.mark.parametrize("views", [True, False])
 def test_an_empty_bucket_sends_zeros_and_touches_no_gradient(group, views):
     params = two_params()
-    (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+    (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
     bucket.send(Outcome(), complete=True)
     bucket.wait()
     bucket.deliver()
@@ -354,7 +340,7 @@ def test_an_empty_bucket_sends_zeros_and_touches_no_gradient(group, views):
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_is_discarded_leaves_no_view_of_an_unfinished_sum(group, views, waits):
     params = two_params()
-    (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+    (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
     bucket.send(Outcome(), complete=True)
     if waits:
         bucket.wait()
@@ -369,7 +355,7 @@ def test_a_missing_gradient_sends_zeros_and_gets_the_mean_unless_no_rank_has_use
     for untouched, expected in ((set(), [0.0] * 5), ({1}, None)):
         params = two_params()
         params[1].grad = None
-        (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+        (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
         outcome = Outcome()
         bucket.send(outcome, complete=False)
         assert (outcome.missing, bucket.missing) == ([1], [1])
@@ -385,7 +371,7 @@ def test_a_missing_gradient_sends_zeros_and_gets_the_mean_unless_no_rank_has_use
 def test_a_frozen_parameter_sends_zeros_and_keeps_what_it_has(group, views, left):
     params = two_params()
     kept = params[1].grad = torch.full((5,), 7.0) if left else None
-    (bucket,) = one_bucket(group, params, views=views, **with_report(group))
+    (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
     outcome = Outcome(frozen=frozenset([1]))
     bucket.send(outcome, complete=True)
     assert (outcome.missing, bucket.missing) == ([], [])
@@ -402,7 +388,7 @@ def test_a_gradient_that_does_not_fit_sends_zeros_and_tells_the_peers(group, vie
     params = two_params()
     params[1].data = torch.ones(4)
     params[1].grad = torch.ones(4)
-    (bucket,) = one_bucket(group, two_params(), views=views, **with_report(group))
+    (bucket,) = one_bucket(group, two_params(), views=views, make_report=make_report)
     bucket.bind(params)
     outcome = Outcome()
     bucket.send(outcome, complete=True)
@@ -413,6 +399,57 @@ def test_a_gradient_that_does_not_fit_sends_zeros_and_tells_the_peers(group, vie
     assert landed(bucket)[0] == Reading(any_failed=True, any_well=False, rank=0)
     bucket.discard()
     assert params[0].grad.tolist() == [1.0] * 3, "no view was handed out"
+
+
+class FailsOnce(AllReduce):
+    """Fails when it is to start, before a collective or in it."""
+
+    def __init__(self, group, inside):
+        super().__init__(group)
+        self.inside, self.failed = inside, False
+
+    def start(self, flat):
+        if not self.failed:
+            self.failed = True
+            if self.inside:
+                return collective.all_reduce(None, self.group)
+            raise RuntimeError("planted")
+        return super().start(flat)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_exchange_that_does_not_start_leaves_a_free_bucket(group, inside):
+    """Where the collective itself has raised, the ranks no longer fit together."""
+    left = []
+    params = two_params()
+    plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
+    (bucket,) = Assembly(group, surroundings(leave=left.append), make_report=make_report).make(plan, params)
+    bucket.parts = replace(bucket.parts, exchange=FailsOnce(group, inside))
+    with pytest.raises(TypeError if inside else RuntimeError) as caught:
+        bucket.send(Outcome(), complete=True)
+    assert left == ([caught.value] if inside else [])
+    assert bucket.state is FREE
+    bucket.send(Outcome(), complete=True)
+    bucket.wait()
+    bucket.deliver()
+    assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
+
+
+def test_a_wait_that_was_interrupted_is_repeated(group, monkeypatch):
+    params = two_params()
+    (bucket,) = one_bucket(group, params, make_report=make_report)
+    bucket.send(Outcome(), complete=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bucket.parts.exchange, "landed", interrupt, raising=False)
+        bucket.wait()
+    assert bucket.state is FLIGHT
+    bucket.wait()
+    bucket.deliver()
+    assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
 
 
 class NotedStep(PackStep):
@@ -450,7 +487,7 @@ class Steps(Feature):
 def bucket_with_step(group, params, **how):
     feature = Steps(**how)
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
-    assembly = Assembly(group, Surroundings(None, []), **with_report(group))
+    assembly = Assembly(group, surroundings(), make_report=make_report)
     (bucket,) = assembly.make(plan, params, features=[feature])
     return bucket, feature.log
 
@@ -503,7 +540,7 @@ def test_observers_are_told_how_a_bucket_travels(group, empty):
     params = two_params()
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)], 0, 0)
     observers = []
-    first, last = Assembly(group, Surroundings(None, observers), **with_report(group)).make(plan, params)
+    first, last = Assembly(group, surroundings(observers), make_report=make_report).make(plan, params)
     observers.append(observer)  # at any time
     for bucket in (first, last):
         MOVES["send_empty" if empty else "send"](bucket)
@@ -516,7 +553,7 @@ def test_observers_are_told_how_a_bucket_travels(group, empty):
 
 def test_other_factors_hold_from_the_next_send_on_and_never_change_what_travels(group):
     params = two_params()
-    (bucket,) = one_bucket(group, params, **with_report(group))
+    (bucket,) = one_bucket(group, params, make_report=make_report)
     bucket.average_by(Averaging("bfloat16", 0.25))
     assert bucket.averaging == Averaging("float32", 0.25)
     bucket.send(Outcome(), complete=True)
@@ -540,7 +577,7 @@ def test_a_bucket_is_used_again_for_other_parameters_and_keeps_none_of_them_aliv
 
 def test_a_report_travels_alone_where_its_bucket_is_narrow(group):
     params = two_params()
-    gradients, report = one_bucket(group, params, wire=Wire("bfloat16"), **with_report(group))
+    gradients, report = one_bucket(group, params, wire=Wire("bfloat16"), make_report=make_report)
     assert gradients.parts.report is None
     assert (report.params, report.averaging.dtype, report.averaging.pre_scale) == ([], "float32", 1.0)
     for bucket in (gradients, report):

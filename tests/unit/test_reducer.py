@@ -132,23 +132,24 @@ class Bench:
     def __init__(self, count=6, *, feed=None, strict=False, warn_unused=False, features=()):
         self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
         self.window = Window()
-        self.refuse_rebuild = self.declined = None
+        self.refuse_rebuild = self.left = None
         self.params, buckets, self.names = self.planned([f"p{i}" for i in range(count)], feed)
         self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
         wiring = Wiring(
-            self.window,
-            [self.field],
-            Track(),
-            list(features),
-            strict,
-            warn_unused,
-            lambda: self.reducer.open(announced=False),
-            self.rebuild,
-            lambda: self.log.append(("decline",)),
-            self.install,
-            self.guarded.append,
-            RANK,
-            SIZE,
+            window=self.window,
+            fields=[self.field],
+            track=Track(),
+            features=list(features),
+            strict=strict,
+            warn_unused=warn_unused,
+            open_backward=lambda: self.reducer.open(announced=False),
+            rebuild=self.rebuild,
+            decline=lambda: self.log.append(("decline",)),
+            check_group=self.check_group,
+            install=self.install,
+            guard=self.guarded.append,
+            rank=RANK,
+            size=SIZE,
         )
         self.reducer = Reducer(buckets, self.params, self.names, wiring)
 
@@ -180,6 +181,10 @@ class Bench:
             return self.refuse_rebuild
         self.reducer.adopt(self.reducer.buckets, marks, rebuilt=True)
         return None
+
+    def check_group(self):
+        if self.left is not None:
+            raise self.left
 
     def mark(self, *order):
         for index in order:
@@ -649,6 +654,19 @@ def test_a_collective_that_fails_leaves_the_backward_to_be_drained(monkeypatch):
     assert bench.orders("send empty") == []
 
 
+def test_a_rank_that_has_left_its_group_drains_nothing():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.mark(5)
+    bench.reducer.abandon()
+    bench.left = DPFuseError("a collective of this group has failed")
+    bench.log.clear()
+    for _ in range(2):
+        with pytest.raises(DPFuseError, match="a collective of this group has failed"):
+            bench.reducer.open(announced=True)
+    assert bench.log == []
+
+
 def test_an_abandoned_local_backward_needs_no_drain():
     bench = Bench()
     bench.reducer.record_forward(False)
@@ -660,7 +678,6 @@ def test_an_abandoned_local_backward_needs_no_drain():
 
 def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
     bench = Bench()
-    bench.rebuild = None
 
     def interrupted(order, marks):
         raise KeyboardInterrupt

@@ -118,7 +118,7 @@ def done(buffer):
 
 @pytest.fixture
 def writing(streams, group, monkeypatch):
-    """Wraps a net each of whose gradients is written on one of three streams; gives the model and the stream of each gradient."""
+    """Wraps a net of which each gradient is written on one of three streams; returns also the stream of each."""
     monkeypatch.setattr("dpfuse.engine.assembly.writers_on", lambda device: WritingStreams(CUDA))
     streams.initialized = False  # of graphs there is nothing here
 
