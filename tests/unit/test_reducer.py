@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from types import SimpleNamespace
@@ -131,23 +132,24 @@ class Bench:
     def __init__(self, count=6, *, feed=None, strict=False, warn_unused=False, features=()):
         self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
         self.window = Window()
-        self.refuse_rebuild = self.declined = None
+        self.refuse_rebuild = self.left = None
         self.params, buckets, self.names = self.planned([f"p{i}" for i in range(count)], feed)
         self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
         wiring = Wiring(
-            self.window,
-            [self.field],
-            Track(),
-            list(features),
-            strict,
-            warn_unused,
-            lambda: self.reducer.open(announced=False),
-            self.rebuild,
-            lambda: self.log.append(("decline",)),
-            self.install,
-            self.guarded.append,
-            RANK,
-            SIZE,
+            window=self.window,
+            fields=[self.field],
+            track=Track(),
+            features=list(features),
+            strict=strict,
+            warn_unused=warn_unused,
+            open_backward=lambda: self.reducer.open(announced=False),
+            rebuild=self.rebuild,
+            decline=lambda: self.log.append(("decline",)),
+            check_group=self.check_group,
+            install=self.install,
+            guard=self.guarded.append,
+            rank=RANK,
+            size=SIZE,
         )
         self.reducer = Reducer(buckets, self.params, self.names, wiring)
 
@@ -179,6 +181,10 @@ class Bench:
             return self.refuse_rebuild
         self.reducer.adopt(self.reducer.buckets, marks, rebuilt=True)
         return None
+
+    def check_group(self):
+        if self.left is not None:
+            raise self.left
 
     def mark(self, *order):
         for index in order:
@@ -256,6 +262,16 @@ def test_only_one_parameter_of_each_bucket_has_a_hook_in_python():
     bench = Bench().settled()
     python = {index for index, hook in bench.hooks.items() if type(hook) is not type([].append)}
     assert python == {5, 3, 1, 0}
+
+
+def test_the_parameter_that_came_last_in_the_first_backward_is_the_sentinel_of_its_bucket():
+    bench = Bench()
+    bench.backward([5, 3, 4, 0, 1, 2])
+    bench.log.clear()
+    bench.reducer.open(announced=True)
+    for index, sent in [(5, 1), (3, 1), (4, 2), (0, 2), (1, 2), (2, 3)]:
+        bench.mark(index)
+        assert len(bench.orders("send")) == sent
 
 
 def test_another_parameter_that_comes_last_twice_becomes_the_sentinel():
@@ -406,6 +422,15 @@ def test_they_count_as_a_backward_inside_no_sync():
     assert backwards.value() == 1
 
 
+def test_a_reducer_that_was_freed_is_not_asked():
+    bench = Bench().settled()
+    unaveraged(bench)
+    params = bench.params
+    del bench
+    gc.collect()
+    torch.optim.SGD(params, lr=0.1).step()
+
+
 # --- Parameters that come too late, too often, never, or are frozen ---
 
 
@@ -485,16 +510,29 @@ def test_a_parameter_that_was_frozen_before_the_first_backward_is_told_in_it():
     assert all(bucket.frozen == {2} for bucket in bench.buckets)
 
 
-def test_a_parameter_that_holds_others_up_in_four_backwards_in_a_row_is_named_once():
-    bench = Bench().settled()
+@pytest.mark.parametrize("warn_unused", [True, False])
+def test_a_parameter_that_holds_others_up_in_four_backwards_in_a_row_is_named_once(warn_unused):
+    bench = Bench(warn_unused=warn_unused).settled()
     bench.buckets[0].lacks = [5]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(6):
             bench.backward([4, 3, 2, 1, 0])
-    assert [str(warning.message)[:60] for warning in caught] == [
-        "rank 0: parameter 'p5' did not become ready in 4 backwards, "
+    texts = [
+        "rank 0: parameter 'p5' got no gradient in this backward; 1 o",
+        "rank 0: parameter 'p5' did not become ready in 4 backwards, ",
     ]
+    assert [str(warning.message)[:60] for warning in caught] == (texts if warn_unused else [])
+
+
+def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
+    bench = Bench(warn_unused=True).settled()
+    bench.buckets[0].lacks = [5]
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="'p5' got no gradient"):
+        warnings.simplefilter("error")
+        bench.backward([4, 3, 2, 1, 0])
+    assert sorted(bench.orders("deliver")) == [0, 1, 2, 3]
+    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 2)
 
 
 # --- Errors, and backwards that die ---
@@ -616,6 +654,19 @@ def test_a_collective_that_fails_leaves_the_backward_to_be_drained(monkeypatch):
     assert bench.orders("send empty") == []
 
 
+def test_a_rank_that_has_left_its_group_drains_nothing():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.mark(5)
+    bench.reducer.abandon()
+    bench.left = DPFuseError("a collective of this group has failed")
+    bench.log.clear()
+    for _ in range(2):
+        with pytest.raises(DPFuseError, match="a collective of this group has failed"):
+            bench.reducer.open(announced=True)
+    assert bench.log == []
+
+
 def test_an_abandoned_local_backward_needs_no_drain():
     bench = Bench()
     bench.reducer.record_forward(False)
@@ -627,7 +678,6 @@ def test_an_abandoned_local_backward_needs_no_drain():
 
 def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
     bench = Bench()
-    bench.rebuild = None
 
     def interrupted(order, marks):
         raise KeyboardInterrupt

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dpfuse.engine.buckets.kinds import make_buckets
 
+from dpfuse.engine import collective
+from dpfuse.engine.assembly import Assembly
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
+from dpfuse.engine.protocols import PackArguments
 from dpfuse.engine.registered_memory import VARIABLE, can_register
-from dpfuse.engine.window import Canary
+from tests.unit.stand_ins import surroundings
 
 CUDA = torch.device("cuda", 0)
 
@@ -72,38 +75,61 @@ def test_another_value_is_refused_by_name(monkeypatch):
         can_register(Group(Backend()), CUDA)
 
 
-def buckets_over(group, **options):
+def bucket_over(group, **options):
     plan = plan_buckets([ParamSpec("a", (3,), "float32"), ParamSpec("b", (5,), "float32")])
     params = [torch.zeros(3), torch.zeros(5)]
-    return make_buckets(plan, params, group, canary=Canary(), **options)
+    (bucket,) = Assembly(group, surroundings(), **options).make(plan, params)
+    return bucket
+
+
+@pytest.fixture(autouse=True)
+def _without_streams(monkeypatch):
+    monkeypatch.setattr(collective, "waits_on_streams", lambda group, device: False)
 
 
 def test_a_bucket_lies_there_and_its_padding_is_zero():
     backend = Backend()
-    (bucket,) = buckets_over(Group(backend), registered=True)
-    table = bucket._allocate()
+    bucket = bucket_over(Group(backend), registered=True)
     (given,) = backend.given
-    assert table.flat is given
+    assert bucket.parts.buffer.flat is given
     assert torch.equal(given, torch.zeros_like(given))
 
 
 def test_without_it_the_back_end_is_not_asked():
     backend = Backend()
-    (bucket,) = buckets_over(Group(backend))
-    assert bucket._allocate().flat.eq(0).all()
+    assert bucket_over(Group(backend)).parts.buffer.flat.eq(0).all()
     assert not backend.given
 
 
-def test_none_is_taken_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+def test_a_bucket_of_a_communication_hook_does_not_lie_there():
+    """The hook may replace the buffer."""
     backend = Backend()
-    (bucket,) = buckets_over(Group(backend), registered=True)
-    bucket._allocate()
+    plan = plan_buckets([ParamSpec("a", (3,), "float32")])
+    hook = CommHook(None, lambda state, bucket: None, 0)
+    Assembly(Group(backend), surroundings(), registered=True).make(plan, [torch.zeros(3)], hook=hook)
     assert not backend.given
 
 
-def test_where_there_is_none_left_the_bucket_says_so():
-    (bucket,) = buckets_over(Group(Backend(error=RuntimeError("ncclMemAlloc failed"))), registered=True)
+def test_memory_is_taken_when_buckets_are_made_and_so_never_in_a_capture():
+    backend = Backend()
+    bucket = bucket_over(Group(backend, size=1), registered=True)
+    assert len(backend.given) == 1
+    bucket.parts.feed.pack([torch.ones(3), torch.ones(5)], PackArguments(bucket.parts.buffer.table, (), 1.0))
+    assert len(backend.given) == 1
+    assert bucket.parts.buffer.flat is backend.given[0]
+
+
+def test_buckets_that_replace_others_use_the_same_memory():
+    backend = Backend()
+    plan = plan_buckets([ParamSpec("a", (3,), "float32")])
+    params = [torch.zeros(3)]
+    assembly = Assembly(Group(backend), surroundings(), registered=True)
+    before = assembly.make(plan, params)
+    (bucket,) = assembly.make(plan, params, before=before)
+    assert bucket.parts.buffer is before[0].parts.buffer
+    assert len(backend.given) == 1
+
+
+def test_where_there_is_none_left_making_the_buckets_fails():
     with pytest.raises(RuntimeError, match="ncclMemAlloc failed"):
-        bucket._allocate()
+        bucket_over(Group(Backend(error=RuntimeError("ncclMemAlloc failed"))), registered=True)

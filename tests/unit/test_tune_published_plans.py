@@ -87,7 +87,7 @@ def test_one_bucket_single_gradients_and_caps():
 
 
 def mg_wfbp_as_published(ready, sizes, cost):
-    """Algorithm 1 with all starts computed anew after each merge; layer 0 is the last to be ready."""
+    """Algorithm 1 with all starts computed again after each merge; layer 0 is the last to be ready."""
     layers = len(sizes)
     sizes, times, groups, group = list(sizes), [cost(float(size)) for size in sizes], [], []
 

@@ -118,7 +118,7 @@ def test_everything_is_handed_on_and_timed(group):
 
 
 class SilentWork:
-    """One whose landing nobody has told yet when the wait for it is over."""
+    """A work whose future is not set yet when the wait for it is over."""
 
     def get_future(self):
         return self

@@ -1,0 +1,271 @@
+"""CUDA streams that pretend: packs come behind all streams that wrote gradients, and a side stream is joined once."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+from dpfuse.engine import streams as streams_file
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.exchanges import in_place
+from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.hooked import Hooked, HookedRows
+from dpfuse.engine.exchanges.in_place import InPlace
+from dpfuse.engine.exchanges.sparse import SparseRows
+from dpfuse.engine.report import Outcome
+from dpfuse.engine.streams import SideStream, WritingStreams, writers_on
+from tests.streams import PretendedStreams
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    pretended = PretendedStreams()
+    pretended.install(monkeypatch)
+    return pretended
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# --- The streams that wrote gradients ---
+
+
+def test_there_are_none_on_the_cpu():
+    assert writers_on(torch.device("cpu")) is None
+    assert isinstance(writers_on(CUDA), WritingStreams)
+
+
+def test_the_current_stream_waits_once_for_each_of_the_others(streams):
+    writers = WritingStreams(CUDA)
+    marked = []
+    mark = writers.noting(marked.append)
+    for stream in (side := streams.new("side"), streams.current, side, streams.new("other")):
+        with streams.stream(stream):
+            mark(stream.name)
+    assert writers.precede()
+    assert marked == ["side", "main", "side", "other"]
+    assert streams.log == ["main waits for side", "main waits for other"]
+    assert not writers.precede()
+    assert len(streams.log) == 2, "what was noted holds for one pack only"
+
+
+def test_one_stream_waits_for_nothing(streams):
+    writers = WritingStreams(CUDA)
+    mark = writers.noting(lambda param: None)
+    for _ in range(3):
+        mark(None)
+    assert not writers.precede()
+    assert streams.log == []
+
+
+def test_a_captured_stream_waits_only_for_captured_ones(streams):
+    writers = WritingStreams(CUDA)
+    mark = writers.noting(lambda param: None)
+    for stream in (streams.new("before the capture"), streams.new("inside", captured=True)):
+        with streams.stream(stream):
+            mark(None)
+    with streams.stream(streams.new("capture", captured=True)):
+        writers.precede()
+    assert streams.log == ["capture waits for inside"]
+
+
+def test_what_compiled_autograd_traces_notes_nothing(streams, monkeypatch):
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    writers = WritingStreams(CUDA)
+    with streams.stream(streams.new("side")):
+        writers.noting(lambda param: None)(None)
+    assert not writers.precede()
+    assert streams.log == []
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(self.table(x)))
+
+
+def plain(model):
+    pass
+
+
+def hooked(model):
+    model.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
+
+
+def done(buffer):
+    future = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+@pytest.fixture
+def writing(streams, group, monkeypatch):
+    """Wraps a net of which each gradient is written on one of three streams; returns also the stream of each."""
+    monkeypatch.setattr("dpfuse.engine.assembly.writers_on", lambda device: WritingStreams(CUDA))
+    streams.initialized = False  # of graphs there is nothing here
+
+    def wrap(net=Net, prepare=plain, **options):
+        model = dpfuse.DistributedDataParallel(net(), bucket_cap_mb=8e-5, **options)
+        prepare(model)
+        sides = itertools.cycle([streams.new(f"side {i}") for i in range(3)])
+        wrote: dict[str, str] = {}  # the stream of each parameter's gradient
+        main = streams.current
+        params = dict(model.module.named_parameters())
+        for name, param in params.items():
+            param.register_hook(partial(write_on_a_side, streams, sides, wrote, name))
+        # The last gradient is on its stream alone, and its bucket is sent from another one.
+        first = next(iter(params.values()))
+        first.register_post_accumulate_grad_hook(lambda param: setattr(streams, "current", main))
+        return model, wrote
+
+    return wrap
+
+
+def write_on_a_side(streams, sides, wrote, name, grad):
+    streams.current = next(sides)
+    wrote[name] = streams.current.name
+
+
+def assert_waited(streams, others):
+    """The current stream has waited for these, before anything was read."""
+    waits = sorted(f"{streams.current.name} waits for {name}" for name in others - {streams.current.name})
+    assert sorted(streams.log[: len(waits)]) == waits
+    assert set(streams.log[len(waits) :]) <= {"read"}
+    streams.log.clear()
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("prepare", [plain, hooked])
+def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, writing, views, prepare, monkeypatch):
+    monkeypatch.setattr("dpfuse.engine.exchanges.in_place.LARGE", 64)
+    start, take, exchanges = GradBucket._start, in_place._LargeGradient.take, set()
+    model, wrote = writing(prepare=prepare, gradient_as_bucket_view=views)
+
+    def started(bucket, flat):
+        if bucket.params:
+            exchanges.add(type(bucket.parts.exchange))
+            names = [model.bucket_plan.specs[index].name for index in bucket.plan.params]
+            assert_waited(streams, {wrote[name] for name in names})
+        start(bucket, flat)
+
+    def taken(large):
+        streams.log.append("read")
+        take(large)
+
+    monkeypatch.setattr(GradBucket, "_start", started)
+    monkeypatch.setattr(in_place._LargeGradient, "take", taken)
+    most = 0
+    for _ in range(3):
+        wrote.clear()
+        model(torch.tensor([1, 2, 2])).sum().backward()
+        most = max(most, len(set(wrote.values())))
+    assert most > 1
+    assert exchanges >= ({Hooked, HookedRows} if prepare is hooked else {SparseRows})
+    assert prepare is hooked or exchanges >= {AllReduce if views else InPlace}
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_gradients_outlive_the_pack_where_several_streams_wrote_them(streams, writing, several):
+    model, _ = writing(gradient_as_bucket_view=True)
+    model(torch.tensor([1, 2, 2])).sum().backward()
+    model.zero_grad()
+    bucket = model.reducer.buckets[-1]
+    main = streams.current
+    for number, param in enumerate(bucket.params):
+        param.grad = torch.ones_like(param)
+        with streams.stream(streams.new(f"side {number}") if several else main):
+            bucket.parts.writers.noting(lambda param: None)(param)
+    grads = [weakref.ref(param.grad) for param in bucket.params]
+    bucket.send(Outcome(), complete=True)
+    gc.collect()
+    assert [grad() is not None for grad in grads] == [several] * len(grads)
+    bucket.discard()
+    assert [grad() is not None for grad in grads] == [False] * len(grads)
+
+
+# --- A stream beside backward ---
+
+
+class Work:
+    def __init__(self, streams, error=None):
+        self.streams, self.error = streams, error
+
+    def wait(self):
+        self.streams.log.append(f"{self.streams.current.name} waits for the work")
+        if self.error is not None:
+            raise self.error
+
+
+def note(streams, text):
+    streams.log.append(f"{text} on {streams.current.name}")
+
+
+def test_what_is_queued_runs_behind_the_work_on_the_side_and_is_joined_once(streams):
+    side = SideStream(CUDA)
+    side.join()
+    assert streams.log == [], "nothing was queued, so nothing is waited for"
+    for name in ("first", "second"):
+        assert side.queue(Work(streams), partial(note, streams, name), [name])
+    assert streams.current.name == "main"
+    order = ["side waits for the work", "first on side", "side waits for the work", "second on side"]
+    assert streams.log == order
+    side.join()
+    side.join()
+    assert streams.log == [*order, "main waits for side"]
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), RuntimeError("planted")])
+def test_what_cannot_be_queued_is_told_and_still_joined(streams, error):
+    side = SideStream(CUDA)
+
+    def fail():
+        raise error
+
+    assert not side.queue(Work(streams), fail, ["memory"])
+    side.join()
+    assert streams.log == ["side waits for the work", "main waits for side"], "some of it may have been queued"
+
+
+def test_memory_is_held_until_the_streams_are_joined(streams):
+    side, memory = SideStream(CUDA), torch.zeros(3)
+    freed = weakref.ref(memory)
+    side.queue(Work(streams), lambda: None, [memory])
+    del memory
+    assert freed() is not None
+    side.join()
+    assert streams.log[-1] == "main waits for side"
+    assert freed() is None
+
+
+def test_memory_of_a_side_stream_that_was_never_joined_lives_until_the_stream_is_done(streams):
+    streams_file._orphans.clear()
+    side, memory = SideStream(CUDA), torch.zeros(3)
+    freed = weakref.ref(memory)
+    side.queue(Work(streams), lambda: None, [memory])
+    del side, memory
+    gc.collect()
+    assert freed() is not None
+    event = streams_file._orphans[0][0]
+    event.passed = True
+    SideStream(CUDA)
+    gc.collect()
+    assert streams_file._orphans == []
+    assert freed() is None
