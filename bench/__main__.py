@@ -1,4 +1,4 @@
-"""`python -m bench`: runs the suites, writes one record, prints it and draws it."""
+"""`python -m bench`: runs the suites, and writes, prints and plots one record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bench.record import entries_of, make_record, write_record
 
 __all__ = ["main"]
 
-# The most seconds that each may take. On a GPU that is less than ten minutes together with the tests of `make gpu`.
+# Time limits in seconds. On a GPU they add up to less than ten minutes, with the tests of `make gpu`.
 SUITES = {
     "step": 900,
     "forward": 120,
@@ -47,12 +47,12 @@ GPU_SUITES = {
     "overlap": 60,
     "wire": 30,
 }
-LAST_WORDS = 10  # seconds that a suite has for its report once its time is over
+REPORT_SECONDS = 10  # seconds for the report of a suite after its time limit
 PASSED_ON = ("model", "comm_buffer_sizes", "last_comm_buffer_sizes")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every suite ran; a goal that was missed is shown, and is no failure."""
+    """Run the suites. Return 0 if every suite ran; a missed goal is shown, but is no failure."""
     parser = _parser()
     options = parser.parse_args(arguments)
     began = datetime.now(timezone.utc)
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"the suite {options.only} runs {'without' if options.gpu else 'with'} --gpu only")
     entries: list[Entry] = []
     suites: dict[str, dict[str, Any]] = {}
-    # A part does not take the place of the day's whole record, nor a quick run that of a slow one.
+    # A record of one suite, or of a quick run, does not overwrite the day's full record.
     parts = [machine_name(gpu=options.gpu), f"{began:%Y-%m-%d}", options.only, "quick" if options.quick else None]
     name = "-".join(filter(None, parts))
     command = shlex.join(["python", "-m", "bench", *(sys.argv[1:] if arguments is None else arguments)])
@@ -80,14 +80,14 @@ def main(arguments: list[str] | None = None) -> int:
             command=command,
             suites=suites,
         )
-        write_record(record, path)  # after each suite: a machine may be taken away before the last one
+        write_record(record, path)  # after each suite: the machine may be lost before the last one
     print(f"record: {path}")
     _show(record, picture)
     return 0 if all(facts["passed"] for facts in suites.values()) else 1
 
 
 def _show(record: dict[str, Any], picture: Path) -> None:
-    """Draw and print it, where there is what that needs: a GPU machine may lack matplotlib and rich."""
+    """Plot and print the record, if matplotlib and rich are installed: a GPU machine may lack them."""
     try:
         from bench.plot import plot_record
         from bench.table import print_record
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(suite: str, options: argparse.Namespace, limit: float) -> tuple[list[Entry], dict[str, Any]]:
-    """One suite in a process of its own, so that no suite inherits the heap of another."""
+    """Run one suite in a separate process, so that no suite inherits the heap of another."""
     flags = [f"--{flag}" for flag in ("gpu", "quick") if getattr(options, flag)]
     for option in PASSED_ON if suite == "bucket_size" else ():
         if (value := getattr(options, option)) is not None:
@@ -137,13 +137,13 @@ def _run(suite: str, options: argparse.Namespace, limit: float) -> tuple[list[En
                 passed = suite_process.wait(limit) == 0
             except subprocess.TimeoutExpired:
                 passed = False
-                # As by Ctrl-C: pytest-benchmark then still reports the cases that were finished.
+                # Like Ctrl-C: pytest-benchmark then still reports the finished cases.
                 suite_process.send_signal(signal.SIGINT)
                 try:
-                    suite_process.wait(LAST_WORDS)
+                    suite_process.wait(REPORT_SECONDS)
                 except subprocess.TimeoutExpired:
                     suite_process.kill()
-        # A report is missing, or empty, where nothing was measured.
+        # If nothing was measured, the report is missing or empty.
         text = report.read_text() if report.exists() else ""
         entries = entries_of(json.loads(text)) if text else []
     facts = {

@@ -35,7 +35,7 @@ def resnet50() -> Iterator[Parameter]:
 
 
 def bert_large() -> Iterator[Parameter]:
-    """391 parameters, 335,141,888 elements: embeddings, 24 layers and the pooler, without a task's head."""
+    """391 parameters, 335,141,888 elements: embeddings, 24 layers and the pooler, without a head for a task."""
     hidden = 1024
     yield "embeddings.word_embeddings.weight", (30522, hidden)
     yield "embeddings.position_embeddings.weight", (512, hidden)
@@ -54,7 +54,7 @@ def bert_large() -> Iterator[Parameter]:
 
 
 def gpt2() -> Iterator[Parameter]:
-    """148 parameters, 124,439,808 elements; its head is the token embedding."""
+    """148 parameters, 124,439,808 elements; the head is the token embedding."""
     hidden = 768
     yield "wte.weight", (50257, hidden)
     yield "wpe.weight", (1024, hidden)
@@ -94,7 +94,7 @@ def vit_large() -> Iterator[Parameter]:
 
 
 def tiny_2000() -> Iterator[Parameter]:
-    """2000 parameters of 4 KB in float32: the case in which launches and Python cost all."""
+    """2000 parameters of 4 KB in float32: launches and Python take nearly all of the time."""
     for index in range(2000):
         yield f"weights.{index}", (1024,)
 

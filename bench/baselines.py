@@ -1,4 +1,4 @@
-"""Everything that dpfuse is compared with: other ways to pack tensors, and other ways to wrap a model."""
+"""The peers of dpfuse: other ways to pack tensors, and other ways to wrap a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 
 __all__ = ["BARE", "ORDERED", "PACKS", "SCALE", "UNPACKS", "PackSet", "Wrap", "wire_wrappers", "wrappers"]
 
-SCALE = 1 / 3  # no power of two, so that equality says something about rounding
+SCALE = 1 / 3  # no power of two, so that the equality test covers rounding
 ALIGNMENT = 16  # bytes
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -25,14 +25,14 @@ BARE = "bare"
 
 
 class PackSet:
-    """Tensors to pack, and the memory that all contenders pack them into and unpack them from.
+    """Tensors to pack, and the buffer for all contenders.
 
-    It is the same memory for all, so that it is equally cold or hot in the cache: dpfuse's padded buffer, whose
-    beginning is the others' buffer without gaps.
+    All contenders use the same memory, so that it is equally cold or hot in the cache. dpfuse uses the padded buffer,
+    the others use its beginning without gaps.
 
     Args:
         shapes: of the tensors.
-        device: where all is.
+        device: of tensors and buffer.
         scale: of the packs that scale.
     """
 
@@ -57,7 +57,7 @@ class PackSet:
         return self.dense.numel() * self.dense.element_size()
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The tensors that lie in `flat`, which is the padded buffer or one without gaps."""
+        """Return the tensors in `flat`, which is the padded buffer or a buffer without gaps."""
         if flat is self.table.flat:
             return self.table.views
         return [piece.view_as(s) for piece, s in zip(flat.split(self.numels), self.sources, strict=True)]
@@ -111,8 +111,8 @@ def _each_mul(data: PackSet) -> Tensor:
     return data.dense
 
 
-# name -> (pack, does it scale?). "n x mul(out=)" is what DDP does by default, "_foreach_copy_ + mul_" what it
-# does with batched_grad_copy.
+# name -> (pack, whether it scales). DDP uses "n x mul(out=)" by default, and "_foreach_copy_ + mul_" with
+# batched_grad_copy.
 PACKS: dict[str, tuple[Callable[[PackSet], Tensor], bool]] = {
     "dpfuse": (_dpfuse, True),
     "_foreach_copy_ + mul_": (_foreach_scaled, True),
@@ -140,7 +140,7 @@ def _each_unpack(data: PackSet) -> None:
         target.copy_(piece)
 
 
-# name -> (unpack, what packs as this one expects it)
+# name -> (unpack, the pack that it needs)
 UNPACKS: dict[str, tuple[Callable[[PackSet], None], Callable[[PackSet], Tensor]]] = {
     "dpfuse unflatten": (_dpfuse_unpack, _dpfuse_unscaled),
     "_foreach_copy_ back": (_foreach_unpack, _foreach),
@@ -149,12 +149,12 @@ UNPACKS: dict[str, tuple[Callable[[PackSet], None], Callable[[PackSet], Tensor]]
 
 
 def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> dict[str, Wrap]:
-    """The bare module twice (their difference is noise), dpfuse's two modes, and every mode that this DDP has.
+    """Return the bare module twice (their difference is noise), dpfuse's two modes, and every mode of this DDP.
 
-    Nobody broadcasts buffers: dpfuse does not by default, and DDP would pay for it in every forward.
+    Buffers are not broadcast. This is dpfuse's default, and DDP would pay for it in every forward.
 
     Args:
-        comm_buffer_size: of dpfuse, in MB; DDP's own default is the same 25.
+        comm_buffer_size: of dpfuse, in MB; DDP's default is also 25.
         last_comm_buffer_size: of dpfuse, in MB.
     """
 
@@ -187,12 +187,12 @@ def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> 
     return found
 
 
-# Sums in the order of the ranks, which costs something only where there are some.
+# Sums in the order of the ranks, which costs something only with several ranks.
 ORDERED: dict[str, Wrap] = {"dpfuse deterministic": lambda module: dpfuse.DataParallel(module, deterministic=True)}
 
 
 def wire_wrappers() -> dict[str, Wrap]:
-    """The bare module twice, dpfuse's two modes with gradients that travel as bfloat16, and DDP's with its hook."""
+    """Return the bare module twice, dpfuse's two modes with a bfloat16 wire, and DDP's modes with its bfloat16 hook."""
 
     def hooked(wrap: Wrap) -> Wrap:
         def build(module: nn.Module) -> nn.Module:

@@ -1,9 +1,9 @@
-"""Four micro-batches and one average: what gradients and buffers need at the most, and how long it takes.
+"""Four micro-batches and one average: peak memory of gradients and buffers, and time.
 
-Beside torch's class, with gradients of its own and as views of its buckets, and, for 16-bit parameters, beside a flat
-float32 buffer to which a hook adds every gradient, as Megatron-LM has one, in plain torch. Bytes are what torch's own
-allocator holds more than before the module was wrapped, at the worst moment of a window in the steady state; the
-activations of the few rows are among them. Times are those of a whole window, on two gloo ranks.
+The peers are torch's class, with private gradients and with views of its buckets. For 16-bit parameters there is also a
+flat float32 buffer, to which a hook adds every gradient, as in Megatron-LM. Bytes are the peak of torch's allocator in
+a steady window, minus its bytes before the module was wrapped. They include the activations of a few rows. Times are
+those of a whole window, on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bench.step_time import Effort
 __all__ = ["CONTENDERS", "measure_windows"]
 
 MICRO_BATCHES = 4
-STEADY = 3  # windows after which buckets are rebuilt and gradients are where they will be
+STEADY = 3  # windows after which buckets are rebuilt and gradients keep their addresses
 
 
 class MainGrad(nn.Module):
-    """A float32 buffer beside the parameters, to which a hook adds each gradient, and one all-reduce at the end."""
+    """A separate float32 buffer, to which a hook adds each gradient, and one all-reduce at the end."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class MainGrad(nn.Module):
             param.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The module's."""
+        """Run the module."""
         result: Tensor = self.module(*inputs)
         return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is averaged in here anyway."""
+        """Do nothing: this class averages only in `finish`."""
         yield
 
     def finish(self) -> None:
@@ -65,7 +65,7 @@ class MainGrad(nn.Module):
         dist.all_reduce(self._flat)
 
     def begin(self) -> None:
-        """Zero what the window before has left."""
+        """Zero the gradients of the window before."""
         self._flat.zero_()
 
 
@@ -92,12 +92,12 @@ CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 class _Contender(NamedTuple):
     module: nn.Module
     window: Callable[[], None]  # leaves the means in `.grad`
-    drop: Callable[[], None]  # what comes before the next window
+    drop: Callable[[], None]  # called before the next window
 
 
 def _contender(workload: Workload, wrap: Callable[[nn.Module], nn.Module]) -> _Contender:
     module = copy.deepcopy(workload.module)
-    # Nobody writes weights here, so one set serves all.
+    # Weights are never written here, so all contenders share them.
     for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
         param.data = shared.data
     wrapped: Any = wrap(module)
@@ -120,7 +120,7 @@ def _contender(workload: Workload, wrap: Callable[[nn.Module], nn.Module]) -> _C
 
 
 def _prove(name: str, contender: _Contender) -> None:
-    """What a window leaves is the mean over the ranks of the sum of what the engine computed, added up in float32."""
+    """Assert that a window gives the mean over the ranks of the gradients' sum, added up in float32."""
     params = list(contender.module.parameters())
     for _ in range(STEADY):
         sums = [torch.zeros_like(param, dtype=torch.float32) for param in params]
@@ -132,7 +132,7 @@ def _prove(name: str, contender: _Contender) -> None:
         dist.all_reduce(expected)
         got = torch.cat([getattr(param, "main_grad", param.grad).reshape(-1).float() for param in params])
         worst = float((got - expected).abs().max() / expected.abs().max())
-        # 16-bit sums have eight bits, and are rounded after each addition.
+        # 16-bit sums have a precision of eight bits, and are rounded after each addition.
         limit = 1e-6 if params[0].dtype == torch.float32 else 3e-2
         assert worst <= limit, f"{name}: {worst} from the mean over the ranks"
         contender.drop()
@@ -143,8 +143,8 @@ def _add(total: Tensor, grad: Tensor) -> None:
 
 
 def _peak(build: Callable[[], _Contender], device: str) -> int:
-    """Bytes at the worst moment of a steady window that were not there before the module was wrapped."""
-    gc.collect()  # or cycles that hold another contender's memory would be freed meanwhile
+    """Return the peak bytes of a steady window, minus the bytes before the module was wrapped."""
+    gc.collect()  # else reference cycles with another contender's memory would be freed during the measurement
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -153,7 +153,7 @@ def _peak(build: Callable[[], _Contender], device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         contender.window()
         return torch.cuda.max_memory_allocated() - before
-    # Only what is allocated while the profiler runs is known to it, so it runs from the beginning.
+    # The profiler knows only memory that is allocated while it runs. So it runs from the beginning.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         contender = build()
         _settle(contender)
@@ -180,7 +180,7 @@ def _settle(contender: _Contender) -> None:
 
 
 def measure_windows(build: Callable[[], Workload], effort: Effort, device: str = "cpu") -> dict[str, dict[str, Any]]:
-    """Prove, weigh and time all contenders; to be called on every rank.
+    """Prove all contenders, and measure their memory and time. Call it on every rank.
 
     Returns:
         By contender `seconds` per window, `wall`, `peak_bytes`, and `peak`, bytes per parameter element.
@@ -192,7 +192,7 @@ def measure_windows(build: Callable[[], Workload], effort: Effort, device: str =
     results: dict[str, dict[str, Any]] = {}
     steps = {}
     for name, wrap in CONTENDERS.items():
-        # What a thread of the back end happens to free, the profiler does not see: that can only add to the peak.
+        # The profiler does not see memory that a thread of the back end frees. That can only increase the peak.
         nbytes = min(_peak(partial(_contender, workload, wrap), device) for _ in range(effort.rebuilds))
         results[name] = {"seconds": [], "peak_bytes": nbytes, "peak": nbytes / numel, "elements": numel}
     for name, wrap in CONTENDERS.items():

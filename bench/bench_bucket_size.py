@@ -1,7 +1,8 @@
 """Step time over comm_buffer_size and last_comm_buffer_size, for the built-in model or your own.
 
-On the CPU two gloo ranks; on CUDA one NCCL rank per GPU (with a single GPU nothing travels, so only the cost of
-the buckets themselves shows). Your own model: `python -m bench --only bucket_size --model package.module:function`.
+On the CPU there are two gloo ranks. On CUDA there is one NCCL rank per GPU; with a single GPU nothing is sent, so only
+the cost of the buckets themselves is measured. For your own model:
+`python -m bench --only bucket_size --model package.module:function`.
 """
 
 from __future__ import annotations

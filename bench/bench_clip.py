@@ -1,8 +1,8 @@
-"""What clipping adds to a step: torch's over DDP's gradients, and dpfuse's with and without a norm from backward.
+"""The cost of clipping in a step: torch's on DDP's gradients, and dpfuse's with and without a norm from backward.
 
-Steps are forward, backward, and clipping to half the norm, so that every gradient is scaled. What clipping adds is what
-such a step takes longer than a bare one, which does not clip, of a wrapper with gradients of the same kind that
-measures none in backward: so what measuring costs there is in it. Times on the CPU are wall times on two gloo ranks.
+Steps are forward, backward, and clipping to half the norm, so that every gradient is scaled. The cost of clipping is
+the difference to a bare step: a step without clipping, of a wrapper that does not measure the norm in backward. So
+the cost of that measuring is included. Times on the CPU are wall times on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ WRAPS: dict[str, Wrap] = {
     "dpfuse measured private": partial(dpfuse.DataParallel, grad_norm_in_backward=True, gradient_as_bucket_view=False),
 }
 BARE_WRAPS = [name for name in WRAPS if "measured" not in name]
-AGAIN = "dpfuse views bare again"  # what it seems to add is noise
+AGAIN = "dpfuse views bare again"  # its difference is noise
 BASES = {name: f"{name.replace('measured ', '')} bare" for name in WRAPS}
 BASES |= {f"{name} bare": f"{name} bare" for name in BARE_WRAPS} | {AGAIN: "dpfuse views bare"}
 VARIANTS = tuple(BASES)
 STEPS = 3  # dpfuse rebuilds its buckets after the first
-FLOAT32_SUM = 1 << 16  # elements from which torch's float32 sum of squares is off by more than 1e-6
+FLOAT32_SUM = 1 << 16  # from this many elements on, torch's float32 sum of squares has an error above 1e-6
 
 
 class _Clipped:
     """A wrapped copy of a model, and its steps.
 
     Args:
-        workload: the model; its weights are used as they are.
-        wrap: what wraps the copy.
+        workload: the model; the copy shares its weights.
+        wrap: the wrapper of the copy.
     """
 
     def __init__(self, workload: Workload, wrap: Wrap) -> None:
         module = copy.deepcopy(workload.module)
-        # Nobody writes weights here, so one set serves all.
+        # Weights are never written here, so all contenders share them.
         for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
             param.data = shared.data
         self.params = list(module.parameters())
@@ -89,11 +89,11 @@ class _Clipped:
         self.drop()
 
     def gradients(self) -> Tensor:
-        """A copy of all, [elements]."""
+        """Return a copy of all gradients, [elements]."""
         return torch.cat([cast("Tensor", param.grad).reshape(-1) for param in self.params])
 
     def facts(self) -> dict[str, int]:
-        """Of the gradients that are there now: bytes, and those that clipping need not read for their norm."""
+        """Return the bytes of the present gradients, and the bytes that clipping need not read for the norm."""
         facts = {"parameters": len(self.params), "bytes": sum(param.nbytes for param in self.params)}
         if isinstance(self._wrapped, dpfuse.DataParallel):
             assert self._wrapped.reducer is not None
@@ -109,15 +109,15 @@ class _Clipped:
 
 
 def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
-    """All return the norm of DDP's gradients, added up in float64, and leave these times one factor.
+    """Assert that all contenders return the norm of DDP's gradients, and scale the gradients by one factor.
 
-    Sets their limit to half the norm.
+    The true norm is added up in float64. The contenders' limit is set to half the norm.
 
     Returns:
-        The facts of each.
+        The facts of each contender.
 
     Raises:
-        AssertionError: a norm or a gradient differs, or backward has measured other gradients than it should.
+        AssertionError: A norm or a gradient differs, or backward has measured wrong gradients.
     """
     peer = contenders["DDP default"]
     peer.backward()
@@ -141,19 +141,19 @@ def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
             assert bool((errors <= close * sizes).all()), f"{name}: a gradient is not the mean times the factor"
             contender.drop()
         if name.startswith("dpfuse"):
-            # What is reduced where it lies passes no kernel, and is read again.
+            # Gradients that are reduced in place pass no kernel, and are read again.
             measured = facts[name]["bytes"] - facts[name]["bytes_in_place"] if "measured" in name else 0
             assert facts[name]["bytes_measured"] == measured, f"{name}: measured other bytes than {measured}"
     return facts
 
 
 def time_clips(build: Callable[[], Workload], effort: Effort, device: str = "cpu") -> dict[str, dict[str, Any]]:
-    """Prove that all clip alike, then time them in turns; to be called on every rank.
+    """Prove that all contenders clip equally, then time them in turns. Call it on every rank.
 
     Returns:
-        The fields of `StepTimes` by contender; what is extra is so over its own bare step.
+        The fields of `StepTimes` by contender; `extra` is relative to the contender's own bare step.
     """
-    # Every rank has data of its own; its weights become rank 0's when the first wrapper is built.
+    # Every rank has its own data. The first wrapper gives all ranks rank 0's weights.
     torch.manual_seed(dist.get_rank())
     with torch.device(device):
         workload = build()
@@ -161,7 +161,7 @@ def time_clips(build: Callable[[], Workload], effort: Effort, device: str = "cpu
     results = {name: StepTimes() for name in VARIANTS}
     walls: dict[str, list[float]] = {name: [] for name in VARIANTS}
     extras: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
-    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
+    alive = []  # addresses affect the time, so each rebuild gets new memory
     for rebuild in range(effort.rebuilds):
         contenders = {name: _Clipped(workload, wrap) for name, wrap in WRAPS.items()}
         alive.append(contenders)
@@ -171,7 +171,7 @@ def time_clips(build: Callable[[], Workload], effort: Effort, device: str = "cpu
         steps |= {f"{name} bare": contenders[name].bare_step for name in BARE_WRAPS}
         steps[AGAIN] = contenders["dpfuse views"].bare_step
         with frozen_heap():
-            # With the clock: on a busy machine ranks take as long to start together as a small step takes.
+            # With the clock: on a busy machine a common start of the ranks takes as long as a small step.
             rounds = affordable({name: partial(clock, step) for name, step in steps.items()}, effort, device)
             times = interleave(steps, clock, rounds=rounds, seed=rebuild)
         for name, pairs in times.items():
@@ -198,7 +198,7 @@ CASES = {
     "1000 tiny": _Case(partial(chain, 1000), Effort(20, 3, 15), Effort(20, 1, 4)),
     "20 x 1.25 MB": _Case(partial(layers, 20, 572), Effort(30, 1, 15), Effort(20, 1, 2)),
     "25 x 4 MB": _Case(partial(layers, 25, 1024), Effort(15, 1, 20), Effort(20, 1, 2)),
-    # Private gradients as large as these all pass the kernel that measures them: none is reduced where it lies.
+    # Private gradients of this size all pass the kernel that measures them: none is reduced in place.
     "100 x 1 MB": _Case(partial(layers, 100, 512), None, Effort(20, 1, 2)),
 }
 QUICK = Effort(5, 1, 1)

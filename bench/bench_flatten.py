@@ -1,4 +1,4 @@
-"""Packing and unpacking beside torch's own ways, over the parameter sizes of real networks.
+"""Packing and unpacking compared with torch's own operations, for the parameter sizes of real networks.
 
 On the CPU 8 MiB of each list; on CUDA 1 to 400 MiB, cold and hot in the L2 cache.
 """
@@ -37,7 +37,7 @@ def _cpu_cases(quick: bool) -> list[_Case]:
 def _cuda_cases(quick: bool) -> list[_Case]:
     networks = [sizes for sizes in SIZE_LISTS if sizes != "tiny_2000"]
     megabytes = (1, 25) if quick else (1, 25, 100, 400)
-    # What exceeds the cache is never hot.
+    # Data larger than the cache is never hot.
     cases = [
         _Case(sizes, size * MB, hot)
         for sizes in networks
@@ -51,7 +51,7 @@ def _cuda_cases(quick: bool) -> list[_Case]:
 @remembered
 def _measured(case: _Case, gpu: bool, quick: bool) -> dict[str, dict[str, Any]]:
     shapes = bucket_shapes(case.sizes, case.nbytes // ITEM)
-    # Launches hardly depend on the bytes, and a profiler takes longer than the calls.
+    # Count launches only for few sizes: they hardly depend on the bytes, and the profiler is slow.
     counted = not gpu or (not case.hot and case.nbytes in (25 * MB, TINY_BYTES))
     device = torch.device("cuda" if gpu else "cpu")
     return time_packs(shapes, device, rounds=7 if quick else 31, hot=case.hot, counted=counted)

@@ -1,7 +1,7 @@
-"""Time of a forward with the 53 BatchNorms of ResNet-50, whose buffers rank 0 sends, beside torch's DDP.
+"""Time of a forward with the 53 BatchNorms of ResNet-50, compared with torch's DDP. Rank 0 sends the buffers.
 
-The layers are registered and not run: what a wrapper adds is the same, and is not lost in their own time. Cases on
-the CPU (gloo): "host" is the CPU time of one thread at one rank, "pair" the wall time on two ranks.
+The layers are registered, but not run: so their own time does not hide the cost of the wrapper. Cases on the CPU
+(gloo): "host" is the CPU time of one thread with one rank, "pair" the wall time on two ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
 
-# Torch 2.13 has a newer name for it.
+# Torch 2.13 has a new name for this argument.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 _SEND = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
@@ -42,7 +42,7 @@ WRAPS: dict[str, Wrap] = {
 
 
 class Normed(nn.Module):
-    """One parameter that is used, and 53 BatchNorms that are only there."""
+    """One parameter that is used, and 53 BatchNorms that are only registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Normed(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`, scaled."""
+        """Return `x`, scaled."""
         return x * self.weight
 
 
 def time_forwards(effort: Effort, device: str = "cpu") -> dict[str, dict[str, Any]]:
-    """Prove that buffers are rank 0's after a forward, then time forwards in turns; on every rank.
+    """Prove that buffers are rank 0's after a forward, then time forwards in turns. Call it on every rank.
 
     Returns:
         The fields of `StepTimes` by contender.
@@ -66,7 +66,7 @@ def time_forwards(effort: Effort, device: str = "cpu") -> dict[str, dict[str, An
     results = {name: StepTimes() for name in WRAPS}
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRAPS}
     extras: dict[str, list[float]] = {name: [] for name in WRAPS}
-    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
+    alive = []  # addresses affect the time, so each rebuild gets new memory
     x = torch.ones(1, device=device)
     for rebuild in range(effort.rebuilds):
         models = {name: wrap(Normed().to(device)) for name, wrap in WRAPS.items()}

@@ -1,9 +1,9 @@
-"""What norm, clipping and the search for non-finite gradients add to packing, beside torch's clipping and unscaling.
+"""The cost of norm, clipping and the check for non-finite gradients, compared with torch's clipping and unscaling.
 
-A step packs fresh gradients, by which every `.grad` is a view of a buffer, as after a backward at one rank; the bare
-one does nothing else. torch's step goes on with `_amp_foreach_non_finite_check_and_unscale_`, which is
-`GradScaler.unscale_`, and `clip_grad_norm_(foreach=True)`. dpfuse's counts while it packs, and clips by the buffer.
-That of `dpfuse.GradScaler` counts for all buckets together, and multiplies by a factor on the device as well.
+A step packs new gradients. Then every `.grad` is a view of a buffer, as after a backward with one rank. The bare step
+does nothing else. torch's step then calls `_amp_foreach_non_finite_check_and_unscale_`, as `GradScaler.unscale_` does,
+and `clip_grad_norm_(foreach=True)`. dpfuse's step counts while it packs, and clips the whole buffer. The step of
+`dpfuse.GradScaler` counts for all buckets together, and also multiplies by a factor on the device.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dpfuse_kernels import PointerTable, flatten
 
 OURS, UNCLIPPED, SCALER, PEER = "dpfuse", "dpfuse, below the limit", "dpfuse scaler", "torch clip + unscale"
 VARIANTS = (BARE, "bare again", OURS, UNCLIPPED, SCALER, PEER)
-STEPS = 3  # until the buckets are those of the ready order
+STEPS = 3  # then the buckets have been rebuilt in the ready order
 
 
 class _Weights(nn.Module):
-    """Parameters of given shapes; the gradient of each element is a number of its own."""
+    """Parameters of given shapes. Each element has a different gradient."""
 
     def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Weights(nn.Module):
 
 
 class _Part(NamedTuple):
-    """One bucket, and what is packed into it each time."""
+    """One bucket, and the gradients that are packed into it."""
 
     table: PointerTable
     names: list[str]
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 
 class _Health:
-    """A wrapped model whose gradients are packed again and again."""
+    """A wrapped model. Its gradients are packed many times."""
 
     def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
         self.model = dpfuse.DataParallel(_Weights(shapes, device))
@@ -64,7 +64,7 @@ class _Health:
             self.model.zero_grad()
             self.model().backward()
         self._step = 0
-        self.told: str | None = None  # of the last step of ours: what was not finite
+        self.told: str | None = None  # the report of our last step on non-finite gradients
         self._check = FiniteCheck(raises=False, late=device == "cuda", rank=0, step=lambda: self._step)
         assert self.model.reducer is not None
         self.parts = [self._part(order, bucket) for order, bucket in enumerate(self.model.reducer.buckets)]
@@ -110,13 +110,13 @@ class _Health:
         return nn.utils.clip_grad_norm_(self.params, self.limit, foreach=True)
 
     def prove(self) -> None:
-        """Both ways give the same norm and gradients, and ours sees what is not finite."""
+        """Assert that both ways give the same norm and gradients, and that ours finds non-finite gradients."""
         results = []
         for step in (self.torchs, self.ours, self.scaler):
             norm = step()
             results.append((float(norm), [param.grad.clone() for param in self.params if param.grad is not None]))
         their_norm, theirs = results[0]
-        # torch adds up millions of squares in float32, and is off by as much as that costs.
+        # torch adds up millions of squares in float32, which has a rounding error.
         close = 1e-6 if max(param.numel() for param in self.params) < 1 << 16 else 1e-3
         for our_norm, ours in results[1:]:
             assert math.isclose(their_norm, our_norm, rel_tol=close), "the norms differ"
@@ -137,7 +137,7 @@ class _Health:
 
 
 def time_health(shapes: list[tuple[int, ...]], effort: Effort, device: str) -> dict[str, dict[str, Any]]:
-    """Prove that both ways give the same, then time them in turns; at one rank.
+    """Prove that both ways give the same, then time them in turns, with one rank.
 
     Returns:
         The fields of `StepTimes` by contender.
@@ -145,7 +145,7 @@ def time_health(shapes: list[tuple[int, ...]], effort: Effort, device: str) -> d
     clock: Clock = cuda_clock if device == "cuda" else host_clock
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
     extras: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
+    alive = []  # addresses affect the time, so each rebuild gets new memory
     for rebuild in range(effort.rebuilds):
         torch.manual_seed(rebuild)
         health = _Health(shapes, device)

@@ -1,8 +1,8 @@
-"""Shapes of the pack kernel on a GPU: elements per program and warps, over dtypes and sizes, cold and hot in the cache.
+"""Shapes of the pack kernel on a GPU: elements per program and warps, by dtype and size, cold and hot in the cache.
 
-The best one of each case is in the record; `dpfuse_kernels/launch_shape.py` holds those in use. The case "launch" is
-the CPU time of a launch, past Triton's dispatcher and through it. The case "measure" is the unpack that also sums up
-squares, beside one that does not, and beside one with a launch of `squared_norm` behind it.
+The record has the best shape of each case; `dpfuse_kernels/launch_shape.py` has the shapes in use. The case "launch" is
+the CPU time of a launch, without Triton's dispatcher and with it. The case "measure" compares three unpacks: with the
+sum of squares, without it, and with a launch of `squared_norm` after it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Case(NamedTuple):
         return f"{' to '.join(names)}, {self.megabytes} MiB{', hot' * self.hot}"
 
 
-# What exceeds the cache is never hot.
+# Data larger than the cache is never hot.
 CASES = [
     _Case(dtype, wire, size, hot)
     for dtype, wire in PAIRS

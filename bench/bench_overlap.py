@@ -1,8 +1,8 @@
-"""Overlap without a cluster: steps over a simulated network, beside torch's DDP and beside what the planner predicts.
+"""Overlap without a cluster: steps over a simulated network, compared with torch's DDP and with the prediction.
 
-A case is a network: the seconds that an all-reduce takes to start, and those that all bytes travel, as a part of
-backward. dpfuse takes part with its default sizes, and with the plan that is best for the network according to a
-backward that was recorded without one.
+A case is a network: the start-up time of an all-reduce in seconds, and the time to send all bytes as a fraction of
+backward. dpfuse runs with its default sizes, and with the planner's best plan for the network. The planner uses a
+backward that was recorded without a network.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ WRAPS: dict[str, Wrap] = {
 }
 
 LATENCIES = (20e-6, 100e-6, 500e-6, 2e-3)
-LOADS = (0.25, 0.5, 1, 2)  # backwards that all bytes take to travel, without the latencies
+LOADS = (0.25, 0.5, 1, 2)  # time to send all bytes in backwards, without the latencies
 CELLS = {f"{latency * 1e6:g} us, {load:g} backward": (latency, load) for latency, load in product(LATENCIES, LOADS)}
 QUICK_CELLS = ("20 us, 0.25 backward", "2000 us, 2 backward")
-RECORDED = 9  # backwards from which it is planned
+RECORDED = 9  # backwards that are recorded for the plan
 FEWEST_ROUNDS = 3
 EFFORT = {"cpu": Effort(8, 2, 8), "cuda": Effort(8, 1, 1.5)}  # for each cell
 QUICK = Effort(2, 1, 2)
 
 
 class _Contender:
-    """A model of its own, and the network that it is to meet.
+    """One wrapped model, to be timed in several networks.
 
     Args:
-        workload: whose model and loss.
-        wrap: the contender's.
+        workload: the model and its loss.
+        wrap: the contender's wrapper.
     """
 
     def __init__(self, workload: Workload, wrap: Wrap) -> None:
         self.module = copy.deepcopy(workload.module)
-        # Nobody writes weights, and one set of them, in one place, is equally fast for all.
+        # Weights are never written. All contenders share them, because their addresses affect the time.
         for param, shared in zip(self.module.parameters(), workload.module.parameters(), strict=True):
             param.data = shared.data
         self.wrapped: Any = wrap(self.module)
@@ -81,10 +81,10 @@ class _Contender:
 
 
 class _Grid:
-    """All contenders, proved, and a backward that was recorded while nothing was sent.
+    """All contenders, after their proofs, and a backward that was recorded while nothing was sent.
 
     Args:
-        network: in which they were built.
+        network: the network in which they were built.
         device: `"cpu"` or `"cuda"`.
     """
 
@@ -93,7 +93,7 @@ class _Grid:
         self._device = device
         self._clock: Clock = cuda_clock if device == "cuda" else _clock
         with torch.device(device):
-            # Each gradient takes some ms on one core, and some 0.8 ms on a large GPU.
+            # Each gradient takes a few ms on one core, and about 0.8 ms on a large GPU.
             workload = layers(25, 1024, rows=8192) if device == "cuda" else layers(16, 768, rows=48)
         self._contenders = {name: _Contender(workload, wrap) for name, wrap in WRAPS.items()}
         network.cost = CostTable.affine(1e-3, 1e9)
@@ -112,11 +112,11 @@ class _Grid:
 
         Args:
             latency: seconds of an empty all-reduce.
-            load: backwards that all bytes take to travel.
-            effort: how long.
+            load: time to send all bytes, in backwards.
+            effort: how long to measure.
 
         Returns:
-            By contender what is recorded of it.
+            The record of each contender.
         """
         nbytes = sum(self._timeline.nbytes)
         bandwidth = nbytes / (load * self._timeline.backward_end)
@@ -134,7 +134,7 @@ class _Grid:
         rounds = _affordable(steps, effort)
         self._recorder.restart(len(plan.specs))
         times = [interleave(steps, self._clock, rounds=rounds, warmup=1, seed=seed) for seed in range(effort.rebuilds)]
-        # Recorded in the same rounds, these backwards know how busy the machine was, and nothing of the network.
+        # Recorded in the same rounds, these backwards have the same load of the machine, but no network.
         recorded = self._recorder.timeline(plan, self._network)
         packed = _packed(recorded, plan, self._recorder.schedule(plan))
         results = {name: _summary(name, times) for name in steps}
@@ -149,7 +149,7 @@ class _Grid:
         return {name: result | facts for name, result in results.items()}
 
     def _lateness(self, cost: Cost) -> float:
-        """Seconds that the smallest all-reduce takes longer than it should."""
+        """Return the seconds by which the smallest all-reduce takes longer than its cost."""
         self._network.cost = cost
         send = partial(dist.all_reduce, torch.zeros(1, device=self._device))
         return median(self._clock(send)[0] for _ in range(20)) - cost(4)
@@ -157,11 +157,11 @@ class _Grid:
 
 @one_thread()
 def time_cells(cells: Iterable[str], effort: Effort, device: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """What is recorded, by network and contender.
+    """Return the records by network and contender.
 
     Args:
-        cells: of `CELLS`.
-        effort: for each of them.
+        cells: names in `CELLS`.
+        effort: for each network.
         device: `"cpu"` or `"cuda"`.
     """
     with simulated_network(device=device) as network:
@@ -170,7 +170,7 @@ def time_cells(cells: Iterable[str], effort: Effort, device: str) -> dict[str, d
 
 
 def _packed(timeline: Timeline, plan: BucketPlan, schedule: Schedule) -> Timeline:
-    """The same backward, in which gradients are ready when their bucket has been packed and handed to the group."""
+    """Return the same backward with the time for packing: gradients are ready when their bucket is sent."""
     sent = [0.0] * len(plan.specs)
     for bucket, times in zip(plan.buckets, schedule.buckets, strict=True):
         for index in bucket.params:

@@ -1,7 +1,7 @@
-"""The exact planner: beside every plan there is on small models, beside the published rules on larger ones, and timed.
+"""The exact planner: compared with all plans of small models and with published rules on larger models, and timed.
 
-Cases on the CPU: "brute force" holds the planner's own CPU time per model; a timeline holds, per rule, when its plan
-has landed on each of some networks (simulated, nothing is measured); "N gradients" is the CPU time for planning them.
+Cases on the CPU: "brute force" has the planner's CPU time per model. A timeline has, for each rule, the end of its plan
+on several networks (simulated, not measured). "N gradients" is the CPU time to plan them.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def _random_problem(rng: np.random.Generator, count: int, kinds: int) -> Problem
 def _random_cost(rng: np.random.Generator) -> CostTable:
     if rng.random() < 0.5:
         return CostTable.affine(10 ** rng.uniform(-6, -3), 10 ** rng.uniform(8, 10))
-    # Slower and faster by turns, as a real group is that changes its algorithm with the size.
+    # Slower and faster in turns, like a real group that changes its algorithm with the size.
     sizes, seconds = np.cumsum(10 ** rng.uniform(1, 6, 6)), np.sort(10 ** rng.uniform(-6, -3, 6))
     return CostTable.measured(sizes.tolist(), seconds.tolist())
 
 
 def _cuts(members: list[int]) -> Iterator[list[list[int]]]:
-    """Every way to cut a list into runs."""
+    """Yield every way to cut a list into runs."""
     for cuts in product([False, True], repeat=len(members) - 1):
         runs = [members[:1]]
         for member, cut in zip(members[1:], cuts, strict=True):
@@ -72,7 +72,7 @@ def _cuts(members: list[int]) -> Iterator[list[list[int]]]:
 
 
 def _earliest_end(timeline: Timeline, cost: CostTable) -> float:
-    """The best of all plans, by trying each of them."""
+    """Return the earliest end of all plans, by trying each of them."""
     kinds: dict[str, list[int]] = {}
     for index in timeline.order:
         kinds.setdefault(timeline.specs[index].dtype, []).append(index)
@@ -108,7 +108,7 @@ def _brute_force(quick: bool) -> dict[str, Any]:
 
 
 def _problems(case: str, quick: bool) -> list[Problem]:
-    """The timeline of a case on its networks."""
+    """Return the timeline of a case on each of its networks."""
     if case == RANDOM:
         rng = np.random.default_rng(1)
         return [_random_problem(rng, int(rng.integers(11, 300)), 1) for _ in range(10 if quick else 200)]
@@ -120,7 +120,7 @@ def _problems(case: str, quick: bool) -> list[Problem]:
     else:
         specs = [dpfuse.ParamSpec(name, shape, "float32") for name, shape in load(case)]
         timeline = Timeline.synthetic(specs, BACKWARD)
-    # The presets are of today's GPUs; on this one the same bytes take so many backwards.
+    # The presets are for today's GPUs. On such a network the same bytes take this many backwards.
     load_of = sum(timeline.nbytes) / timeline.backward_end
     networks += [CostTable.affine(latency, load_of / part) for latency in (2e-5, 2e-3) for part in (0.5, 1, 2)]
     return [(timeline, cost) for cost in networks]

@@ -1,8 +1,8 @@
-"""Time of a step beside the bare module and DDP's modes: host cost, two processes, GPU.
+"""Time of a step compared with the bare module and DDP's modes: host cost, two processes, GPU.
 
-Cases on the CPU (gloo): "host KIND N" is the CPU time of one thread at one rank, "no_sync KIND N" the same
-inside `no_sync()`, "pair …" the wall time on two ranks, with `deterministic=True` beside all others. On CUDA (NCCL,
-one rank) it is the time between events; "cuda wire …" is with gradients that travel as bfloat16.
+Cases on the CPU (gloo): "host KIND N" is the CPU time of one thread with one rank. "no_sync KIND N" is the same inside
+`no_sync()`. "pair …" is the wall time on two ranks, also with `deterministic=True`. On CUDA (NCCL, one rank) it is the
+time between events; "cuda wire …" sends gradients as bfloat16.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from bench.rank_group import on_ranks
 from bench.sketch import Sketch
 from bench.step_time import Effort, time_steps
 
-SKETCH = {"sketch": Sketch}  # on the CPU, where the host's time is most of it
-LOCAL = (BARE, "bare again", "dpfuse views", "DDP default")  # contenders inside no_sync(), where modes do not matter
+SKETCH = {"sketch": Sketch}  # on the CPU, where host time is most of the time
+LOCAL = (BARE, "bare again", "dpfuse views", "DDP default")  # contenders inside no_sync(), where modes have no effect
 
 Build = Callable[[], Workload]
 

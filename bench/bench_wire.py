@@ -1,9 +1,9 @@
-"""Steps and bytes by wire format, beside torch's DDP with the hooks that it has for that.
+"""Steps and bytes by wire format, compared with torch's DDP and its compression hooks.
 
-Each case is a network. `pair` is two gloo ranks on this machine. The others are simulated, one rank's collectives each
-taking its time, so that a format's bytes count for what they would on a cluster: an all-reduce of so many bytes takes
-so many backwards. An all-to-all and an all-gather, of which a sum in float32 consists, take half of that each.
-Before any timing each contender's gradients are compared with the exact mean; how far they are off is recorded.
+Each case is a network. `pair` is two gloo ranks on this machine. The other networks are simulated with one rank: each
+collective takes the time that its bytes would take on a cluster. An all-reduce of all bytes takes a given number of
+backwards. An all-to-all and an all-gather, the two parts of a sum in float32, take half of that each. Before any timing
+each contender's gradients are compared with the exact mean; the error is recorded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
 from dpfuse.tune import CostTable
 
-STEPS = 4  # until buckets are rebuilt, and PowerSGD has begun
+STEPS = 4  # then buckets have been rebuilt, and PowerSGD has begun
 LATENCY = 100e-6  # seconds of an empty all-reduce
-LOADS = {"network, 0.5 backward": 0.5, "network, 2 backwards": 2.0}  # that all bytes take to travel as float32
+LOADS = {"network, 0.5 backward": 0.5, "network, 2 backwards": 2.0}  # time to send all bytes as float32
 PAIR = "pair"
-# Relative error of the gradients, as one vector: half a last place of the format, twice where it is rounded twice.
+# Relative error of all gradients as one vector: half a last digit of the format, or twice that if rounded twice.
 ERRORS = {"float32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "e4m3": 2**-3, "e5m2": 2**-2}
 
 
@@ -62,7 +62,7 @@ E4M3 = torch.float8_e4m3fn
 WRAPS: dict[str, Wrap] = {
     BARE: wrappers()[BARE],
     "DDP view": wrappers()["DDP view"],
-    # By its own name torch's hook is refused on a CPU, where it works.
+    # DDP rejects this hook on a CPU if it recognises it, although it works. So it is wrapped.
     "DDP bf16 hook": _hooked(lambda state, bucket: bf16_compress_hook(state, bucket), lambda: None),
     "DDP fp16 hook": _hooked(fp16_compress_hook, lambda: None),
     POWER: _hooked(powerSGD_hook, _power_state),
@@ -77,7 +77,7 @@ WRAPS: dict[str, Wrap] = {
 
 
 class _Contender:
-    """A model of its own; all have the same weights, in one place."""
+    """One wrapped model. All contenders share the weights."""
 
     def __init__(self, workload: Workload, wrap: Wrap) -> None:
         self.module = copy.deepcopy(workload.module)
@@ -95,7 +95,7 @@ class _Contender:
             param.grad = None
 
     def error(self) -> float:
-        """Of the gradients beside the exact mean, in parts of its norm, once buckets are what they stay."""
+        """Return the gradients' error relative to the norm of the exact mean, after buckets were rebuilt."""
         for _ in range(STEPS):
             self.step()
         local: dict[int, Tensor] = {}
@@ -114,12 +114,12 @@ class _Contender:
 
 
 def _wraps(case: str) -> dict[str, Wrap]:
-    # PowerSGD waits for collectives in the thread that serves the simulated link, which would wait for itself.
+    # PowerSGD waits for collectives in the thread of the simulated link, which would then wait for itself.
     return {name: wrap for name, wrap in WRAPS.items() if case == PAIR or name != POWER}
 
 
 def _workload(count: int, features: int, rows: int) -> Workload:
-    """Square layers whose gradients have full rank, as those of a plain sum of the outputs would not."""
+    """Return square layers with gradients of full rank. With a plain sum of the outputs they would have rank 1."""
     inputs = torch.randn(rows, features)
     return Workload(layers(count, features).module, lambda model: model(inputs).square().sum())
 
@@ -149,7 +149,7 @@ def _timed(contenders: dict[str, _Contender], effort: Effort, clock: Callable[..
 
 
 def time_pair(effort: Effort) -> dict[str, dict[str, dict[str, Any]]]:
-    """Whole steps of 28 MB of gradients on the ranks of this group."""
+    """Time whole steps with 28 MB of gradients on the ranks of this group."""
     torch.manual_seed(dist.get_rank())
     contenders, errors = _built(PAIR, _workload(12, 768, rows=16))
     results = _timed(contenders, effort, wall_clock)
@@ -158,7 +158,7 @@ def time_pair(effort: Effort) -> dict[str, dict[str, dict[str, Any]]]:
 
 @one_thread()
 def time_networks(effort: Effort, device: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """The same in simulated networks, and the bytes that travelled; by case and contender."""
+    """Time the same in simulated networks, and count the bytes sent. Return both by case and contender."""
     results: dict[str, dict[str, dict[str, Any]]] = {}
     clock = cuda_clock if device == "cuda" else wall_clock
     with simulated_network(device=device) as network, torch.device(device):
@@ -181,7 +181,7 @@ def time_networks(effort: Effort, device: str) -> dict[str, dict[str, dict[str, 
 
 
 def _bytes(network: Network, contender: _Contender) -> float:
-    """What one step sends, as an all-reduce would have it: its collectives may be halves of one."""
+    """Return the bytes that one step sends, counted as all-reduces. Some collectives are half an all-reduce."""
     before = network.sent
     contender.step()
     return network.sent - before

@@ -1,4 +1,4 @@
-"""What one step asks of torch and of the GPU, counted in a profiler's trace."""
+"""Counts one step's torch operators, GPU launches and copies in a profiler's trace."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Counts(NamedTuple):
     operators: int  # torch operators that the host called, nested ones included
     launches: int  # kernels, copies and fills on the GPU
     host_to_device: int  # copies to the GPU
-    packs: int  # dpfuse's; on the GPU its kernels
+    packs: int  # packs of dpfuse; on the GPU its kernels
     unpacks: int
 
 
 def count(step: Callable[[], object], *, cuda: bool) -> Counts:
-    """Profile one step, which should have run a few times before."""
+    """Profile one step. The step should have run a few times before."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         step()

@@ -1,10 +1,10 @@
-"""Training curves by wire format: is a network that learned over a narrow wire as good as one that did not?
+"""Training curves by wire format: does training with a narrow wire reach the same loss?
 
     python -m bench.curves
 
-Trains two small networks on two ranks, once for each format and seed: a convolutional one on Fashion-MNIST, and a
-transformer that reads the Python standard library byte by byte. Writes a record and a picture. Formats are compared
-seed by seed; the noise is what float32 differs by from seed to seed.
+Train two small networks on two ranks, once for each format and seed: a convolutional network on Fashion-MNIST, and a
+transformer that reads the Python standard library byte by byte. Write a record and a picture. Formats are compared for
+each seed; the noise is the difference between seeds of float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.machine import ROOT, describe, machine_name
 from bench.rank_group import on_ranks
 from bench.record import write_record
 
-sys.path.insert(0, str(ROOT / "examples"))  # whose data the demo trains on
+sys.path.insert(0, str(ROOT / "examples"))  # has the data of the demo
 import images
 
 __all__ = ["FORMATS", "TASKS", "main"]
@@ -50,19 +50,19 @@ FORMATS: dict[str, dict[str, Any]] = {
     "e5m2": {"wire_dtype": torch.float8_e5m2},
     "e5m2 + feedback": {"wire_dtype": torch.float8_e5m2, "error_feedback": True},
 }
-POINTS = 20  # of a curve
-WITHIN = 2.0  # standard deviations of float32's seeds that a format's mean may be off by
+POINTS = 20  # per curve
+WITHIN = 2.0  # allowed difference of a format's mean, in standard deviations of float32's seeds
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to learn."""
+    """A network with its data."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]  # this rank's next
-    held_out: Callable[[], Batch]  # to judge the result by
+    batch: Callable[[torch.Generator], Batch]  # this rank's next batch
+    held_out: Callable[[], Batch]  # data for the test of the result
     steps: int
     learning_rate: float
 
@@ -102,7 +102,7 @@ CONTEXT = 64  # bytes that the transformer sees
 
 @cache
 def _text() -> tuple[Tensor, Tensor]:
-    """The standard library's modules, as bytes, to train on and to judge by."""
+    """Return the standard library's modules as bytes, for training and for the test."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     cut = len(text) * 9 // 10
@@ -125,7 +125,7 @@ def _held_out_text() -> Batch:
 
 
 class _Reader(nn.Module):
-    """A transformer of two layers that guesses the next byte."""
+    """A transformer of two layers that predicts the next byte."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -156,8 +156,8 @@ def train(name: str, options: Mapping[str, Any], seed: int, steps: int) -> dict[
     """Train `TASKS[name]` once, on every rank of the group.
 
     Returns:
-        `curve`: mean training loss of this rank in each part of the training; `loss` and `accuracy` on what was held
-        out; `seconds` of the training.
+        `curve`: mean training loss of this rank in each part of the training; `loss` and `accuracy` on the held-out
+        data; `seconds` of the training.
     """
     task = TASKS[name]
     torch.manual_seed(seed)
@@ -189,12 +189,12 @@ def train(name: str, options: Mapping[str, Any], seed: int, steps: int) -> dict[
 
 
 def train_all(name: str, formats: list[str], seeds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Every format and seed of one task, in one group; results by format."""
+    """Train one task with every format and seed, in one group. Return results by format."""
     return {kind: [train(name, FORMATS[kind], seed, steps) for seed in range(seeds)] for kind in formats}
 
 
 def compare(results: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Per format: how far its loss on what was held out is from float32's of the same seed, beside the noise.
+    """Return for each format the difference of its held-out loss to float32 with the same seed, and the noise.
 
     Example:
         >>> runs = {"float32": [{"loss": 1.0}, {"loss": 1.2}], "e4m3": [{"loss": 1.1}, {"loss": 1.2}]}
@@ -211,20 +211,20 @@ def compare(results: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]
             "loss": mean(run["loss"] for run in runs),
             "difference": mean(differences),
             "noise": noise,
-            "within_noise": mean(differences) <= WITHIN * noise,  # less is no harm
+            "within_noise": mean(differences) <= WITHIN * noise,  # a lower loss is fine
         })  # fmt: skip
     return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every format is as good as float32, within the noise."""
+    """Train all tasks. Return 0 if every format is as good as float32, within the noise."""
     parser = argparse.ArgumentParser(prog="python -m bench.curves", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that everything runs")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the record")
     parser.add_argument("--picture", type=Path, default=ROOT / "bench" / "out" / "curves.png", help="the plot")
     options = parser.parse_args(arguments)
     began = datetime.now(timezone.utc)
-    _pictures()  # fetched before the ranks need them
+    _pictures()  # download them before the ranks start
     tasks, measurements, ratios = {}, [], []
     for name, task in TASKS.items():
         steps = 4 if options.quick else task.steps
@@ -252,14 +252,14 @@ def main(arguments: list[str] | None = None) -> int:
     draw(record, options.picture)
     for row in ratios:
         print(
-            f"{row['task']:17} {row['format']:20} held-out loss {row['loss']:.4f}, {row['difference']:+.4f} beside "
-            f"float32, whose seeds differ by {row['noise']:.4f}"
+            f"{row['task']:17} {row['format']:20} held-out loss {row['loss']:.4f}, {row['difference']:+.4f} from "
+            f"float32; seeds of float32 differ by {row['noise']:.4f}"
         )
     return 0 if all(row["within_noise"] for row in ratios) else 1
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """The curves of all formats, a panel per task, the mean of the seeds; below, the distance from float32."""
+    """Plot the curves of all formats, one panel per task, as means over the seeds; below, differences to float32."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # no display is needed

@@ -1,4 +1,4 @@
-"""Proofs that come before any timing: what is timed computes the same numbers."""
+"""Proofs before any timing: all contenders compute the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.baselines import PACKS, UNPACKS, PackSet
 
 __all__ = ["prove_buffers", "prove_gradients", "prove_packs"]
 
-STEPS = 3  # dpfuse's first synchronised backward only records, and rebuilds the buckets at its end
+STEPS = 3  # dpfuse's first synchronised backward only records, and then rebuilds the buckets
 
 
 def prove_gradients(
@@ -23,21 +23,21 @@ def prove_gradients(
     averaged: bool,
     wire: torch.dtype | None = None,
 ) -> None:
-    """Prove that after a backward every `.grad` is the mean over the ranks of what the engine computed.
+    """Prove that after a backward every `.grad` is the mean over the ranks of the local gradients.
 
-    The local gradients are seen by hooks in the very same backward, so a model whose backward is not
-    reproducible can be proved too. At one or two ranks the mean has one value, and every bit must agree; a sum
-    of more depends on the order, so there the usual tolerance holds.
+    Hooks record the local gradients in the same backward. So the proof also works for a model with an irreproducible
+    backward. With one or two ranks all bits must be equal. With more ranks the sum depends on the order, so there is
+    the usual tolerance.
 
     Args:
         name: of the contender, for the error.
-        module: whose parameters are looked at.
-        backward: a forward and a backward.
-        averaged: whether the gradients are to be averaged, or local.
-        wire: dtype in which averaged gradients travel, if it is not their own.
+        module: the module with the parameters.
+        backward: runs a forward and a backward.
+        averaged: whether the gradients are averaged, or local.
+        wire: dtype in which gradients are sent, if it is not their own.
 
     Raises:
-        AssertionError: some gradient differs.
+        AssertionError: A gradient differs.
     """
     params = [param for param in module.parameters() if param.requires_grad]
     for _ in range(STEPS):
@@ -61,7 +61,7 @@ def prove_gradients(
 
 
 def _saver(saved: dict[int, Tensor], index: int) -> Callable[[Tensor], None]:
-    # The engine calls it before it accumulates; what returns None changes nothing.
+    # Autograd calls this hook before it accumulates. A hook that returns None changes nothing.
     def save(grad: Tensor) -> None:
         saved[index] = grad.clone()
 
@@ -69,10 +69,10 @@ def _saver(saved: dict[int, Tensor], index: int) -> Callable[[Tensor], None]:
 
 
 def prove_buffers(name: str, wrapped: nn.Module, x: Tensor) -> None:
-    """Prove that a forward sends rank 0's buffers to all ranks, after every rank has changed its own.
+    """Prove that a forward sends rank 0's buffers to all ranks. Every rank changes its buffers before.
 
     Raises:
-        AssertionError: some element differs.
+        AssertionError: An element differs.
     """
     for buffer in wrapped.buffers():
         buffer.fill_(dist.get_rank() + 7)
@@ -81,10 +81,10 @@ def prove_buffers(name: str, wrapped: nn.Module, x: Tensor) -> None:
 
 
 def prove_packs(data: PackSet) -> None:
-    """Prove that every pack holds exactly the tensors times the factor, and every unpack exactly the tensors.
+    """Prove that every pack gives exactly the tensors times the factor, and every unpack exactly the tensors.
 
     Raises:
-        AssertionError: some element differs, or was not written.
+        AssertionError: An element differs, or was not written.
     """
     for name, (pack, scaled) in PACKS.items():
         data.table.flat.fill_(float("nan"))

@@ -12,24 +12,24 @@ HOST_GOALS = {10: 0.5, 100: 0.38, 1000: 0.30}  # extra CPU time over DDP default
 FORWARD_GOAL = 0.3  # extra CPU time of a forward with 53 BatchNorms over DDP's
 CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
 CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
-LAUNCH_GOAL = 4e-6  # CPU seconds of a launch past Triton's dispatcher
+LAUNCH_GOAL = 4e-6  # CPU seconds of a launch without Triton's dispatcher
 PLANNING_GOALS = {1000: 0.1}  # CPU seconds, by number of gradients
 CUDA_DEFAULT_GOALS = {"ResNet-50 b64": 0.25, "2000 x 4 KB": 0.15}
 CUDA_BEST_GOALS = {"ResNet-50 b64": 0.5, "BERT-large b8": 0.7}
 DDP_MODES = ("DDP default", "DDP view", "DDP batched", "DDP view + batched")
-SAME_STEP = 1.02  # what two equal steps may differ by in one run
+SAME_STEP = 1.02  # two equal steps may differ by this factor in one run
 STEP_ERROR = 0.05  # of a predicted step
-EXPOSED_ERRORS = {"cpu": 0.15, "cuda": 0.05}  # of the predicted exposed time, where that is a fair part of the step
+EXPOSED_ERRORS = {"cpu": 0.15, "cuda": 0.05}  # of the predicted exposed time, if that is a large part of the step
 FAIR_PART = 0.2
 EXPOSED_PART = "exposed part of the step"
-MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, beside one pack
+MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, in addition to one pack
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
 HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
-CUDA_HEALTH_GOAL = 0.4  # also where the norm is measured in backward
-# Gradients and buffers of a window: the gradients of the largest bucket are there twice, so it depends on the model.
+CUDA_HEALTH_GOAL = 0.4  # also if the norm is measured in backward
+# Gradients and buffers of a window. The gradients of the largest bucket exist twice, so this depends on the model.
 PEAK_GOALS = {"pair float32": 0.65, "cuda float32": 0.6}
-BYTES_GOALS = {"dpfuse bf16": 0.5, "dpfuse e4m3": 0.27, "dpfuse e5m2": 0.27}  # of those of float32 gradients
-ON_TOP = 1.001  # of bytes: the tail, and padding
+BYTES_GOALS = {"dpfuse bf16": 0.5, "dpfuse e4m3": 0.27, "dpfuse e5m2": 0.27}  # as a fraction of float32 gradients
+ON_TOP = 1.001  # factor on bytes for the report and padding
 WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with its hook
 
 
@@ -49,18 +49,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One ratio or count, and whether it is what it should be."""
+    """One ratio or count, and its goal."""
 
     suite: str
     case: str
     what: str
-    value: float | None  # None: what it is divided by was not above zero, so the noise exceeds the difference
-    goal: float | None  # None: for information
+    value: float | None  # None: the divisor was not above zero, so the noise exceeds the difference
+    goal: float | None  # None: no goal
     at_least: bool = False
 
     @property
     def met(self) -> bool | None:
-        """None without a goal; a value that could not be measured has not met its goal."""
+        """Whether the goal is met; None without a goal. A value that could not be measured does not meet its goal."""
         if self.goal is None:
             return None
         if self.value is None:
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """Their quotient, or None if the denominator is not above zero.
+    """Return the quotient, or None if the denominator is not above zero.
 
     Example:
         >>> from bench.goals import ratio
@@ -80,7 +80,7 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 
 def judge(entries: Iterable[Entry]) -> list[Outcome]:
-    """Every goal for which `entries` hold the measurements, in the order of the cases."""
+    """Return every goal with measurements in `entries`, in the order of the cases."""
     cases: dict[tuple[str, str], dict[str, Entry]] = {}
     for entry in entries:
         cases.setdefault((entry.suite, entry.case), {})[entry.variant] = entry
@@ -126,7 +126,7 @@ def _no_sync(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
 def _pair(case: str, model: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     tiny = model == "1000 tiny"
     peer, goal = ("DDP default", 0.85) if tiny else ("DDP view", 1.0)
-    # Each with its fastest mode: DDP's makes views, ours reduces large gradients where they are.
+    # Each with its fastest mode: DDP's fastest mode makes views, ours reduces large gradients in place.
     ours, other = ("dpfuse views", "dpfuse private") if tiny else ("dpfuse private", "dpfuse views")
     yield _whole(case, contenders, ours, peer, goal)
     yield _whole(case, contenders, other, peer, None)
@@ -159,7 +159,7 @@ def _cuda_counts(case: str, contenders: dict[str, Entry], modes: dict[str, int])
 
 
 def _kernels(facts: dict[str, Any]) -> float:
-    # No pack in the trace means that the profiler saw nothing, not that nothing was launched.
+    # No pack in the trace means that the profiler recorded nothing, not that nothing was launched.
     return float(facts["packs"] + facts["unpacks"]) if facts["packs"] else float("inf")
 
 
@@ -270,7 +270,7 @@ def _overlap(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
 
 
 def _whole_grid(outcomes: list[Outcome]) -> Iterator[Outcome]:
-    """Where nearly everything is hidden, predictions and plans are good at no cost."""
+    """Require networks with much exposed time: if nearly all is hidden, every prediction and plan is good."""
     parts = [outcome.value or 0.0 for outcome in outcomes if outcome.what == EXPOSED_PART]
     if parts:
         count, least = sum(part > FAIR_PART for part in parts), len(parts) / 4
@@ -283,7 +283,7 @@ def _kernels_suite(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]
     if case == "launch":
         bound, dispatched = contenders["bound"], contenders["kernel[grid]"]
         yield Outcome("kernels", case, "CPU time, bound / kernel[grid]", ratio(bound.median, dispatched.median), None)
-        # A launch that was never bound would be timed as one.
+        # Without a bound kernel, the time would be that of the dispatcher.
         seconds = bound.median if bound.info["bound"] else None
         yield Outcome("kernels", case, "CPU seconds of a bound launch", seconds, LAUNCH_GOAL)
         return

@@ -1,4 +1,4 @@
-"""Rounds in which every contender runs once, in shuffled order, so that drift and neighbours hit all alike."""
+"""Runs every contender once per round, in shuffled order, so that disturbances affect all contenders equally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rounds = dict[str, list[tuple[float, float]]]  # per contender, one pair per rou
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes in this thread alone: ranks share the cores, and helpers that wait for one would be timed."""
+    """Let torch compute only in this thread. Ranks share the cores, and other threads' waiting would be timed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -30,16 +30,16 @@ def one_thread() -> Iterator[None]:
 
 
 def host_clock(step: Step) -> tuple[float, float]:
-    """CPU seconds of this thread, and wall seconds, that `step` takes."""
+    """Return the CPU seconds of this thread and the wall seconds of `step`."""
     wall, cpu = perf_counter(), thread_time()
     step()
     return thread_time() - cpu, perf_counter() - wall
 
 
 def wall_clock(step: Step) -> tuple[float, float]:
-    """Wall seconds that `step` takes, twice: where it waits for other processes, CPU seconds say nothing.
+    """Return the wall seconds of `step` twice: CPU seconds mean nothing if it waits for other processes.
 
-    All ranks start together, or a step would pay for what its neighbour did before.
+    All ranks start together. Otherwise a step would include the delay of another rank.
     """
     dist.barrier()
     start = perf_counter()
@@ -49,7 +49,7 @@ def wall_clock(step: Step) -> tuple[float, float]:
 
 
 def cuda_clock(step: Step) -> tuple[float, float]:
-    """Seconds between two events around `step` on an idle GPU, and wall seconds until it has finished."""
+    """Return the seconds between two events around `step` on an idle GPU, and the wall seconds to its end."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     wall = perf_counter()
@@ -65,13 +65,13 @@ def interleave(steps: Mapping[str, Step], clock: Clock, *, rounds: int, warmup: 
 
     Args:
         steps: by contender.
-        clock: what times one step.
+        clock: times one step.
         rounds: timed rounds.
         warmup: rounds before them.
-        seed: of the order within the rounds. Ranks that communicate must agree on it.
+        seed: of the order within the rounds. Ranks that communicate must use the same seed.
 
     Returns:
-        What `clock` returned, per contender and round.
+        The results of `clock` by contender and round.
     """
     order, names = random.Random(seed), list(steps)
     times: Rounds = {name: [] for name in names}
@@ -85,7 +85,7 @@ def interleave(steps: Mapping[str, Step], clock: Clock, *, rounds: int, warmup: 
 
 
 def paired_extra(times: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]], part: int = 0) -> float:
-    """Median over the rounds of what a step took more than `base` in the same round, in seconds.
+    """Return the median over the rounds of the time of a step minus that of `base` in the same round, in seconds.
 
     Example:
         >>> from bench.interleave import paired_extra

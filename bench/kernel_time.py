@@ -1,4 +1,4 @@
-"""Times the pack kernel in several shapes, a launch in both ways, and an unpack that measures what it writes."""
+"""Times the pack kernel in several shapes, a launch in both ways, and an unpack with the sum of squares."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["CALLS", "LAUNCHES", "MEASURES", "SHAPES", "label", "time_launches", 
 SHAPES = [LaunchShape(chunk, warps) for chunk, warps in product((2048, 4096, 8192), (4, 8, 16))]
 FEWEST_SETS = 4
 LAUNCHES = ("bound", "kernel[grid]")
-CALLS = 100  # launches that are timed together: one is too short for a clock
+CALLS = 100  # launches that are timed together: one launch is too short for a clock
 
 
 def label(shape: LaunchShape) -> str:
-    """As it is called in a record."""
+    """Return the name of the shape in a record."""
     return f"{shape.chunk} elements, {shape.warps} warps"
 
 
 class _PackSet:
-    """Tensors, the buffer that they are packed into, and a launcher of each shape over it."""
+    """Tensors, their buffer, and one launcher per shape."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, wire: torch.dtype, device: str) -> None:
         self.sources = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
@@ -96,15 +96,15 @@ def time_shapes(
     rounds: int,
     hot: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Prove that every shape packs the same, then time them in turns, beside a plain `copy_`.
+    """Prove that every shape packs the same, then time them in turns, together with a plain `copy_`.
 
     Args:
         shapes: of the tensors.
         dtype: of the tensors.
         wire: of the buffer.
-        device: `"cuda"`; the CPU with Triton's interpreter shows that it runs.
+        device: `"cuda"`; the CPU with Triton's interpreter only shows that it runs.
         rounds: timed packs per shape.
-        hot: whether all packs are of the same memory, which may lie in the cache.
+        hot: whether all packs use the same memory, which may be in the cache.
 
     Returns:
         By shape, and for the copy: `seconds`, `host`, `bytes` of the tensors, `bytes_per_second` read and written,
@@ -119,7 +119,7 @@ def time_shapes(
     calls[CEILING] = _Call(_PackSet.copy, None)
     for call in calls.values():
         if call.shape is not None and not (device == "cpu" and wire == torch.bfloat16):
-            data[0].prove(call.shape)  # the interpreter cuts float32 to bfloat16 where a GPU rounds
+            data[0].prove(call.shape)  # the interpreter truncates float32 to bfloat16, a GPU rounds
         for one in data:
             call.run(one)
     following = cycle(data)
@@ -146,17 +146,17 @@ def time_shapes(
 def time_measures(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, wire: torch.dtype, device: str, *, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Time what the sum of squares costs in the unpack, beside none and one of its own; cold in the cache.
+    """Time an unpack with the sum of squares, without it, and with a separate launch for it; cold in the cache.
 
     Args:
         shapes: of the tensors.
         dtype: of the tensors.
         wire: of the buffer.
-        device: `"cuda"`; the CPU with Triton's interpreter shows that it runs.
+        device: `"cuda"`; the CPU with Triton's interpreter only shows that it runs.
         rounds: timed calls of each.
 
     Returns:
-        By contender: `seconds`, and the sum of `squares`; 0 for the one that measures nothing.
+        By contender: `seconds`, and the sum of `squares`; 0 for the contender without a sum.
     """
     torch.manual_seed(0)
     numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -183,18 +183,18 @@ def time_measures(
 
 @one_thread()
 def time_launches(device: str, *, rounds: int, calls: int = CALLS) -> dict[str, dict[str, Any]]:
-    """CPU seconds of this thread per launch of the pack kernel, in both ways.
+    """Time launches of the pack kernel in both ways, in CPU seconds of this thread.
 
     Args:
-        device: `"cuda"`; the CPU with Triton's interpreter shows that it runs.
-        rounds: how often `calls` launches are timed.
-        calls: timed together.
+        device: `"cuda"`; the CPU with Triton's interpreter only shows that it runs.
+        rounds: number of timed groups of launches.
+        calls: launches per group.
 
     Returns:
-        By way: `seconds` per launch, `launches` and how many of them went past the dispatcher.
+        By way: `seconds` per launch, `launches`, and the number of launches without the dispatcher.
     """
     data = {name: _PackSet([(1024,)], torch.float32, torch.float32, device) for name in LAUNCHES}
-    # Nothing fits, so all go through the dispatcher.
+    # No bound kernel is used, so all launches go through the dispatcher.
     data["kernel[grid]"].table.launcher._launch_bound = lambda *arguments: False  # type: ignore[method-assign]
 
     def step(name: str) -> None:
@@ -204,7 +204,7 @@ def time_launches(device: str, *, rounds: int, calls: int = CALLS) -> dict[str, 
 
     def clock(run: Callable[[], object]) -> tuple[float, float]:
         if device == "cuda":
-            torch.cuda.synchronize()  # a full queue would make the host wait
+            torch.cuda.synchronize()  # else a full queue would make the host wait
         cpu, wall = host_clock(run)
         return cpu / calls, wall / calls
 
@@ -220,6 +220,6 @@ def time_launches(device: str, *, rounds: int, calls: int = CALLS) -> dict[str, 
 
 
 def _given(turn: Callable[[], Any]) -> tuple[float, float]:
-    # Each contender has a clock of its own, which has measured already.
+    # Each contender has its own clock, which has measured the time.
     first, second = turn()
     return first, second

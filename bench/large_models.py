@@ -1,4 +1,4 @@
-"""ResNet-50 and BERT-large in torch alone, as published, with random weights: for timing on machines without more."""
+"""ResNet-50 and BERT-large as published, with random weights. Needs only torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["BertLarge", "ResNet50"]
 
 
 class _Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions around a sum with what came in."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions; the input is added to their result."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class _Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images of 224 x 224 to 1000 classes; names and order of the parameters are torchvision's.
+    """Classifies images of 224 x 224 into 1000 classes. Names and order of the parameters are torchvision's.
 
-    Source: He, Zhang, Ren, Sun: Deep Residual Learning (arXiv 1512.03385), the stride in the 3 x 3 convolution.
+    Source: He, Zhang, Ren, Sun: Deep Residual Learning (arXiv 1512.03385), with the stride in the 3 x 3 convolution.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ResNet50(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and two linear layers, each with a norm behind its sum."""
+    """Attention and two linear layers, each with a norm after its sum."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Layer(nn.Module):
 
 
 class BertLarge(nn.Module):
-    """Tokens to the pooled state of the first one; without dropout, so that steps can be compared.
+    """Maps tokens to the pooled state of the first token. It has no dropout, so that steps can be compared.
 
     Source: Devlin, Chang, Lee, Toutanova: BERT (arXiv 1810.04805).
     """

@@ -1,4 +1,4 @@
-"""What a record says of the machine, the software and the commit that it was measured with."""
+"""The machine, the software and the commit of a record."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine_name(*, gpu: bool) -> str:
-    """The GPU's name in small letters and hyphens, or `cpu` and the number of cores."""
+    """Return the GPU's name in lower case with hyphens, or `cpu` and the number of cores."""
     if not gpu:
         return f"cpu{cpu_count()}"
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
 def describe(*, gpu: bool) -> dict[str, Any]:
-    """Facts as JSON holds them; None for what is absent."""
+    """Return the facts as JSON values, None if one is missing."""
     return {
         **machine_facts(torch.device("cuda", 0) if gpu else torch.device("cpu")),
         **software_versions(),

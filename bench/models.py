@@ -1,4 +1,4 @@
-"""The models whose steps are timed, each with the loss of one fixed batch. Nothing is downloaded."""
+"""The models for timing, each with the loss of one fixed batch. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.large_models import BertLarge, ResNet50
 
 __all__ = ["CUDA_MODELS", "HOST_MODELS", "PAIR_MODELS", "Workload", "layers", "load_model"]
 
-HOST_NUMEL = 16  # elements per parameter where only the host's work is of interest
+HOST_NUMEL = 16  # elements per parameter if only the host's work is of interest
 
 
 class Workload(NamedTuple):
-    """A module, and the function that runs it, or a wrapper around it, to a scalar loss."""
+    """A module, and a function that runs it (or its wrapper) and returns a scalar loss."""
 
     module: nn.Module
     loss: Callable[[nn.Module], Tensor]
@@ -29,12 +29,12 @@ class _Weights(nn.Module):
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
         for index in range(count):
-            # Near one, so that a product of a thousand neither vanishes nor overflows.
+            # Near one, so that a product of a thousand factors does not vanish or overflow.
             self.register_parameter(f"weight{index}", nn.Parameter(torch.empty(numel).uniform_(0.9, 1.1)))
 
 
 class _Chain(_Weights):
-    """One element-wise product per parameter: they become ready one by one, with the least work between them."""
+    """One element-wise product per parameter: parameters become ready one by one, with little work in between."""
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in cast("dict[str, Tensor]", self._parameters).values():
@@ -43,7 +43,7 @@ class _Chain(_Weights):
 
 
 class _Fan(_Weights):
-    """One concatenation of all parameters: they become ready together."""
+    """One concatenation of all parameters: all become ready together."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(list(self.parameters())) * x
@@ -54,45 +54,45 @@ def _summed(module: nn.Module, *inputs: Tensor) -> Workload:
 
 
 def chain(count: int) -> Workload:
-    """`count` parameters of 16 elements, one product each."""
+    """Return `count` parameters of 16 elements, with one product each."""
     return _summed(_Chain(count, HOST_NUMEL), torch.randn(HOST_NUMEL))
 
 
 def fan(count: int, numel: int = HOST_NUMEL) -> Workload:
-    """`count` parameters of `numel` elements, concatenated."""
+    """Return `count` parameters of `numel` elements, concatenated."""
     return _summed(_Fan(count, numel), torch.randn(count * numel))
 
 
 def linear(count: int) -> Workload:
-    """`count` linear layers of 4 x 4 without bias, one after another."""
+    """Return `count` linear layers of 4 x 4 without bias, one after another."""
     return layers(count, 4)
 
 
 def layers(count: int, features: int, rows: int = 1) -> Workload:
-    """`count` square linear layers without bias, one after another, on a batch of `rows`."""
+    """Return `count` square linear layers without bias, one after another, on a batch of `rows`."""
     linears = [nn.Linear(features, features, bias=False) for _ in range(count)]
     for layer in linears:
-        # Near the identity: with torch's own start, activations and gradients of so many layers vanish.
+        # Near the identity: with torch's default, activations and gradients of so many layers vanish.
         nn.init.normal_(layer.weight, std=0.03 / features**0.5)
         layer.weight.data.diagonal().add_(1)
     return _summed(nn.Sequential(*linears), torch.randn(rows, features))
 
 
 def resnet50() -> Workload:
-    """ResNet-50 on 64 images of 224 x 224, float32."""
+    """Return ResNet-50 on 64 images of 224 x 224, float32."""
     criterion, labels = nn.CrossEntropyLoss(), torch.randint(1000, (64,))
     images = torch.randn(64, 3, 224, 224)
     return Workload(ResNet50(), lambda model: criterion(model(images), labels))
 
 
 def bert_large() -> Workload:
-    """BERT-large with random weights and without dropout, 8 sequences of 128 tokens, float32."""
+    """Return BERT-large with random weights, without dropout, on 8 sequences of 128 tokens, float32."""
     tokens = torch.randint(30522, (8, 128))
     return Workload(BertLarge(), lambda model: model(tokens).square().mean())
 
 
 def tiny_2000() -> Workload:
-    """2000 parameters of 4 KB, concatenated."""
+    """Return 2000 parameters of 4 KB, concatenated."""
     return fan(2000, 1024)
 
 
@@ -109,13 +109,13 @@ CUDA_MODELS: dict[str, Callable[[], Workload]] = {
 
 
 def load_model(place: str) -> Workload:
-    """The workload of a user's own function, given as `package.module:function`.
+    """Return the workload of a user's function, given as `package.module:function`.
 
-    The function takes no argument and returns (module, loss), like the fields of `Workload`. Tensors that it
-    makes lie on the GPU where there is one.
+    The function takes no arguments and returns (module, loss), like the fields of `Workload`. Its new tensors are on
+    the GPU if there is one.
 
     Raises:
-        ValueError: `place` is not of that form, or there is no such function.
+        ValueError: `place` has another form, or there is no such function.
     """
     module, _, function = place.partition(":")
     build = getattr(importlib.import_module(module), function, None) if module and function else None

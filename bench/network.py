@@ -1,4 +1,4 @@
-"""A process group that is a network without a cluster: collectives share one link, and take the time they are told."""
+"""A process group that simulates a network: collectives share one link, and take a given time."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from torch.futures import Future
 __all__ = ["Cost", "Network", "simulated_network"]
 
 BACKEND = "simulated"
-CALIBRATION = 10_000_000  # cycles, some 5 ms
+CALIBRATION = 10_000_000  # cycles, about 5 ms
 WARM_UP = 20
-HALF = 0.5  # of what an all-reduce of as many bytes sends: it is an exchange of all parts, and their gathering
+HALF = 0.5  # of the bytes of an all-reduce, which is an all-to-all and an all-gather
 
-Cost = Callable[[int], float]  # seconds for which so many bytes occupy the link
+Cost = Callable[[int], float]  # seconds for which a number of bytes occupies the link
 
 
 class Network(dist.ProcessGroup):
-    """A group of one rank whose collectives take as long as those of many.
+    """A group of one rank with collectives that take as long as those of many ranks.
 
-    The results are those of one rank: tensors stay as they are. But they have to travel over one link, first come,
-    first served, each collective for `cost` of its bytes, and until then their work is not done.
+    The results are those of one rank: tensors do not change. All collectives use one link, one after another. Each
+    occupies the link for the `cost` of its bytes, and its work is done after that time.
 
-    On a CPU a thread sleeps until a collective has landed, which takes no core. On CUDA a kernel spins on a stream of
-    its own, behind what was queued on the current one, as NCCL's would.
+    On a CPU a thread sleeps until a collective has landed, which uses no core. On CUDA a kernel spins on a separate
+    stream, after the work that is queued on the current stream, as NCCL's kernel would.
 
     Args:
-        cost: seconds by bytes; None: there is no link, and everything is done at once. It may be assigned at any
-            time, for the collectives to come.
-        device: `"cpu"` or `"cuda"`, where the tensors are.
+        cost: seconds by bytes. With None there is no link, and collectives are done at once. You may assign another
+            cost at any time, for later collectives.
+        device: device of the tensors, `"cpu"` or `"cuda"`.
 
     Attributes:
-        sent: bytes so far, as all-reduces have them; an all-to-all or an all-gather into one tensor sends half as many.
+        sent: bytes so far, counted as all-reduces. An all-to-all or an all-gather into one tensor counts half.
 
     Raises:
-        ValueError: from a collective, that `cost` gave a time that is none.
-        RuntimeError: from a collective, that the network was shut down.
+        ValueError: From a collective: `cost` returned no valid time.
+        RuntimeError: From a collective: the network was shut down.
 
     Example:
         >>> from time import perf_counter
@@ -70,23 +70,23 @@ class Network(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # Torch and dpfuse look here for where tensors may be; a group without a backend in C++ has no such list.
+        # Torch and dpfuse read here which devices are allowed. A group without a backend in C++ has no such list.
         return [self._device]
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """For torch's logs."""
+        """Return the name for torch's logs."""
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> Any:
-        # Dpfuse asks it, with large private gradients on CUDA, whether it is NCCL's; there is none in C++ to return.
+        # With large private gradients on CUDA, dpfuse checks whether this is NCCL. There is no backend in C++.
         return self
 
     def calibrate(self) -> None:
-        """Look again how long a second is on this device; the clock of a GPU follows its load."""
+        """Measure again how many cycles a second has, because the clock of a GPU depends on its load."""
         self._link.calibrate()
 
     def shutdown(self) -> None:
-        """Let what was sent land, and end; `destroy_process_group` calls it."""
+        """Wait until all collectives have landed, and end. `destroy_process_group` calls it."""
         self._link.close()
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
@@ -114,7 +114,7 @@ class Network(dist.ProcessGroup):
         return self._send([output.copy_(ours)], HALF)
 
     def barrier(self, opts: dist.BarrierOptions) -> dist.Work:  # type: ignore[override]
-        """Send nothing, which takes its time, too."""
+        """Send an empty message, which also takes its time."""
         return self._send([torch.empty(0, device=self._device)])
 
     def _send(self, tensors: Sequence[Tensor], part: float = 1) -> dist.Work:
@@ -132,29 +132,29 @@ class _Sleeper:
     """The link of a CPU."""
 
     def __init__(self) -> None:
-        self._free = 0.0  # when all that was sent will have landed
+        self._free = 0.0  # time at which all collectives will have landed
         self._sent: SimpleQueue[tuple[float, list[Tensor], Future[Any]] | None] = SimpleQueue()
         self._thread = Thread(target=self._serve, name="simulated network", daemon=True)
         self._thread.start()
 
     def carry(self, tensors: list[Tensor], seconds: float | None) -> Future[Any]:
-        """A future that is done once `tensors` have landed."""
+        """Return a future that is done when `tensors` have landed."""
         if not self._thread.is_alive():
-            raise RuntimeError("this network was shut down; expected no collective behind destroy_process_group()")
+            raise RuntimeError("this network was shut down; expected no collective after destroy_process_group()")
         future: Future[Any] = Future()
         if seconds is None:
             future.set_result(tensors)
             return future
-        # Landing is planned here: that the thread wakes up late delays this one, and none behind it.
+        # The landing time is set here. So a late wake-up of the thread delays only this collective.
         self._free = max(self._free, perf_counter()) + seconds
         self._sent.put((self._free, tensors, future))
         return future
 
     def calibrate(self) -> None:
-        """A second of sleep is one."""
+        """Do nothing: sleeping needs no calibration."""
 
     def close(self) -> None:
-        """Return once everything has landed."""
+        """Return when all collectives have landed."""
         self._sent.put(None)
         self._thread.join()
 
@@ -169,13 +169,13 @@ class _Spinner:
     """The link of a GPU."""
 
     def __init__(self) -> None:
-        # First in line for the next free place on the device, or large kernels of backward would delay each message.
+        # High priority: otherwise large kernels of backward would delay each message.
         self._stream = torch.cuda.Stream(priority=-1)
         self._cycles_per_second = 0.0
         self.calibrate()
 
     def carry(self, tensors: list[Tensor], seconds: float | None) -> Future[Any]:
-        """A future that lets a stream that waits for it wait until `tensors` have landed."""
+        """Return a future. A stream that waits for it waits until `tensors` have landed."""
         future: Future[Any] = Future(devices=[self._stream.device])
         if seconds is None:
             future.set_result(tensors)  # on the current stream
@@ -183,23 +183,23 @@ class _Spinner:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(round(seconds * self._cycles_per_second))
-            future.set_result(tensors)  # notes the place on this stream
+            future.set_result(tensors)  # records an event on this stream
         return future
 
     def calibrate(self) -> None:
-        """Count the cycles in a second of this GPU's clock, as it runs now."""
+        """Count the cycles per second at the present speed of the GPU's clock."""
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP):
-                torch.cuda._sleep(CALIBRATION)  # an idle GPU's clock takes a while to rise
+                torch.cuda._sleep(CALIBRATION)  # the clock of an idle GPU rises slowly
             self._cycles_per_second = CALIBRATION / median(_spin_seconds() for _ in range(3))
 
     def close(self) -> None:
-        """Return once everything has landed."""
+        """Return when all collectives have landed."""
         self._stream.synchronize()
 
 
 def _spin_seconds() -> float:
-    """Seconds of `CALIBRATION` cycles: the difference of two spins, so that what a launch takes does not count."""
+    """Return the seconds of `CALIBRATION` cycles: the difference of two spins, without the time of a launch."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     events[0].record()
     torch.cuda._sleep(CALIBRATION)
@@ -212,14 +212,14 @@ def _spin_seconds() -> float:
 
 @contextmanager
 def simulated_network(cost: Cost | None = None, device: str = "cpu") -> Iterator[Network]:
-    """The default process group of this process is a `Network`, until the end of the context.
+    """Make a `Network` the default process group of this process for the block.
 
     Args:
-        cost: seconds by bytes; None: there is no link.
-        device: `"cpu"` or `"cuda"`, where the tensors are.
+        cost: seconds by bytes; None means no link.
+        device: device of the tensors, `"cpu"` or `"cuda"`.
 
     Raises:
-        ValueError: there is a default process group already.
+        ValueError: There is already a default process group.
     """
     network = Network(cost, device)
     try:

@@ -1,4 +1,4 @@
-"""Times packs and unpacks of one list of sizes, in turns, over several sets of tensors."""
+"""Times packs and unpacks of one list of sizes, in turns, with several sets of tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from bench.interleave import Clock, host_clock, interleave, one_thread
 __all__ = ["CEILING", "COLD_BYTES", "CONTENDERS", "gpu_clock", "time_packs"]
 
 CEILING = "copy_ of the same bytes"
-COLD_BYTES = 256 << 20  # four times the 60 MB cache of an H200, eight times a usual last-level cache of a CPU
+COLD_BYTES = 256 << 20  # four times the 60 MB cache of an H200, eight times a usual CPU cache
 FEWEST_SETS = 4
-GPU_HERTZ = 2e9  # at least the clock of the GPUs in use: a sleep given in cycles lasts at least as long as meant
+GPU_HERTZ = 2e9  # at least the clock of the GPUs: a sleep of so many cycles is at least as long as intended
 
 
 def _ceiling(data: PackSet) -> None:
@@ -43,15 +43,15 @@ def time_packs(
 
     Args:
         shapes: of the tensors.
-        device: where they are.
+        device: of the tensors.
         rounds: timed calls per contender.
-        hot: one set for all calls, so that it may lie in the cache; else each call takes the next of at least
-            four sets, and of so many that a set has left the cache when its turn comes again.
-        counted: whether to count operators and launches too.
+        hot: True uses one set for all calls, which may be in the cache. False uses at least four sets in turns, and so
+            many that a set has left the cache at its next turn.
+        counted: whether to count operators and launches, too.
 
     Returns:
-        By contender: `seconds` (a list; GPU time on CUDA, else CPU time of this thread), `host` (median wall
-        seconds until the call returned), `bytes` of the tensors, `tensors`, their number, and the counts.
+        By contender: `seconds` (a list; GPU time on CUDA, else CPU time of this thread), `host` (median wall seconds
+        until the call returned), `bytes` of the tensors, `tensors`, their number, and the counts.
     """
     torch.manual_seed(0)
     cuda = device.type == "cuda"
@@ -60,7 +60,7 @@ def time_packs(
     sets = max(FEWEST_SETS, -(-COLD_BYTES // (2 * first.nbytes)))
     data = [first] if hot else [first, *(PackSet(shapes, device) for _ in range(sets - 1))]
     for pack_set in data:
-        # A set's first call builds tables and uploads addresses; later ones do not.
+        # A set's first call builds tables and uploads addresses; later calls do not.
         for call in CONTENDERS.values():
             call(pack_set)
     counts = {name: count(partial(call, first), cuda=cuda) for name, call in CONTENDERS.items()} if counted else {}
@@ -85,15 +85,15 @@ def time_packs(
 
 
 def _given(turn: Callable[[], Any]) -> tuple[float, float]:
-    # Each contender has a clock of its own, which has measured already.
+    # Each contender has its own clock, which has measured the time.
     first, second = turn()
     return first, second
 
 
 def gpu_clock() -> Clock:
-    """(GPU seconds, host seconds) of a call, without the time in which the GPU waits for the host.
+    """Return a clock for (GPU seconds, host seconds) of a call, without the time in which the GPU waits for the host.
 
-    The GPU is kept busy until the host has queued the whole call, whose host time the call before tells.
+    The GPU is kept busy until the host has queued the whole call. The call before gives the time that this takes.
     """
     host = 1e-3
 

@@ -1,4 +1,4 @@
-"""Hands durations that were measured elsewhere, in turns, to pytest-benchmark: its statistics, storage, compare."""
+"""Gives durations that were measured in turns to pytest-benchmark, for its statistics, storage and comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["play_back", "played_back", "remembered"]
 
 
 class _PlaybackClock:
-    """A timer that stands still but for what is played back."""
+    """A timer that advances only by the durations that are played back."""
 
     __name__ = "playback"
 
@@ -25,8 +25,8 @@ class _PlaybackClock:
 
 _CLOCK = _PlaybackClock()
 
-# pytest-benchmark runs one contender's rounds after the other's; on a machine that drifts, that compares the
-# hours of the day. So all contenders of a case are timed in turns, and each then plays its rounds back.
+# pytest-benchmark runs all rounds of one contender before the next contender, so a drift of the machine distorts the
+# comparison. Here all contenders of a case are timed in turns, and their durations are played back.
 played_back = pytest.mark.benchmark(timer=_CLOCK, disable_gc=False, warmup=False)
 
 
@@ -49,7 +49,7 @@ def play_back(benchmark: Any, seconds: Sequence[float], info: Mapping[str, Any])
 
 
 def remembered(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """`measure`, called once per set of (hashable) arguments; a failure too is remembered and raised again."""
+    """Return `measure` with a cache by its (hashable) arguments. An error is also stored and raised again."""
 
     @cache
     def attempt(*args: Any) -> tuple[Any, Exception | None]:

@@ -1,4 +1,4 @@
-"""A record as one picture: a panel per suite. `python -m bench.plot RECORD PICTURE` draws one again."""
+"""Plots a record as one picture with a panel per suite. `python -m bench.plot RECORD PICTURE` plots one again."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plot_record(record: Mapping[str, Any], path: Path, only: Collection[str] = (
 
 
 def _draw_steps(axis: Axes, cases: Cases) -> None:
-    # Inside no_sync() every wrapper adds next to nothing, so a ratio of it would only draw attention to noise.
+    # Inside no_sync() every wrapper adds almost nothing, so its ratio would be noise.
     shown = {
         case: rows
         for case, rows in cases.items()
@@ -120,7 +120,7 @@ def _draw_bars(
     for place, (name, colour) in enumerate(colours.items()):
         heights = [value(rows, name) for rows in cases.values()]
         positions = [index + (place - (len(colours) - 1) / 2) * width for index in range(len(cases))]
-        # A legend leaves out what begins with an underscore.
+        # A legend omits names that begin with an underscore.
         axis.bar(positions, heights, width, label=name.lstrip("_"), color=colour)
     axis.set_xticks(range(len(cases)), list(cases), rotation=30, ha="right")
     axis.axhline(0, color="black", linewidth=0.8)
@@ -186,7 +186,7 @@ PANELS: dict[str, Callable[[Axes, Cases], None]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Draw a record that was written before."""
+    """Plot an existing record."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=main.__doc__)
     parser.add_argument("record", type=Path)
     parser.add_argument("picture", type=Path)

@@ -1,4 +1,4 @@
-"""Runs a measurement in a fresh process group: in this process for one rank, in new processes for several."""
+"""Runs a measurement in a new process group: in this process for one rank, in new processes for several ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["agreed", "on_ranks"]
 
 
 def on_ranks(size: int, device: str, function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` on every rank of a group; what rank 0 returned, as JSON keeps it.
+    """Run `function(*args)` on every rank of a group. Return rank 0's result as JSON values.
 
     Args:
         size: number of ranks.
         device: `"cpu"` for gloo, `"cuda"` for NCCL with one GPU per rank.
-        function: importable, if there are several ranks.
+        function: importable if there are several ranks.
         args: of the function.
     """
     with tempfile.TemporaryDirectory(prefix="dpfuse-bench-") as folder:
@@ -36,7 +36,7 @@ def on_ranks(size: int, device: str, function: Callable[..., Any], *args: Any) -
 
 
 def agreed(value: int, device: str) -> int:
-    """Rank 0's `value`, on every rank."""
+    """Return rank 0's `value` on every rank."""
     tensor = torch.tensor([value], device=device)
     dist.broadcast(tensor, 0)
     return int(tensor.item())
@@ -58,7 +58,7 @@ def _run(rank: int, size: int, device: str, folder: str, function: Callable[...,
         if rank == 0:
             Path(folder, "result.json").write_text(json.dumps(result))
         if size > 1:
-            # A rank that left first would take the connections of the others with it.
+            # A rank that ends first would close the connections of other ranks.
             dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The record of one run: pytest-benchmark's reports in, one JSON file with medians, ratios and goals out."""
+"""The record of one run: makes one JSON file with medians, ratios and goals from pytest-benchmark's reports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.goals import Entry, Outcome, judge
 __all__ = ["FORMAT", "entries_of", "make_record", "outcomes_of", "write_record"]
 
 FORMAT = 1
-DIGITS = 4  # of a number: more than any of these measurements is worth
+DIGITS = 4  # of a number; no measurement here is more precise
 
 
 def entries_of(report: Mapping[str, Any]) -> list[Entry]:
-    """The measurements in one report of `pytest --benchmark-json`; the single rounds stay behind."""
+    """Return the measurements in one report of `pytest --benchmark-json`, without the single rounds."""
     entries = []
     for benchmark in report["benchmarks"]:
         stats, info = benchmark["stats"], dict(benchmark["extra_info"])
@@ -37,15 +37,15 @@ def make_record(
     command: str,
     suites: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Everything that is kept of a run.
+    """Return the record of a run.
 
     Args:
         entries: the measurements.
         name: of the record, without suffix.
-        date: when it began, ISO 8601.
-        quick: whether it was a short run, whose numbers prove little.
+        date: begin of the run, ISO 8601.
+        quick: whether it was a short run; its numbers prove little.
         machine: from `bench.machine.describe`.
-        command: what reproduces it.
+        command: the command that reproduces it.
         suites: per suite its `command`, `seconds` and `passed`.
     """
     outcomes = judge(entries)
@@ -67,12 +67,12 @@ def make_record(
 
 
 def outcomes_of(record: Mapping[str, Any]) -> list[Outcome]:
-    """The ratios of a record, as they were judged."""
+    """Return the ratios of a record with their goals."""
     return [Outcome(**{key: row[key] for key in row if key != "met"}) for row in record["ratios"]]
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Write it as JSON, a line per measurement and ratio, so that two records can be compared by line."""
+    """Write the record as JSON, with one line per measurement and ratio, so that records can be compared by line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {key: value for key, value in record.items() if key not in ("ratios", "measurements")}
     text = json.dumps(_rounded(head), indent=1).removesuffix("\n}")
@@ -86,7 +86,7 @@ def _lines(rows: Iterable[Any]) -> str:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        # JSON knows neither infinity nor NaN.
+        # JSON has no infinity and no NaN.
         return float(f"{value:.{DIGITS}g}") if abs(value) < float("inf") else None
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}

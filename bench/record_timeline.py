@@ -1,6 +1,6 @@
-"""`python -m bench.record_timeline`: the backward of a real ResNet-50 on two CPU ranks, and their all-reduce's cost.
+"""`python -m bench.record_timeline`: records the backward of ResNet-50 on two CPU ranks, and the cost of all-reduces.
 
-Writes `bench/timelines/resnet50-cpu2.json`, which the planner is measured with.
+It writes `bench/timelines/resnet50-cpu2.json`, which `bench_planner` uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 5
 
 
 def record() -> dict[str, Any]:
-    """On every rank: train until `autotune` has seen enough; the timeline and the cost table, as JSON."""
+    """Train on every rank until `autotune` is done. Return the timeline and the cost table as JSON values."""
     torch.manual_seed(0)
     model = dpfuse.DataParallel(ResNet50())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""Lists of tensor shapes as a bucket would hold them: read from `bench/sizes/`, cut to a number of bytes."""
+"""Lists of tensor shapes as in a bucket: read from `bench/sizes/`, cut to a number of bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SIZE_LISTS = ("resnet50", "bert_large", "gpt2", "vit_large", "tiny_2000")
 
 
 def load(name: str) -> list[Parameter]:
-    """(name, shape) of each parameter of `name`, one of `SIZE_LISTS`, in registration order."""
+    """Return (name, shape) of each parameter of `name`, one of `SIZE_LISTS`, in registration order."""
     rows = json.loads((FOLDER / f"{name}.json").read_text())
     return [(parameter, tuple(shape)) for parameter, shape in rows]
 
 
 def bucket_shapes(name: str, numel: int) -> list[tuple[int, ...]]:
-    """Shapes with exactly `numel` elements, as backward would fill a buffer of that size.
+    """Return shapes with exactly `numel` elements, in the order in which backward would fill such a buffer.
 
-    The parameters come in reverse registration order and start over where they do not suffice; the last one
-    is cut to what is missing.
+    The parameters are in reverse registration order, and are repeated if there are not enough. The last one is cut to
+    the remaining size.
 
     Example:
         >>> from bench.size_list import bucket_shapes

@@ -1,4 +1,4 @@
-"""The least that any wrapper in Python does, without a single check: what dpfuse's safety costs is the difference."""
+"""The minimum that a wrapper in Python must do, without checks. The difference is the cost of dpfuse's safety."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Sketch"]
 
 
 class _Counter:
-    """Of its own, since assigning to a module's attribute is slow."""
+    """A separate object, because assigning to an attribute of a module is slow."""
 
     __slots__ = ("pending",)
 
@@ -21,12 +21,12 @@ class _Counter:
 
 
 class Sketch(nn.Module):
-    """Averages all gradients in one buffer: a hook per parameter that counts, one pack, one all-reduce, views.
+    """Averages all gradients in one buffer: a counting hook per parameter, one pack, one all-reduce, views.
 
-    It knows no unused parameter, no failure, no `no_sync`, no second output and no overlap; no program should use it.
+    It has no unused parameters, no failures, no `no_sync`, no second output and no overlap. No program should use it.
 
     Args:
-        module: whose parameters all get a gradient in every backward, alike on all ranks.
+        module: the module. All its parameters must get a gradient in every backward, on all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class Sketch(nn.Module):
         pieces = self._flat.split([param.numel() for param in self._params])
         self._views = [piece.view_as(param) for piece, param in zip(pieces, self._params, strict=True)]
         trailing = {param.shape[1:] for param in self._params}
-        # One `cat` moves small tensors in a third of the time, where their shapes let it.
+        # One `cat` moves small tensors in a third of the time, if their shapes allow it.
         self._joined = self._flat.view(-1, *trailing.pop()) if len(trailing) == 1 else None
         self._group = dist.group.WORLD
         self._counter = counter = _Counter(len(self._params))
@@ -49,7 +49,7 @@ class Sketch(nn.Module):
             param.register_post_accumulate_grad_hook(count)
 
     def forward(self, *inputs: Any) -> Tensor:
-        """That of the module."""
+        """Run the module."""
         output: Tensor = self.module(*inputs)
         output.register_hook(self._begin)
         return output

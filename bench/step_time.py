@@ -1,4 +1,4 @@
-"""Times whole steps (forward, backward, gradients dropped) of one model under several wrappers, in turns."""
+"""Times whole steps (forward, backward, dropping gradients) of one model with several wrappers, in turns."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dpfuse.commands.sweep import frozen_heap
 __all__ = ["Effort", "StepTimes", "affordable", "time_steps"]
 
 FEWEST_ROUNDS = 5
-STEADY_STEPS = 5  # after these, gradients repeat their addresses, and nothing is uploaded to a GPU any more
+STEADY_STEPS = 5  # then gradients repeat their addresses, and nothing more is uploaded to a GPU
 
 
 class Effort(NamedTuple):
-    """How long to measure: what is reached first, rounds or seconds, ends it."""
+    """How long to measure: the first limit that is reached ends it, rounds or seconds."""
 
     rounds: int  # per rebuild
     rebuilds: int
@@ -39,9 +39,9 @@ class Effort(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """Of one contender; seconds per step."""
+    """Times of one contender, in seconds per step."""
 
-    seconds: list[float] = field(default_factory=list)  # CPU, wall or GPU time, as the case says
+    seconds: list[float] = field(default_factory=list)  # CPU, wall or GPU time, depending on the case
     wall: float = 0.0  # median
     extra: float = 0.0  # over the bare module: median over rebuilds of the median over rounds
     extra_wall: float = 0.0
@@ -51,10 +51,10 @@ class StepTimes:
 
 
 class _Contender(NamedTuple):
-    module: nn.Module  # what `wrapped` wraps, if it wraps at all
+    module: nn.Module  # the module inside `wrapped`, or `wrapped` itself
     wrapped: nn.Module
     backward: Callable[[], None]
-    step: Callable[[], None]  # `backward`, and the gradients dropped
+    step: Callable[[], None]  # `backward`, then dropping the gradients
 
 
 def time_steps(
@@ -66,16 +66,16 @@ def time_steps(
     no_sync: bool = False,
     wire: torch.dtype | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Prove, count and time; to be called on every rank of the default group.
+    """Prove, count and time. Call it on every rank of the default group.
 
-    Everything is built anew several times in random order, and what was built before stays alive: where an
-    object lies in the heap, and whether it was built first, is worth 10 % of a step.
+    All contenders are rebuilt several times in random order, and earlier ones stay alive: the addresses of objects and
+    the order of building change the time of a step by up to 10 %.
 
     Args:
-        build: makes the model; its tensors land on `device`.
-        wraps: by contender; `BARE` among them.
-        effort: how long.
-        device: `"cpu"`: CPU time of the calling thread at one rank, wall time at several. `"cuda"`: GPU time.
+        build: makes the model, with its tensors on `device`.
+        wraps: by contender, with `BARE`.
+        effort: how long to measure.
+        device: `"cpu"`: CPU time of the calling thread with one rank, wall time with several. `"cuda"`: GPU time.
         no_sync: whether steps run inside `no_sync()`.
         wire: dtype in which all wrappers send gradients, if it is not their own.
 
@@ -88,7 +88,7 @@ def time_steps(
     clock: Clock = cuda_clock if cuda else host_clock if dist.get_world_size() == 1 else wall_clock
     extras: dict[str, list[tuple[float, float]]] = {name: [] for name in wraps}
     walls: dict[str, list[float]] = {name: [] for name in wraps}
-    # Every rank has data of its own; its weights become rank 0's when the first wrapper is built.
+    # Every rank has its own data. The first wrapper gives all ranks rank 0's weights.
     torch.manual_seed(dist.get_rank())
     with torch.device(device):
         workload = build()
@@ -122,7 +122,7 @@ def _contenders(workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool,
 
 def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> _Contender:
     module = copy.deepcopy(workload.module)
-    # Nobody writes weights here, so one set serves all: equal data, and memory for large models.
+    # Weights are never written here, so all contenders share them. That saves memory for large models.
     for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
         param.data = shared.data
     wrapped = wrap(module)
@@ -150,7 +150,7 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
     facts |= count(contender.step, cuda=cuda)._asdict()
     if (plan := getattr(contender.wrapped, "bucket_plan", None)) is not None:
         facts["buckets"] = len(plan.buckets)
-        # Each pack and each unpack reads and writes every byte of its bucket once, but for what is reduced in place.
+        # Each pack and unpack reads and writes every byte of its bucket once, except for gradients reduced in place.
         buckets = contender.wrapped.reducer.buckets
         facts["bytes_in_place"] = sum(bucket.bytes_in_place for bucket in buckets)
         passes = (facts["packs"] + facts["unpacks"]) / facts["buckets"]
@@ -159,7 +159,7 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
 
 
 def affordable(steps: Mapping[str, Callable[[], object]], effort: Effort, device: str) -> int:
-    """Rounds of all `steps` that one rebuild may take; a collective call."""
+    """Return the number of rounds of all `steps` for one rebuild. Call it on every rank."""
     start = perf_counter()
     for step in steps.values():
         step()
@@ -167,5 +167,5 @@ def affordable(steps: Mapping[str, Callable[[], object]], effort: Effort, device
         torch.cuda.synchronize()
     seconds = perf_counter() - start
     rounds = int(effort.seconds / effort.rebuilds / seconds)
-    # All ranks must do the same number of steps.
+    # All ranks must run the same number of steps.
     return agreed(max(FEWEST_ROUNDS, min(effort.rounds, rounds)), device)

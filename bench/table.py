@@ -1,4 +1,4 @@
-"""A record as tables on a terminal."""
+"""Prints a record as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def _ratios(outcomes: list[Outcome]) -> Table:
         table.add_column(heading, justify="right")
     for outcome in outcomes:
         sign = "≥" if outcome.at_least else "≤"
-        verdict = {True: "[green]met[/]", False: "[bold red]missed[/]", None: ""}[outcome.met]
+        result = {True: "[green]met[/]", False: "[bold red]missed[/]", None: ""}[outcome.met]
         table.add_row(
             escape(f"{outcome.suite}: {outcome.case}"),
             escape(outcome.what),
             "not measurable" if outcome.value is None else f"{outcome.value:.3g}",
             "" if outcome.goal is None else f"{sign} {outcome.goal:.3g}",
-            verdict,
+            result,
         )
     return table
 
 
 def _time(seconds: float) -> str:
-    """In the unit that leaves one to three digits before the point.
+    """Return the time in the unit that gives one to three digits before the point.
 
     Example:
         >>> from bench.table import _time

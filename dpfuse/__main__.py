@@ -1,4 +1,4 @@
-"""The door `python -m dpfuse` and the command `dpfuse`; see dpfuse/commands/command_line.py."""
+"""The entry point of `python -m dpfuse` and the command `dpfuse`; see dpfuse/commands/command_line.py."""
 
 import sys
 

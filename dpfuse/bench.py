@@ -1,4 +1,4 @@
-"""The door `python -m dpfuse.bench`, short for `python -m dpfuse bench`."""
+"""The entry point of `python -m dpfuse.bench`, short for `python -m dpfuse bench`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The door `python -m dpfuse.launch` and the command `dpfuse-launch`; see dpfuse/job/launcher.py."""
+"""The entry point of `python -m dpfuse.launch` and the command `dpfuse-launch`; see dpfuse/job/launcher.py."""
 
 import sys
 

@@ -200,8 +200,8 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
-            self._sync.attach_factors()
             self._sync.factors.weigh(weight, reduction)
+            self._sync.attach_factors()
             return
         GradientWeight.checked(weight, reduction, torch.device("cpu"))
         if reduction == "sum" and weight is not None:
@@ -347,15 +347,10 @@ class SyncedModule(nn.Module):
     def _gradients(self) -> Gradients:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
-    def observe(self, observer: BucketObserver) -> None:
-        """Report every bucket's way to `observer`; what `dpfuse.time_communication` uses."""
+    def observe(self, times: BucketObserver | None) -> None:
+        """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
         if self._sync is not None:
-            self._sync.observe(observer)
-
-    def forget_observer(self, observer: BucketObserver) -> None:
-        """Report nothing to it any more."""
-        if self._sync is not None:
-            self._sync.forget_observer(observer)
+            self._sync.grads.observe(times)
 
     @property
     def error_feedback(self) -> ErrorFeedback | None:

@@ -1,4 +1,4 @@
-"""Bitwise comparisons, between ranks and between two trainings. Tensors travel as digests, never as objects."""
+"""Bitwise comparisons, between ranks and between two trainings. Ranks exchange digests, never objects."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["equal_everywhere", "first_difference", "same_bits", "true_everywhere
 
 
 def equal_everywhere(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Do all ranks hold the same bytes in `tensors`? The same answer on every rank, which all must ask for.
+    """Whether all ranks have the same bytes in `tensors`. All ranks must call it, and get the same answer.
 
     Args:
-        tensors: what to compare, in the same order on every rank.
-        device: one whose tensors the process group can send.
+        tensors: the tensors, in the same order on every rank.
+        device: a device from which the process group can send.
     """
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -28,19 +28,19 @@ def equal_everywhere(tensors: Iterable[torch.Tensor], device: torch.device) -> b
 
 
 def true_everywhere(fact: bool, device: torch.device) -> bool:
-    """Is it so on every rank? The same answer on every rank, which all must ask for."""
+    """Whether `fact` is true on every rank. All ranks must call it, and get the same answer."""
     flag = torch.tensor(int(fact), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Equal to the last bit: unlike with `==`, NaN equals NaN and 0.0 does not equal -0.0."""
+    """Whether all bits are equal. Unlike with `==`, NaN equals NaN, and 0.0 differs from -0.0."""
     return ours.dtype == theirs.dtype and torch.equal(_bytes(ours), _bytes(theirs))
 
 
 def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> int | None:
-    """The first index at which two lists of numbers differ in a bit; None if they are the same."""
+    """Return the first index at which two lists of numbers differ in a bit; None if they are equal."""
     if same_bits(ours, theirs):
         return None
     return next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not same_bits(a[None], b[None]))

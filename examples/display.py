@@ -1,4 +1,4 @@
-"""What the person at the screen sees: progress while training runs, the summary after it."""
+"""The output of the demo: progress during training, and a summary after it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressDisplay:
-    """A bar on a terminal; a line now and then where the output goes to a file or a pipe.
+    """Shows a bar on a terminal, or a line from time to time if the output is a file or a pipe.
 
     Args:
-        console: where to write; a quiet one writes nothing.
-        total: steps until the end.
+        console: prints the output; a quiet one prints nothing.
+        total: number of steps.
     """
 
     def __init__(self, console: Console, total: int) -> None:
@@ -30,7 +30,7 @@ class ProgressDisplay:
         self._done = 0
         self._next_line = monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        # Redrawn seldom: whatever is drawn takes its time from the training that is being timed.
+        # Few redraws, because each one takes time from the training that is timed.
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
         self._task = self._bar.add_task("", total=total)
 
@@ -44,7 +44,7 @@ class ProgressDisplay:
         self._bar.stop()
 
     def advance(self, steps: int, text: str) -> None:
-        """`steps` more are done; `text` says how it goes."""
+        """Show that `steps` more steps are done, with `text`."""
         self._done += steps
         self._bar.update(self._task, advance=steps, description=text)
         if self._console.is_terminal or (monotonic() < self._next_line and self._done < self._total):
@@ -55,7 +55,7 @@ class ProgressDisplay:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must be so for the demonstration to succeed."""
+    """A check that must pass for the demo to succeed."""
 
     name: str
     passed: bool
@@ -64,14 +64,14 @@ class Check:
 def show_summary(
     console: Console, facts: Mapping[str, str], races: Mapping[str, Sequence[str]], plan: str, checks: Sequence[Check]
 ) -> None:
-    """Everything that the training found, at its end.
+    """Print the results of the training.
 
     Args:
-        console: where to write.
-        facts: a name and a text each.
-        races: the heading and the cells of each column of the side-by-side table; the first one names the rows.
+        console: prints the output.
+        facts: texts by name.
+        races: the columns of the comparison, cells by heading. The first column has the names of the rows.
         plan: lines that explain the buckets.
-        checks: what was checked.
+        checks: the checks with their results.
     """
     side_by_side = Table()
     for index, heading in enumerate(races):
@@ -87,5 +87,5 @@ def show_summary(
     console.print(plan, highlight=False, markup=False, soft_wrap=True)
     console.print()
     for check in checks:
-        verdict = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"
-        console.print(f"{verdict}  {check.name}", highlight=False, soft_wrap=True)
+        result = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"
+        console.print(f"{result}  {check.name}", highlight=False, soft_wrap=True)

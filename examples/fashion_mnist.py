@@ -1,10 +1,10 @@
-"""Train a small convolutional network on Fashion-MNIST with dpfuse.DataParallel, and beside it with torch's DDP.
+"""Train a small convolutional network on Fashion-MNIST with dpfuse.DataParallel, and also with torch's DDP.
 
     python -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
 
 Three places make the training parallel: [1] joins the ranks, [2] wraps the network, [3] gives each rank its own images.
-The rest would be there on one process too, or compares the two wrappers: both train the same network on the same
-batches, and they take turns every few steps, so that whatever else keeps the machine busy slows both alike.
+The rest is the same on one process, or compares the two wrappers. Both train the same network on the same batches. They
+take turns every few steps, so that other load of the machine slows both equally.
 The exit code is 0 only if every check of the summary passed.
 """
 
@@ -30,13 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 
-TURN = 20  # steps that one wrapper trains before the other has its turn
+TURN = 20  # steps of one wrapper before the turn of the other
 REQUIRED_ACCURACY = 0.88  # of the whole of Fashion-MNIST
-PATIENCE = 420.0  # seconds to wait for the other ranks: one of them may still be fetching the images
+PATIENCE = 420.0  # seconds to wait for the other ranks: one of them may still be downloading the images
 
 
 def network(device: torch.device, seed: int) -> nn.Module:
-    """About 100,000 parameters, the same for the same seed."""
+    """Return a network with about 100,000 parameters, which depend only on the seed."""
     torch.manual_seed(seed)
     layers = nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
@@ -46,12 +46,12 @@ def network(device: torch.device, seed: int) -> nn.Module:
         nn.Linear(64 * 3 * 3, 128), nn.ReLU(),
         nn.Linear(128, images.CLASSES),
     )  # fmt: skip
-    # On a CPU, convolutions of so few channels are more than twice as fast in this order.
+    # On a CPU, convolutions with so few channels are more than two times faster in this memory order.
     return layers.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 class Training:
-    """One network in training, with its clock and its losses."""
+    """One network in training, with its time and its losses."""
 
     def __init__(self, model: nn.Module, learning_rate: float, steps: int) -> None:
         self.model = model
@@ -61,12 +61,12 @@ class Training:
         self.seconds = 0.0
 
     def train(self, pictures: torch.Tensor, labels: torch.Tensor, batches: Sequence[torch.Tensor]) -> None:
-        """One step for each batch of indices."""
-        dist.barrier()  # whatever the ranks did before is not part of this training's time
+        """Train one step for each batch of indices."""
+        dist.barrier()  # earlier work of the ranks is not part of this training's time
         start = perf_counter()
         for batch in batches:
             loss = F.cross_entropy(self.model(pictures[batch]), labels[batch])
-            loss.backward()  # the wrapper averages the gradients meanwhile; when this returns they are final
+            loss.backward()  # meanwhile the wrapper averages the gradients; when this returns they are final
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
@@ -77,7 +77,7 @@ class Training:
 
 
 def shuffled_batches(count: int, size: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """This rank's batches of one epoch, as indices; whatever does not fill a batch on every rank is left out."""
+    """Return this rank's batches of one epoch, as indices. An incomplete last batch is left out."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     mine = order[dist.get_rank() :: dist.get_world_size()]  # [3] the same order everywhere, each rank its own part
     steps = count // (size * dist.get_world_size())
@@ -86,7 +86,7 @@ def shuffled_batches(count: int, size: int, seed: int) -> tuple[torch.Tensor, ..
 
 @torch.no_grad()
 def accuracy(model: nn.Module, pictures: torch.Tensor, labels: torch.Tensor) -> float:
-    """The part of all pictures that is labelled right; each rank looks at some."""
+    """Return the fraction of pictures with the right label. Each rank evaluates a part of them."""
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     right = torch.zeros((), dtype=torch.int64, device=labels.device)
     for some, truth in zip(pictures[mine].split(1000), labels[mine].split(1000), strict=True):
@@ -119,15 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"{len(labels)} images are too few for a batch of {options.batch_size} on each of {world_size} ranks")
     steps = options.epochs * steps_per_epoch
 
-    # [2] wrap the network. The default sizes, 25 and 1 MB, are meant for networks a hundred times larger: this one's
-    # 0.4 MB of gradients would share one bucket, sent when backward is over and nothing is left to overlap with.
-    # 0.08 MB cuts them into three buckets, here and in DDP.
+    # [2] wrap the network. The default sizes, 25 and 1 MB, are for networks that are a hundred times larger. The 0.4 MB
+    # of gradients here would share one bucket, which is sent after backward, without overlap. 0.08 MB gives three
+    # buckets, here and in DDP.
     model = dpfuse.DataParallel(
         network(device, options.seed),
         comm_buffer_size=options.comm_buffer_size,
         last_comm_buffer_size=options.last_comm_buffer_size,
     )
-    # The same with DDP. Unlike ours, its communication is not timed, which would cost it a little.
+    # The same with DDP. Its communication is not timed, because that costs a little.
     ddp = DistributedDataParallel(
         network(device, options.seed), bucket_cap_mb=options.comm_buffer_size, gradient_as_bucket_view=True
     )
@@ -180,13 +180,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "torch DDP": [f"{steps / theirs.seconds:.1f}", f"{theirs.seconds:.2f}", f"{their_losses[-1]:.6f}"],
     }
     show_summary(console, facts, races, model.bucket_plan.explain(), results)
-    dist.barrier()  # a launcher ends the other ranks when one fails, and rank 0 must not be cut short in its report
+    dist.barrier()  # a launcher ends all ranks when one fails, but rank 0 must finish its report
     dist.destroy_process_group()
     return 0 if all(check.passed for check in results) else 1
 
 
 def load(folder: Path, limit: int | None, device: torch.device) -> images.Images:
-    """The images, fetched if need be by the first rank of each machine while the others wait."""
+    """Return the images. If they are missing, the first rank of each machine downloads them, and other ranks wait."""
     data = images.load(folder) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
     dist.barrier()
     if data is None:
@@ -197,28 +197,28 @@ def load(folder: Path, limit: int | None, device: torch.device) -> images.Images
 
 
 def normalised(pictures: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Brightness with mean 0 and deviation 1 over Fashion-MNIST, as the network takes it: [n, 1, 28, 28]."""
+    """Return the network's input [n, 1, 28, 28]: brightness with mean 0 and deviation 1 over Fashion-MNIST."""
     return pictures.to(device).unsqueeze(1).float().div_(255).sub_(0.286).div_(0.353)
 
 
 def choose_device() -> torch.device:
-    """A GPU for each rank of this machine, or the CPU for all."""
+    """Return a GPU for each rank of this machine, or the CPU for all."""
     if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault("DPFUSE_BACKEND", "gloo")
         return torch.device("cpu")
-    torch.backends.cudnn.deterministic = True  # or even one network trained twice would give two results
+    torch.backends.cudnn.deterministic = True  # else two trainings of one network would give different results
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def mean_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Each value's mean."""
+    """Return each value's mean over the ranks."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return [value / dist.get_world_size() for value in total.tolist()]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
         description="Train on Fashion-MNIST, with dpfuse beside DDP.", formatter_class=formatter
@@ -239,14 +239,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """A number of things, at least one."""
+    """Parse a number that is at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number
 
 
 def megabytes(text: str) -> float:
-    """A size that both wrappers understand."""
+    """Parse a size that both wrappers accept."""
     if not 0 < (size := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
     return size

@@ -12,14 +12,14 @@ import torch
 
 __all__ = ["read"]
 
-UNSIGNED_BYTES = 0x08  # the magic number is this type in its third byte and the number of dimensions in its fourth
+UNSIGNED_BYTES = 0x08  # type in the third byte of the magic number; the fourth byte is the number of dimensions
 
 
 def read(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """The unsigned bytes in the file at `path`, which must be of exactly this shape.
+    """Return the unsigned bytes in the file at `path`, which must have exactly this shape.
 
     Raises:
-        ValueError: the file cannot be unpacked, is no IDX file of bytes, or has another shape or length.
+        ValueError: The file cannot be unpacked, is no IDX file of bytes, or has another shape or length.
     """
 
     def wrong(what: str, got: object, expected: object) -> ValueError:
@@ -29,7 +29,7 @@ def read(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     size = header_size + math.prod(shape)
     try:
         with gzip.open(path) as file:
-            content = file.read(size + 1)  # one byte more than it should hold, to notice a longer file
+            content = file.read(size + 1)  # one byte more than expected, to detect a longer file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise wrong("the file", f"no whole gzip file ({error})", "one") from error
     if len(content) < header_size:

@@ -1,6 +1,6 @@
-"""The images to train on: Fashion-MNIST from wherever it can be had, else scikit-learn's digits.
+"""The images for training: Fashion-MNIST from the first source that has it, else scikit-learn's digits.
 
-Owns the sources and their order. Knows no network to train and no ranks.
+Owns the sources and their order. Knows no neural network and no ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 __all__ = ["Images", "load"]
 
-# File: its shape unpacked, and the MD5 of the packed file as the data set's authors publish it.
+# File: its unpacked shape, and the MD5 of the packed file, published by the authors of the data set.
 FILES = {
     "train-images-idx3-ubyte.gz": ((60_000, 28, 28), "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
     "train-labels-idx1-ubyte.gz": ((60_000,), "25c81989df183df01b3e8a0aad5dffbe"),
@@ -31,7 +31,7 @@ FILES = {
 FASHION_MNIST = "Fashion-MNIST"
 CLASSES = 10
 PACKAGE = "dataset-fashion-mnist"
-PACKAGE_FOLDER = Path("usr/share/datasets/fashion-mnist")  # under the root that the package is unpacked to
+PACKAGE_FOLDER = Path("usr/share/datasets/fashion-mnist")  # inside the root of the unpacked package
 MIRROR = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 CONNECT_SECONDS = 10
 APT_SECONDS = 60  # for each of its runs
@@ -44,14 +44,14 @@ class Images:
     """A data set in memory."""
 
     name: str
-    origin: str  # where it was read, or why it is not Fashion-MNIST
+    origin: str  # the place from which it was read, or the reason why it is not Fashion-MNIST
     train_images: torch.Tensor  # [n, 28, 28] uint8
     train_labels: torch.Tensor  # [n] int64, below CLASSES
     test_images: torch.Tensor
     test_labels: torch.Tensor
 
     def first(self, count: int | None) -> Images:
-        """Only so many images to train and to test; None leaves all."""
+        """Return only the first `count` images for training and for the test; None returns all."""
         return replace(
             self,
             train_images=self.train_images[:count],
@@ -62,27 +62,27 @@ class Images:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All four."""
+        """Return all four tensors."""
         return self.train_images, self.train_labels, self.test_images, self.test_labels
 
 
 class UnavailableError(Exception):
-    """This source does not have the data set here and now; the text says why."""
+    """A source does not have the data set. The text says why."""
 
 
 def load(folder: Path, *, fetch: bool = True) -> Images:
-    """Fashion-MNIST from the first source that has it, else scikit-learn's digits.
+    """Return Fashion-MNIST from the first source that has it, else scikit-learn's digits.
 
-    The sources: `folder`, Debian's package where it is installed, the same package unpacked into `folder`
-    (no root needed), the authors' download into `folder`.
+    The sources are: `folder`; Debian's package, if it is installed; the same package unpacked into `folder` (without
+    root); the authors' download into `folder`.
 
     Args:
-        folder: where the files are looked for, and put.
-        fetch: False looks only on this machine's disk.
+        folder: folder of the files.
+        fetch: False reads only this machine's disk.
 
     Raises:
-        ValueError: a file is there but damaged.
-        ModuleNotFoundError: neither Fashion-MNIST nor scikit-learn can be had.
+        ValueError: A file is damaged.
+        ModuleNotFoundError: Fashion-MNIST and scikit-learn are both unavailable.
     """
     sources: list[Callable[[Path], Path]] = [on_disk]
     if fetch:
@@ -97,7 +97,7 @@ def load(folder: Path, *, fetch: bool = True) -> Images:
 
 
 def fashion_mnist(place: Path) -> Images:
-    """The four files in `place`, each checked."""
+    """Read the four files in `place`, and check each."""
     tensors = [idx.read(place / name, shape) for name, (shape, _) in FILES.items()]
     for name, labels in zip(FILES, tensors, strict=True):
         if "labels" in name and int(labels.max()) >= CLASSES:
@@ -108,7 +108,7 @@ def fashion_mnist(place: Path) -> Images:
 
 
 def digits(reason: str) -> Images:
-    """scikit-learn's 1797 handwritten digits, enlarged to Fashion-MNIST's size; `reason` says why they must do."""
+    """Return scikit-learn's 1797 handwritten digits, enlarged to Fashion-MNIST's size. `reason` says why."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
     except ModuleNotFoundError as error:
@@ -117,17 +117,17 @@ def digits(reason: str) -> Images:
             f"{', '.join(FILES)} into the folder DPFUSE_DATA, or pip install scikit-learn."
         ) from error
     bunch = load_digits()
-    images = torch.as_tensor(bunch.images * (255 / 16)).to(torch.uint8)  # [n, 8, 8], brightness was 0 to 16
+    images = torch.as_tensor(bunch.images * (255 / 16)).to(torch.uint8)  # [n, 8, 8]; the brightness was 0 to 16
     images = images.repeat_interleave(3, dim=1).repeat_interleave(3, dim=2)
     images = torch.nn.functional.pad(images, (2, 2, 2, 2))  # [n, 28, 28]
     labels = torch.as_tensor(bunch.target).long()
     test = torch.arange(len(labels)) % 5 == 0
-    origin = f"not Fashion-MNIST, which was not to be had: {reason}"
+    origin = f"not Fashion-MNIST, which is not available: {reason}"
     return Images("scikit-learn's digits", origin, images[~test], labels[~test], images[test], labels[test])
 
 
 def on_disk(folder: Path) -> Path:
-    """The first place on this machine that has all four files."""
+    """Return the first place on this machine that has all four files."""
     places = [folder, folder / "fashion-mnist", Path("/") / PACKAGE_FOLDER]
     for place in places:
         if all((place / name).is_file() for name in FILES):
@@ -136,13 +136,13 @@ def on_disk(folder: Path) -> Path:
 
 
 def from_debian(folder: Path) -> Path:
-    """Debian's package, downloaded and unpacked into `folder`. Nothing is installed; needs no root."""
+    """Download Debian's package and unpack it into `folder`, without installation and without root."""
     with _scratch(folder, "Debian's package") as scratch:
         work = Path(scratch)
         try:
             _run(work, "apt-get", *APT_OPTIONS, "download", PACKAGE)
         except UnavailableError:
-            # Containers often come without package lists: fetch them for this once, next to the package.
+            # Containers often have no package lists: fetch them for this download into the scratch folder.
             for name in ("lists/partial", "cache/archives/partial"):
                 (work / name).mkdir(parents=True)
             private = [*APT_OPTIONS, f"-oDir::State::Lists={work / 'lists'}", f"-oDir::Cache={work / 'cache'}"]
@@ -154,7 +154,7 @@ def from_debian(folder: Path) -> Path:
 
 
 def from_mirror(folder: Path) -> Path:
-    """The authors' own files, downloaded into `folder` and compared with their checksums."""
+    """Download the authors' files into `folder`, and check their checksums."""
     deadline = monotonic() + DOWNLOAD_SECONDS
     with _scratch(folder, "the public download") as scratch:
         for name, (_, md5) in FILES.items():
@@ -172,17 +172,17 @@ def from_mirror(folder: Path) -> Path:
             except (OSError, HTTPException) as error:
                 raise UnavailableError(f"the public download failed ({error})") from error
             if digest.hexdigest() != md5:
-                raise UnavailableError(f"{name} came with MD5 {digest.hexdigest()}, expected {md5}")
+                raise UnavailableError(f"{name} has the MD5 {digest.hexdigest()}, expected {md5}")
         return _keep(Path(scratch), folder)
 
 
 def _short(place: Path) -> Path:
-    """As a person who is in the current folder would write it."""
+    """Return the path relative to the current folder, if that is possible."""
     return place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
 
 
 def _scratch(folder: Path, source: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder inside `folder` for half-done work, so that what is finished can be renamed into place."""
+    """Return a folder inside `folder` for incomplete files, so that complete files can be renamed into place."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="fetch-", dir=folder.resolve())
@@ -195,7 +195,7 @@ def _keep(place: Path, folder: Path) -> Path:
     target.mkdir(exist_ok=True)
     for name in FILES:
         if not (place / name).is_file():
-            raise UnavailableError(f"{name} is not in what was fetched")
+            raise UnavailableError(f"{name} is not in the download")
         os.replace(place / name, target / name)
     return target
 

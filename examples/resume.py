@@ -1,10 +1,10 @@
-"""Train on Fashion-MNIST, and go on where the training stopped, whatever stopped it.
+"""Train on Fashion-MNIST, and continue after an interruption of any kind.
 
     python -m dpfuse.launch --nproc_per_node 2 --max_restarts 1 examples/resume.py --crash-at 100
 
-Two calls make the training resume by itself: [1] loads the newest checkpoint, if there is one, [2] saves one every few
-steps. The planted crash kills a rank in its first attempt; the launcher starts all ranks again, and they end with the
-same weights, to the bit, as a training that nobody interrupted.
+Two calls make the training resume: [1] loads the newest checkpoint, if there is one, and [2] saves one every few steps.
+The option `--crash-at` kills a rank in its first attempt. The launcher starts all ranks again. They end with the same
+weights, bit for bit, as a training without interruption.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import dpfuse
 
 
 def network() -> nn.Module:
-    """A small one with dropout, whose random numbers must go on where they were, too."""
+    """Return a small network with dropout. A resumed training must also continue its random numbers."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(2),
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, from the newest checkpoint on; rank 0 prints what it does."""
+    """Train from the newest checkpoint on. Rank 0 prints its progress."""
     options = parse(arguments)
     if dpfuse.init_parallel_env() is None:
         sys.exit("start it with: python -m dpfuse.launch --nproc_per_node 2 --max_restarts 1 examples/resume.py")
@@ -46,17 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     model = dpfuse.DataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    torch.manual_seed(rank)  # from here on, each rank's dropout is its own
+    torch.manual_seed(rank)  # from here on, each rank has its own dropout
     steps_per_epoch = len(labels) // (options.batch_size * world_size)
     steps = options.epochs * steps_per_epoch
 
-    resumed = dpfuse.load_checkpoint(options.checkpoints, model, optimizer)  # [1] step 0 where there is none
+    resumed = dpfuse.load_checkpoint(options.checkpoints, model, optimizer)  # [1] step 0 without a checkpoint
     if rank == 0:
         how = "begins" if resumed.path is None else f"resumes from {resumed.path}"
         print(f"step {resumed.step} of {steps}: {how}", flush=True)
     for step in range(resumed.step, steps):
         if step == options.crash_at and rank == world_size - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)  # planted: no rank has a chance to tidy up
+            os.kill(os.getpid(), signal.SIGKILL)  # a crash on purpose: the rank cannot clean up
         epoch, position = divmod(step, steps_per_epoch)
         batch = fashion_mnist.shuffled_batches(len(labels), options.batch_size, epoch)[position]
         loss = F.cross_entropy(model(pictures[batch]), labels[batch])
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description="Train on Fashion-MNIST, and resume.", formatter_class=formatter)
     positive = fashion_mnist.positive

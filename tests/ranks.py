@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import Pipe
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic, sleep
@@ -39,7 +39,8 @@ def _serve(rank: int, size: int, store_path: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     stacks = open(f"{store_path}-stacks-{rank}", "w")  # noqa: SIM115  # lives as long as the process
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    sys.path[:] = pipe.recv()
+    # With the key of the tests, tensors can be passed on, which are sent as open files.
+    sys.path[:], current_process().authkey = pipe.recv()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size)
@@ -88,7 +89,7 @@ class RankPool:
                 process = subprocess.Popen(
                     [warm_python(preload), *words], stdin=theirs.fileno(), env=environment, cwd=ROOT
                 )
-            ours.send(sys.path)
+            ours.send((sys.path, bytes(current_process().authkey)))
             self._pipes.append(ours)
             self._processes.append(process)
         self._pids: list[int] = []
@@ -96,9 +97,13 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """`function(rank, size, *args)` on every rank; their results by rank, or `RankError`."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        return self._collect(timeout)
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            return self._collect(timeout)
+        except BaseException:
+            self.kill()  # answers may be left in the pipes
+            raise
 
     def _collect(self, timeout: float) -> list[Any]:
         deadline = monotonic() + timeout

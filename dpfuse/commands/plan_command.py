@@ -25,8 +25,8 @@ def show_plan(place: str, comm_buffer_size: float, last_comm_buffer_size: float)
         f"{place}: {len(plan.specs)} trainable parameters, {plan.nbytes / MB:.4g} MB of gradients\n\n"
         f"{_shown(f'dpfuse, {comm_buffer_size:g} MB, the last {last_comm_buffer_size:g} MB', plan)}\n\n"
         f"{_shown('torch DDP, 25 MB, the first 1 MB', ddp)}\n\n"
-        "Both as they are if gradients come in the reverse of the order in which parameters were made. Each is made\n"
-        "anew for the real order after the first backward."
+        "Both assume that gradients come in the reverse of the order in which parameters were made. After the first\n"
+        "backward each is made again for the real order."
     )
     return 0
 

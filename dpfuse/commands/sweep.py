@@ -1,6 +1,6 @@
 """What runs on every rank of `dpfuse bench`: steps of one model under many wrappers, checked, then timed in turns.
 
-Each turn wraps the same module anew, so a sweep needs the memory of one training only. It also puts the buckets at
+Each turn wraps the same module again, so a sweep needs the memory of one training only. It also puts the buckets at
 other addresses in each turn; otherwise the addresses would influence the result.
 """
 

@@ -291,4 +291,4 @@ class _Making:
 
 
 def _without_slots(bucket: Bucket) -> Bucket:
-    return Bucket((), bucket.nbytes, bucket.dtype, bucket.device, (), 0, None)
+    return Bucket((), bucket.nbytes, bucket.dtype, bucket.device, (), 0, None, bucket.sparse)

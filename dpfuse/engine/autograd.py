@@ -46,7 +46,9 @@ class ReadyHooks:
         self._params = params
 
     def install(self, hooks: Mapping[int, ReadyHook]) -> None:
-        """Use these hooks, by registration index; they are called with the parameter."""
+        """Use these hooks, by registration index; they are called with the parameter. After `remove`, use none."""
+        if not self._params:
+            return
         for index, hook in hooks.items():
             param, hook = self._params[index], self._decorate(index, hook)
             handle = self._handles.get(id(param))

@@ -184,7 +184,7 @@ class GradBucket:
         if self._sent is self.parts.buffer.flat:
             self.parts.delivery.discard()
         self.parts.exchange.discard()
-        self._sources = []
+        self._sources, self._sent = [], self.parts.buffer.flat
         self.state = FREE
 
     def bind(self, params: Sequence[Tensor]) -> None:
@@ -228,7 +228,8 @@ class GradBucket:
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
         parts, buffer = self.parts, self.parts.buffer
-        arguments = PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale)
+        without = [*self.missing, *self._frozen.intersection(buffer.indices)]
+        arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
         for step in parts.steps:
             step.before(arguments)
         self.missing += [i for i in parts.exchange.take(arguments.scale, parts.steps) if i not in self._frozen]

@@ -19,7 +19,7 @@ class PackArguments:
     """How one bucket is packed; a pack step changes what it needs, so that all steps ride in one launch."""
 
     table: PointerTable  # of the gradients, and of the report behind them
-    missing: Sequence[int]  # registration indices of the parameters without a gradient
+    missing: Sequence[int]  # registration indices of the parameters without a gradient, or frozen
     scale: float  # multiplies every gradient before the sum
     report: Tensor | None = None  # what the report packs, [numel]
     counts: Tensor | None = None  # where to count NaN and infinite values, [slots] int32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpfuse.engine.torch_private import leave_untraced
 
-__all__ = ["ReadyHook", "ReadyList", "refuse_unaveraged"]
+__all__ = ["ReadyHook", "ReadyList", "watch_steps"]
 
 ReadyHook = Callable[[Any], None]
 MISSES = 2  # backwards in a row in which another parameter came last, before that one becomes the sentinel
@@ -29,6 +29,7 @@ class ReadyList:
     Args:
         params: of the bucket.
         marks: how often each of them becomes ready in a backward.
+        recorded: in which order parameters became ready in an earlier backward, if that is known.
 
     Attributes:
         entries: the list.
@@ -39,7 +40,7 @@ class ReadyList:
 
     __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel")
 
-    def __init__(self, params: Sequence[Tensor], marks: Sequence[int]) -> None:
+    def __init__(self, params: Sequence[Tensor], marks: Sequence[int], recorded: Sequence[Tensor] = ()) -> None:
         self.entries: list[Tensor] = []
         self.sent = -1
         self.held_up = 0
@@ -48,6 +49,8 @@ class ReadyList:
         self._misses = 0
         self._order: list[Tensor] = []  # the entries of the last backward in which the bucket was complete
         self.wait_for_all_but(frozenset())
+        last = {id(param): place for place, param in enumerate(recorded)}
+        self._order.sort(key=lambda param: last.get(id(param), -1))
         self.sentinel = self._order[-1] if self._order else None
 
     def wait_for_all_but(self, frozen: frozenset[int]) -> None:
@@ -101,43 +104,35 @@ class ReadyList:
         self.sent = -1
 
 
-class _Watched:
-    """Ready lists that should be empty when an optimizer steps.
+class Watched(Protocol):
+    """Has ready lists that should be empty when an optimizer steps."""
 
-    Args:
-        lists: of one model.
-        refuse: called with entries that an optimizer is about to use.
-    """
+    def unaveraged(self) -> list[Tensor]:
+        """The parameters in them."""
 
-    def __init__(self, lists: Sequence[ReadyList], refuse: Callable[[Iterable[Tensor]], None]) -> None:
-        self.lists = lists
-        self.refuse = refuse
+    def refuse(self, found: Iterable[Tensor]) -> None:
+        """An optimizer is about to use these of them."""
 
 
-_watched: weakref.WeakKeyDictionary[object, _Watched] = weakref.WeakKeyDictionary()  # by the object that owns the lists
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _watching = False
 
 
-def refuse_unaveraged(owner: object, lists: Sequence[ReadyList], refuse: Callable[[Iterable[Tensor]], None]) -> None:
-    """Have `refuse` called where an optimizer steps, outside of backward, on parameters that are in these lists.
+def watch_steps(owner: Watched) -> None:
+    """Have `owner.refuse` called where an optimizer steps, outside of backward, on parameters in its ready lists.
 
     Such entries are of a backward that came by no output of the wrapper and reached no sentinel.
-
-    Args:
-        owner: as long as it lives; its lists replace those that it had before.
-        lists: of its buckets.
-        refuse: raises an error, or clears the lists.
     """
     global _watching
-    _watched[owner] = _Watched(lists, refuse)
+    _watched.add(owner)
     if not _watching:
         _watching = True
         register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for one in tuple(_watched.values()):
-        entries = [param for ready in one.lists for param in ready.entries]
+    for one in tuple(_watched):
+        entries = one.unaveraged()
         if entries and torch._C._current_graph_task_id() == -1:
             wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
             one.refuse([param for param in entries if id(param) in wanted])

@@ -14,7 +14,7 @@ from dpfuse.engine import messages
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
-from dpfuse.engine.ready import ReadyHook, ReadyList, refuse_unaveraged
+from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
 from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
@@ -87,6 +87,7 @@ class _Run:
     outputs_watched: bool = True
     recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
     delivered: bool = False
+    warnings: list[str] = field(default_factory=list)  # to be given once all is delivered, for they may be errors
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Reducer:
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
         self._use(buckets, params, names, [1] * len(names))
+        watch_steps(self)
 
     # --- The buckets in use ---
 
@@ -202,12 +204,12 @@ class Reducer:
         self._report = report
         self._params, self._names, self._marks = params, names, marks
         self._indices = {id(param): index for index, param in enumerate(params)}
-        self._ready = [ReadyList(b.params, [marks[index] for index in b.plan.params]) for b in self.buckets]
+        recorded = self._run.recorded
+        self._ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], recorded) for b in self.buckets]
         self._freeze(self._frozen if same else frozenset())
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
         self.accumulation = Accumulation(taking, self._wiring.window)
-        refuse_unaveraged(self, self._ready, self._refuse)
         self._wiring.install(self.hooks())
 
     @property
@@ -271,12 +273,21 @@ class Reducer:
         Raises:
             DPFuseError: they were to be averaged.
         """
-        found = [param for ready in self._ready for param in ready.entries]
+        found = self.unaveraged()
         if found:
-            self._refuse(found)
+            self.refuse(found)
             self._wiring.window.backward_ends()
 
-    def _refuse(self, found: Iterable[Tensor]) -> None:
+    def unaveraged(self) -> list[Tensor]:
+        """No backward runs: the parameters of ready gradients that no backward took."""
+        return [param for ready in self._ready for param in ready.entries]
+
+    def refuse(self, found: Iterable[Tensor]) -> None:
+        """Forget these gradients.
+
+        Raises:
+            DPFuseError: they were to be averaged.
+        """
         names = [self._names[self._indices[id(param)]] for param in found]
         if names:
             self._clear_ready()
@@ -373,9 +384,12 @@ class Reducer:
             raise
         self.completed += 1
         self._choose_sentinels()
+        texts = self._run.warnings
         self._reset()
         for feature in wiring.features:
             feature.delivered()
+        for text in texts:
+            warnings.warn(text, stacklevel=2)
 
     def abandon(self) -> None:
         """The open backward died of an exception: `close` will not be called for it."""
@@ -500,10 +514,9 @@ class Reducer:
         if blocking.is_complete or not waiting:
             return
         blocking.held_up += 1
-        if blocking.held_up == HELD_UP:
-            names = [self._names[self._indices[id(param)]] for param in blocking.missing()]
-            if names:
-                warnings.warn(messages.held_up(self._wiring.rank, names, HELD_UP), stacklevel=2)
+        names = [self._names[self._indices[id(param)]] for param in blocking.missing()]
+        if blocking.held_up == HELD_UP and names and self._wiring.warn_unused:
+            self._run.warnings.append(messages.held_up(self._wiring.rank, names, HELD_UP))
 
     def _freeze(self, frozen: frozenset[int]) -> None:
         self._frozen = frozen
@@ -606,7 +619,7 @@ class Reducer:
         if self._warn_unused:
             self._warn_unused = False
             names = [self._names[index] for index in sorted(missing)]
-            warnings.warn(messages.unused(self._wiring.rank, names, nowhere), stacklevel=2)
+            self._run.warnings.append(messages.unused(self._wiring.rank, names, nowhere))
 
     @property
     def _all_read_now(self) -> bool:

@@ -89,8 +89,8 @@ class Report:
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
     where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
-    in both, except in the first pair, which tells who failed. The bits of the number of a rank travel only if it failed
-    or has changed.
+    in both, except in the first two pairs, which tell who failed and who has changed. The bits of the number of a rank
+    travel only if it failed or has changed.
 
     Args:
         group: the ranks.
@@ -206,7 +206,7 @@ class Report:
             return landing.reading
         if self.unreadable:
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
-        if self.group.size() == 1 and outcome.well:
+        if self.group.size() == 1 and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank could have anything to tell
         states = landing.states
         if not (wait or not states.is_cuda):
@@ -244,7 +244,7 @@ class Report:
         assert isinstance(frozen, Collection)
         bits += _bits(_hash(frozen), HASH_BITS)
         if elsewhere:
-            return [0.0, 1.0, *[0.0] * (2 * len(bits))]
+            return [0.0, 1.0, 0.0, 1.0, *[0.0] * (2 * len(bits) - 2)]
         return [0.0, 1.0, *(float(number) for bit in bits for number in (bit, 1 - bit))]
 
     def _write_bits(self, packed: Tensor, pair: int, number: int, count: int) -> None:

@@ -88,7 +88,7 @@ class GradSync:
         plan: of the buckets in use.
         hook: what reduces the gradients in place of the collectives, if a user has registered it.
         source: the rank whose ready order all ranks take.
-        observers: are told how each bucket travels; may grow and shrink at any time.
+        observers: are told how each bucket travels.
         watch: the engine's door.
     """
 
@@ -117,6 +117,7 @@ class GradSync:
         self._marks = [1] * len(params)  # how often each of them becomes ready in a backward
         self._rank_count = group.size()
         self._recorder: BackwardRecorder | None = None
+        self._times: BucketObserver | None = None
         self._wrap: Callable[[BackwardListener], BackwardListener] = lambda listener: listener
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
         self._assembly = Assembly(
@@ -173,13 +174,15 @@ class GradSync:
 
     def record(self, recorder: BackwardRecorder | None) -> None:
         """Let `recorder` stand between engine and reducer, and see every bucket's way; None gives all back."""
-        if self._recorder is not None:
-            self.observers.remove(self._recorder)
         self._recorder = recorder
-        if recorder is not None:
-            self.observers.append(recorder)
+        self.observe(self._times)
         self._listen()
         self._hooks.install(self.reducer.hooks())
+
+    def observe(self, times: BucketObserver | None) -> None:
+        """Report every bucket's way to `times`, or to nothing, beside a recorder."""
+        self._times = times
+        self.observers[:] = [observer for observer in (times, self._recorder) if observer is not None]
 
     def add_feature(self, feature: Feature) -> None:
         """From the next backward on, `feature` is asked before all others; the buckets are made anew.

@@ -21,11 +21,8 @@ __all__ = ["CommunicationTimes", "time_communication"]
 class Observed(Protocol):
     """A wrapped model, which reports how its buckets travel."""
 
-    def observe(self, observer: BucketObserver) -> None:
-        """Report every bucket's way to `observer`."""
-
-    def forget_observer(self, observer: BucketObserver) -> None:
-        """Report nothing to it any more."""
+    def observe(self, times: BucketObserver | None) -> None:
+        """Report every bucket's way to `times`, or to nothing."""
 
 
 @dataclass
@@ -114,5 +111,5 @@ def time_communication(model: Observed) -> Iterator[CommunicationTimes]:
     try:
         yield times
     finally:
-        model.forget_observer(times)
+        model.observe(None)
         times.finish()

@@ -52,7 +52,7 @@ class _Job:
 
     variables: dict[str, str]
     folder: str
-    parent: int  # the pid with which the rank shall die; 0 if that is not possible
+    parent: int  # of the process with which the rank ends; 0 if that is not possible
     gpus: int  # the number that the ranks see
     forked: bool
     threads: int  # of torch on the CPU; 0 leaves the number to torch

@@ -22,8 +22,8 @@ NORMAL_GRACE = 5.0  # the same for a rank that ended normally: its last data may
 WARN_AFTER = 10.0  # seconds of waiting
 MAX_TEXT = 400  # characters of a peer's text in a message
 MAX_LINES = 12  # of a report
-# The texts with which back ends report that a peer is gone; the peer's own error says more.
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+# The texts with which back ends report the end of a peer; the peer's own error says more.
+PEER_HAS_ENDED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class End:
         return (
             "ended without an error, or has destroyed the process group"
             if self.kind is EndKind.NORMAL
-            else "ended suddenly (killed, or its machine is gone)"
+            else "ended suddenly (killed, or its machine failed)"
         )
 
 
@@ -122,7 +122,7 @@ def _is_secondary(error: BaseException | None) -> bool:
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         text = str(error)
-        if getattr(error, "ranks", ()) or (isinstance(error, RuntimeError) and any(t in text for t in PEER_IS_GONE)):
+        if getattr(error, "ranks", ()) or (isinstance(error, RuntimeError) and any(t in text for t in PEER_HAS_ENDED)):
             return True
         seen.append(error)
         error = error.__cause__ or error.__context__
@@ -212,8 +212,9 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
             )
     if waited >= min(WARN_AFTER, limit / 2):
         others = [rank for rank in states if rank not in waiting]
-        verb = "waits" if len(waiting) == 1 else "wait"
-        return found(False, others, f"{_names(waiting)} still {verb} for others:")
+        names = _names(waiting)
+        why = f"{names} still waits for others:" if len(waiting) == 1 else f"{names} still wait for others:"
+        return found(False, others, why)
     return None
 
 

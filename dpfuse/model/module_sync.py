@@ -13,7 +13,6 @@ from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.sync import BackwardRecorder, GradSync, SyncSettings, names_of
 from dpfuse.engine.waiting import LOSS, Track
@@ -166,6 +165,8 @@ class ModuleSync:
         self.grads.track.begin(reducer.completed)
         if reducer.phase is ABANDONED:
             reducer.drain()
+            if self.factors.weight.value is not None:
+                self.attach_factors()
         idle = reducer.phase is IDLE
         # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
         window.forward_begins(counts=idle and self._module.training)
@@ -202,17 +203,9 @@ class ModuleSync:
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
-        if not self.factors.attached:
+        if not self.factors.attached and self.reducer.phase is IDLE:  # else once what is in flight has been drained
             self.factors.attached = True
             self.grads.add_feature(self.factors)
-
-    def observe(self, observer: BucketObserver) -> None:
-        """Report every bucket's way to `observer`, too."""
-        self.grads.observers.append(observer)
-
-    def forget_observer(self, observer: BucketObserver) -> None:
-        """Report nothing to it any more."""
-        self.grads.observers.remove(observer)
 
     def record(self, recorder: BackwardRecorder | None) -> None:
         """Let `recorder` stand between engine and reducer, and see every bucket's way; None gives all back."""

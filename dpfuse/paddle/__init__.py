@@ -1,4 +1,10 @@
-"""Paddle's data-parallel systems under Paddle's names, on PyTorch modules, optimizers and data loaders."""
+"""Paddle's data-parallel systems under Paddle's names, for PyTorch modules, optimizers and data loaders.
+
+Read `data_parallel` first, then `distributed.fleet`. The high-level API is `model`. It builds on `batch_model` (one
+batch), `stepper` (forward, backward, step), `loops` and `batches` (many batches), and `gathered` (exchange between
+ranks). `static` has programs and executors, and is independent of the rest. `distributed`, `static`, `io`, `metric`
+and `callbacks` are paths of Paddle's API.
+"""
 
 from dpfuse.paddle import callbacks, distributed, io, metric, static
 from dpfuse.paddle.data_parallel import DataParallel

@@ -1,4 +1,4 @@
-"""The part of Model that works on single batches: set up, train, evaluate and predict one. Knows no data set."""
+"""The part of Model that works on single batches: prepare, train, evaluate and predict. Knows no data set."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dpfuse import get_world_size, init_parallel_env
 from dpfuse.paddle.batch_split import BatchSplit
-from dpfuse.paddle.engine import Engine
 from dpfuse.paddle.meters import Meters, as_list, to_numpy
 from dpfuse.paddle.mode import network_mode
+from dpfuse.paddle.stepper import Stepper
 
 __all__ = ["BatchModel"]
 
@@ -23,29 +23,29 @@ class BatchModel:
     def __init__(self, network: nn.Module, inputs: Any = None, labels: Any = None) -> None:
         if not (dist.is_available() and dist.is_initialized()) and get_world_size() > 1:
             init_parallel_env()
-        self._engine = Engine(network)
+        self._stepper = Stepper(network)
         self._split = BatchSplit(inputs, labels, network.forward)
-        self._meters = Meters(None, self._engine.device)
+        self._meters = Meters(None, self._stepper.device)
         self._measuring = False  # whether a loop is filling the meters
-        self.mode = "train"  # or "eval", "test": what was done last
-        self.stop_training = False  # set by a callback of any rank, ends fit after the epoch
+        self.mode = "train"  # or "eval", "test": the last use
+        self.stop_training = False  # a callback of any rank may set it; fit then ends after the epoch
 
     @property
     def network(self) -> nn.Module:
         """The bare module."""
-        return self._engine.network
+        return self._stepper.network
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimizer has made its step with the last training batch, and waits for no more."""
-        return self._engine.accumulated == 0
+        """Whether the optimizer has made a step with the last training batch, and does not wait for more batches."""
+        return self._stepper.accumulated == 0
 
     def parameters(self) -> list[nn.Parameter]:
         """The network's parameters, for an optimizer."""
         return list(self.network.parameters())
 
     def prepare(self, optimizer: Any = None, loss: Any = None, metrics: Any = None, amp_configs: Any = None) -> None:
-        """Say how to train and what to measure.
+        """Set the optimizer, the loss, the metrics and the precision.
 
         Args:
             optimizer: of torch, over `parameters()`; needed to train.
@@ -53,50 +53,50 @@ class BatchModel:
             metrics: one or a list, of Paddle's kind or of torchmetrics'.
             amp_configs: mixed precision: None or "O0" for none, "O1", or a dict with "level" and, for the loss scale,
                 "init_loss_scaling", "incr_ratio", "decr_ratio", "incr_every_n_steps", "use_dynamic_loss_scaling".
-                "O1" trains with autocast, forward and loss: float16 with a GradScaler on a GPU, bfloat16 without on
-                the CPU. Evaluation stays in full precision.
+                "O1" runs forward and loss of training under autocast: float16 with a GradScaler on a GPU, bfloat16
+                without one on the CPU. Evaluation stays in full precision.
 
         Raises:
-            TypeError, ValueError: something that cannot be used.
+            TypeError, ValueError: An argument cannot be used.
         """
-        meters = Meters(metrics, self._engine.device)
-        self._engine.prepare(optimizer, loss, amp_configs)
+        meters = Meters(metrics, self._stepper.device)
+        self._stepper.prepare(optimizer, loss, amp_configs)
         self._meters = meters
 
     def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> Any:
-        """One training step on this rank's batch; every rank must call it.
+        """Train on this rank's batch. Every rank must call it.
 
         Args:
             inputs, labels: a tensor or array, or a list of them.
-            update: False only adds to the gradients, without communication, for a later call with True.
+            update: False only adds to the gradients, without communication. A later call with True uses them.
 
         Returns:
-            The losses as a list of arrays; with metrics (losses, what each metric's `update` returned).
+            The losses as a list of arrays. With metrics (losses, the results of each metric's `update`).
         """
-        engine = self._engine
-        engine.check_ready()
-        if engine.parallel is None:
-            engine.wrap()
+        stepper = self._stepper
+        stepper.check_ready()
+        if stepper.parallel is None:
+            stepper.wrap()
         self.mode = "train"
         with network_mode(self.network, training=True):
-            targets = engine.to_device(as_list(labels))
-            outputs, losses = engine.train(engine.to_device(as_list(inputs)), targets, update)
+            targets = stepper.to_device(as_list(labels))
+            outputs, losses = stepper.train(stepper.to_device(as_list(inputs)), targets, update)
         return self._result(outputs, losses, targets)
 
     def eval_batch(self, inputs: Any, labels: Any = None) -> Any:
-        """Loss and metrics of one batch of this rank; nothing is communicated. Returns as `train_batch`."""
-        engine = self._engine
+        """Return loss and metrics of one batch of this rank, as `train_batch` does, without communication."""
+        stepper = self._stepper
         self.mode = "eval"
         with network_mode(self.network, training=False), torch.no_grad():
-            targets = engine.to_device(as_list(labels))
-            outputs = engine.forward(engine.to_device(as_list(inputs)))
-            return self._result(outputs, engine.losses(outputs, targets), targets)
+            targets = stepper.to_device(as_list(labels))
+            outputs = stepper.forward(stepper.to_device(as_list(inputs)))
+            return self._result(outputs, stepper.losses(outputs, targets), targets)
 
     def predict_batch(self, inputs: Any) -> list[Any]:
-        """The outputs for one batch of this rank, as arrays; nothing is communicated."""
+        """Return the outputs for one batch of this rank as arrays, without communication."""
         self.mode = "test"
         with network_mode(self.network, training=False):
-            return [to_numpy(output) for output in self._engine.forward(self._engine.to_device(as_list(inputs)))]
+            return [to_numpy(output) for output in self._stepper.forward(self._stepper.to_device(as_list(inputs)))]
 
     def _result(self, outputs: list[Tensor], losses: list[Tensor], labels: list[Tensor]) -> Any:
         updates = self._meters.update(outputs, labels)

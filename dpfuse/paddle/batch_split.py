@@ -1,4 +1,4 @@
-"""Which items of a batch are inputs of the network, and which are labels of the loss. Touches no data."""
+"""Splits the items of a batch into inputs of the network and labels of the loss. Touches no data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BatchSplit:
     Args:
         inputs: specs or names, in the order of the network's arguments; a dict of specs by name; None.
         labels: the same, in the order of the loss's arguments.
-        forward: the network's.
+        forward: the network's forward.
     """
 
     def __init__(self, inputs: Any, labels: Any, forward: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ class BatchSplit:
         self._seen: int | None = None  # inputs in the last batch with labels
         try:
             arguments = inspect.signature(forward).parameters.values()
-        except (TypeError, ValueError):  # what is compiled may have none
+        except (TypeError, ValueError):  # a compiled function may have no signature
             self._least, self._most = 0, float("inf")
             return
         positional = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
@@ -36,15 +36,15 @@ class BatchSplit:
         self._most = float("inf") if any(a.kind is a.VAR_POSITIONAL for a in arguments) else len(positional)
 
     def __call__(self, batch: Any, labelled: bool) -> tuple[list[Any], list[Any]]:
-        """(inputs, labels) of one batch.
+        """Return (inputs, labels) of one batch.
 
         Args:
-            batch: a tensor, a list or tuple of them (nested ones are flattened), or a dict, from which names take.
+            batch: a tensor, a list or tuple of tensors (nested ones are flattened), or a dict with the names as keys.
             labelled: False for prediction, where labels may be missing and are dropped.
 
         Raises:
-            TypeError: an item is text, whose collected samples look like several items.
-            ValueError: it cannot be known what is what, or items are missing.
+            TypeError: An item is text. A batch of texts looks like several items.
+            ValueError: Inputs and labels cannot be told apart, or items are missing.
         """
         if isinstance(batch, Mapping):
             wanted = [*self.inputs, *(self.labels if labelled else [])]
@@ -89,8 +89,8 @@ class BatchSplit:
         if self._least == self._most:
             return self._least
         raise ValueError(
-            f"a batch has {items} items, and the network takes {self._least} to {self._most} inputs, so that it cannot "
-            "be known which items are inputs. Say it: Model(network, inputs=['x', …], labels=['y', …])."
+            f"a batch has {items} items, and the network takes {self._least} to {self._most} inputs, so it is not "
+            "known which items are inputs. Name them: Model(network, inputs=['x', …], labels=['y', …])."
         )
 
 

@@ -1,4 +1,4 @@
-"""The data of one fit, evaluate or predict: its loader, its steps, whose samples they are. Runs no network."""
+"""The data of one fit, evaluate or predict: loader, steps, and each rank's samples. Runs no network."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from dpfuse import get_rank
 from dpfuse.paddle.gathered import gather_rows, world_size
 from dpfuse.paddle.io import DistributedBatchSampler
 
-__all__ = ["Batches", "Dealing", "Shares"]
+__all__ = ["Batches", "Distribution", "Shares"]
 
 
-class Dealing(Enum):
-    """How the samples of a loader are spread over the ranks."""
+class Distribution(Enum):
+    """The distribution of a loader's samples over the ranks."""
 
-    SHARED = auto()  # each rank has a share whose sample numbers are known
-    WHOLE = auto()  # every rank walks over all samples
-    UNKNOWN = auto()  # a loader of the user's, whose order cannot be known
+    SHARED = auto()  # each rank has a share with known sample numbers
+    WHOLE = auto()  # every rank gets all samples
+    UNKNOWN = auto()  # a user's loader with an unknown order
 
 
 class Batches:
-    """What `fit`, `evaluate` and `predict` were given, as something to iterate over.
+    """The data given to `fit`, `evaluate` or `predict`, as an iterable of batches.
 
     Args:
-        data: a dataset, which gets a DistributedBatchSampler; a DataLoader or another iterable of batches, used as
+        data: a dataset, which gets a DistributedBatchSampler; or a DataLoader or another iterable of batches, used as
             it is.
         name: the argument, for errors.
         batch_size: samples of each rank's batch, for a dataset.
         shuffle, drop_last, num_workers: the same, for a dataset.
-        epoch: that training begins with; the seed of a dataset's order.
-        pin_memory: whether batches go on to a GPU.
+        epoch: the first epoch; it seeds a dataset's order.
+        pin_memory: whether batches are copied to a GPU.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Batches:
         if isinstance(data, Dataset):
             if isinstance(data, IterableDataset) and world_size() > 1:
                 raise TypeError(
-                    f"{name} is an IterableDataset, which cannot be dealt out to {world_size()} ranks; expected a "
+                    f"{name} is an IterableDataset, which cannot be distributed to {world_size()} ranks; expected a "
                     "dataset with a length. Pass a DataLoader over one that gives each rank its own samples."
                 )
             options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
@@ -87,31 +87,31 @@ class Batches:
             self.steps: int | None = len(self.loader)  # type: ignore[arg-type]
         except TypeError:
             self.steps = None
-        self.dealing = self._dealing()
+        self.distribution = self._distribution()
 
-    def _dealing(self) -> Dealing:
+    def _distribution(self) -> Distribution:
         batches = getattr(self.loader, "batch_sampler", None)
         samples = getattr(batches, "sampler", None)
-        # Exactly these: a subclass may deal in another order.
+        # Exactly these types: a subclass may use another order.
         if type(batches) is DistributedBatchSampler:
             replicas, rank = batches.nranks, batches.local_rank
         elif type(batches) is BatchSampler and type(samples) is DistributedSampler:
             replicas, rank = samples.num_replicas, samples.rank
         elif type(batches) is BatchSampler and type(samples) in (RandomSampler, SequentialSampler):
-            return Dealing.WHOLE
+            return Distribution.WHOLE
         else:
-            return Dealing.UNKNOWN
+            return Distribution.UNKNOWN
         if replicas == 1:
-            return Dealing.WHOLE
+            return Distribution.WHOLE
         if not getattr(self.loader, "in_order", True):
-            return Dealing.UNKNOWN
-        return Dealing.SHARED if (replicas, rank) == (world_size(), get_rank()) else Dealing.UNKNOWN
+            return Distribution.UNKNOWN
+        return Distribution.SHARED if (replicas, rank) == (world_size(), get_rank()) else Distribution.UNKNOWN
 
     @property
     def facts(self) -> str:
-        """What all ranks must have alike to exchange results, and for shares to make up the whole; a fact per line."""
-        if self.dealing is not Dealing.SHARED:
-            return f"{self.name}: any batches, {self.dealing.name.lower()}"
+        """The facts that must be equal on all ranks, one per line, so that the ranks' shares are the whole data."""
+        if self.distribution is not Distribution.SHARED:
+            return f"{self.name}: any batches, {self.distribution.name.lower()}"
         loader: Any = self.loader
         parts = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
         shuffled = any(getattr(part, "shuffle", False) for part in parts)
@@ -121,17 +121,17 @@ class Batches:
         return "\n".join(f"{self.name}: {line}" for line in lines)
 
     def epoch(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
-        """The batches of a training epoch, or its first `limit`, each with whether it is the last.
+        """Yield the batches of a training epoch, or its first `limit`, each with a flag for the last one.
 
-        torch's DistributedSampler has the next order afterwards, as DistributedBatchSampler has it by itself.
+        Then move torch's DistributedSampler to its next epoch. DistributedBatchSampler does this by itself.
         """
         loader: Any = self.loader
         batches = islice(loader, limit)
-        if self.dealing is not Dealing.UNKNOWN and self.steps:
+        if self.distribution is not Distribution.UNKNOWN and self.steps:
             last = self.steps if limit is None else min(limit, self.steps)
             yield from ((batch, number == last) for number, batch in enumerate(batches, 1))
         else:
-            # A length may be missing or wrong: whether there is more is known when it is there.
+            # The length may be missing or wrong. Only a next batch shows that a batch is not the last.
             held = next(batches, self)
             while held is not self:
                 ahead = next(batches, self)
@@ -142,22 +142,22 @@ class Batches:
             sampler.set_epoch(sampler.epoch + 1)
 
     def numbers(self) -> Iterator[list[int]]:
-        """The sample numbers of this rank's batches, where the dealing is SHARED."""
+        """Return the sample numbers of this rank's batches. The distribution must be SHARED."""
         sampler = self.loader.batch_sampler  # type: ignore[attr-defined]
-        # A copy, since each pass over the original makes it shuffle anew.
+        # A copy, because each pass over the original changes its shuffle order.
         return iter(copy.copy(sampler))
 
-    def warn_of_dealing(self, training: bool = False) -> None:
-        """Say so, on rank 0, if on several ranks the loader does not do what a user may expect."""
+    def warn_of_distribution(self, training: bool = False) -> None:
+        """Warn on rank 0 if the loader does something unexpected on several ranks."""
         if world_size() == 1 or get_rank() != 0:
             return
         shuffled = isinstance(getattr(self.loader, "sampler", None), RandomSampler)
-        if training and self.dealing is Dealing.WHOLE:
+        if training and self.distribution is Distribution.WHOLE:
             problem = "gives every rank all samples, so that an epoch takes as long as on one rank"
-        elif not training and self.dealing is Dealing.WHOLE and shuffled:
-            problem = "shuffles, so that each rank's results are those of its own batches, in an order of its own"
-        elif not training and self.dealing is Dealing.UNKNOWN:
-            problem = "has an order that cannot be known, so that each rank's results are those of its own batches"
+        elif not training and self.distribution is Distribution.WHOLE and shuffled:
+            problem = "shuffles, so that each rank's results are those of its own batches, in its own order"
+        elif not training and self.distribution is Distribution.UNKNOWN:
+            problem = "has an unknown order, so that each rank's results are those of its own batches"
         else:
             return
         warnings.warn(
@@ -169,10 +169,10 @@ class Batches:
 
 
 class Shares:
-    """Puts together what the ranks computed on their shares: every sample once, in the order of the dataset.
+    """Combines what the ranks computed on their shares: every sample once, in the order of the dataset.
 
     Args:
-        batches: dealt out as SHARED.
+        batches: with the distribution SHARED.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -182,16 +182,16 @@ class Shares:
         self.batch_size = int(loader.batch_sampler.batch_size)
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray[Any, Any], list[Tensor]]:
-        """Exchange one step's rows.
+        """Exchange the rows of one step.
 
         Args:
             tensors: [samples of this rank's batch, …].
 
         Returns:
-            The numbers of the samples that came for the first time, ascending, and their rows.
+            The numbers of samples that appear for the first time, ascending, and their rows.
 
         Raises:
-            DPFuseError: as `gather_rows`, on every rank.
+            DPFuseError: As for `gather_rows`, on every rank.
         """
         own = torch.tensor(next(self._numbers))
         numbers, *rows = gather_rows([own.to(tensors[0].device), *tensors], len(own))

@@ -1,4 +1,4 @@
-"""`paddle.callbacks`: what `Model` does besides training, and when. Communicates nothing."""
+"""`paddle.callbacks`: progress, checkpoints, learning rates and early stopping for `Model`. Communicates nothing."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import os
 import torch
 
 from dpfuse import get_rank
-from dpfuse.paddle.callback import Callback, Logs
-from dpfuse.paddle.progress import EpochDisplay
+from dpfuse.paddle.callback_base import Callback, Logs
+from dpfuse.paddle.epoch_display import EpochDisplay
 
 __all__ = ["Callback", "EarlyStopping", "LRScheduler", "ModelCheckpoint", "ProgBarLogger"]
 
 
 class ProgBarLogger(Callback):
-    """Shows on rank 0 how far an epoch is, and the figures of rank 0's batches.
+    """Shows on rank 0 the progress of an epoch, with losses and metrics of rank 0's batches.
 
     Args:
         log_freq: steps from one line to the next.
         verbose: 0 shows nothing, 1 a bar if rich is installed and the output is a terminal, 2 lines.
 
-    Source: `paddle.callbacks.ProgBarLogger`. `fit`, `evaluate` and `predict` add one by themselves.
+    Source: `paddle.callbacks.ProgBarLogger`. `fit`, `evaluate` and `predict` add one if there is none.
     """
 
     def __init__(self, log_freq: int = 1, verbose: int = 2) -> None:
@@ -83,14 +83,14 @@ class ProgBarLogger(Callback):
 
 
 class ModelCheckpoint(Callback):
-    """Saves the model during training, by rank 0: SAVE_DIR/0, … after epochs, SAVE_DIR/final at the end.
+    """Saves the model on rank 0 during training: SAVE_DIR/0, … after epochs, SAVE_DIR/final at the end.
 
     Args:
-        save_freq: epochs from one saving to the next; the first epoch is always saved.
-        save_dir: the folder; None is the `save_dir` of `fit`, and without that nothing is saved.
+        save_freq: epochs from one checkpoint to the next; the first epoch is always saved.
+        save_dir: the folder; None means the `save_dir` of `fit`. Without either, nothing is saved.
 
-    Source: `paddle.callbacks.ModelCheckpoint`, which saves nothing without a `save_dir` of its own. `fit` adds one with
-    its own `save_freq`.
+    Source: `paddle.callbacks.ModelCheckpoint`, which does not use the `save_dir` of `fit`. `fit` adds a ModelCheckpoint
+    with `fit`'s `save_freq` if there is none.
     """
 
     def __init__(self, save_freq: int = 1, save_dir: str | os.PathLike[str] | None = None) -> None:
@@ -119,16 +119,16 @@ class LRScheduler(Callback):
     """Steps a torch learning rate scheduler.
 
     Args:
-        scheduler: of `torch.optim.lr_scheduler`. It must be given: a torch optimizer does not know its scheduler.
+        scheduler: of `torch.optim.lr_scheduler`. It is required, because a torch optimizer does not know its scheduler.
         by_step: step it after each step of the optimizer.
         by_epoch: step it after each epoch instead.
 
     Raises:
-        TypeError: not such a scheduler, or one that waits for a figure (ReduceLROnPlateau).
-        ValueError: `by_step` and `by_epoch` are both set, or neither.
+        TypeError: `scheduler` is no such scheduler, or needs a metric (ReduceLROnPlateau).
+        ValueError: `by_step` and `by_epoch` are equal.
 
-    Source: `paddle.callbacks.LRScheduler`, which takes the scheduler out of Paddle's optimizer, and steps it for
-    every batch, also where `accumulate_grad_batches` leaves the optimizer waiting.
+    Source: `paddle.callbacks.LRScheduler`. Paddle takes the scheduler from its optimizer, and steps it for every batch,
+    even if `accumulate_grad_batches` delays the optimizer's step.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LRScheduler(Callback):
         plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if plateau or not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             raise TypeError(
-                f"scheduler must be one of torch.optim.lr_scheduler that steps without a figure, got "
+                f"scheduler must be one of torch.optim.lr_scheduler that steps without a metric, got "
                 f"{type(scheduler).__name__}; write a Callback that steps it in on_eval_end"
             )
         if by_step == by_epoch:
@@ -158,21 +158,22 @@ class LRScheduler(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends training when a figure of the evaluation has stopped getting better.
+    """Ends training when the loss or a metric of the evaluation no longer improves.
 
     Args:
-        monitor: the figure: "loss" or a metric's name.
-        mode: "min" if less is better, "max" if more is; "auto" takes "max" for names with "acc" in them.
-        patience: evaluations without improvement that end training; 0 is like 1.
-        verbose: 1 says so, 0 does not.
-        min_delta: what counts as improvement must be larger than this.
-        baseline: what the first evaluation must improve on; None is nothing.
+        monitor: "loss" or a metric's name.
+        mode: "min" if less is better, "max" if more is better; "auto" means "max" for names that contain "acc".
+        patience: training ends after this many evaluations without improvement; 0 is the same as 1.
+        verbose: 1 prints a message, 0 does not.
+        min_delta: a smaller change is no improvement.
+        baseline: value that the first evaluation must improve; None means no such value.
         save_best_model: whether each improvement is saved as SAVE_DIR/best_model, if `fit` has a `save_dir`.
 
     Raises:
-        ValueError: an unknown mode; during training, a figure that the evaluation does not have; outside of `fit`.
+        ValueError: The mode is unknown, or the callback is not used in `fit`. During training: the evaluation has no
+            value `monitor`.
 
-    Source: `paddle.callbacks.EarlyStopping`, which with patience 0 ends after the first evaluation, however good.
+    Source: `paddle.callbacks.EarlyStopping`. With patience 0, Paddle always ends after the first evaluation.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class EarlyStopping(Callback):
 
     def on_eval_begin(self, logs: Logs = None) -> None:
         if "epochs" not in self.params:
-            raise ValueError("EarlyStopping ends a training, but evaluate has none to end; pass it to fit")
+            raise ValueError("EarlyStopping was passed to evaluate, expected fit: it ends a training; pass it to fit")
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self.wait_epoch = 0

@@ -1,4 +1,4 @@
-"""`paddle.DataParallel`: dpfuse's wrapper with the names that only Paddle has. Knows nothing of communication."""
+"""`paddle.DataParallel`: dpfuse's wrapper with Paddle's additional names. Knows nothing of communication."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class DataParallel(dpfuse.DataParallel):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """The wrapped module's state dict, without any prefix of the wrapper.
+        """Return the wrapped module's state dict, without a prefix of the wrapper.
 
         Args:
             destination: a dict to fill; a new one by default.
-            include_sublayers: False leaves out what belongs to the module's children.
+            include_sublayers: False leaves out the parameters and buffers of the module's children.
             structured_name_prefix: put before each name.
-            prefix: torch's word for the same; a parent module passes it.
-            keep_vars: True gives the parameters themselves instead of detached tensors.
+            prefix: torch's name for the same; a parent module passes it.
+            keep_vars: True returns the parameters themselves instead of detached tensors.
 
         Returns:
             `destination`.
@@ -66,16 +66,16 @@ class DataParallel(dpfuse.DataParallel):
         """Drop all gradients of the module.
 
         Args:
-            set_to_zero: True keeps gradients of zeros, which is what Paddle does. None, torch's default, is ours:
-                momentum then leaves parameters alone that took no part in a step.
+            set_to_zero: True sets gradients to zero, as Paddle does. The default sets them to None, as torch does: then
+                momentum does not change a parameter that had no gradient in a step.
         """
         self.zero_grad(set_to_none=not set_to_zero)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Deprecated in Paddle: returns `loss`. Gradients are averaged without it."""
+        """Return `loss`. Deprecated in Paddle: gradients are averaged without it."""
         warnings.warn("scale_loss does nothing; leave it out", DeprecationWarning, stacklevel=2)
         return loss
 
     def apply_collective_grads(self) -> None:
-        """Deprecated in Paddle: does nothing. `backward()` has averaged the gradients already."""
+        """Do nothing. Deprecated in Paddle: `backward()` has averaged the gradients."""
         warnings.warn("apply_collective_grads does nothing; leave it out", DeprecationWarning, stacklevel=2)

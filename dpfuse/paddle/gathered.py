@@ -1,8 +1,8 @@
-"""What the ranks of the high-level API exchange: checked facts, flags, rows of tensors. Tensors only, never pickles.
+"""Exchanges facts, flags and rows of tensors between the ranks of the high-level API. Sends tensors, never pickles.
 
-The only file of the wing's high-level API that calls collectives. Without a process group, or on one rank, nothing is
-sent. Every exchange begins with one of fixed size that says what it is for, so that all ranks see the same error, also
-where they have called different functions.
+The only file of the high-level API that calls collectives. Without a process group, or on one rank, nothing is sent.
+Every exchange begins with one of fixed size that names its purpose. So all ranks raise the same error, even if they
+have called different functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dpfuse import DPFuseError
 __all__ = ["agree", "any_rank", "broadcast", "gather_rows", "world_size"]
 
 TEXT_BYTES = 1024  # of a rank's text in an error; the rest is cut off
-PROBLEM = "cannot be gathered: "  # first words of the text of a rank whose own checks failed
+PROBLEM = "cannot be gathered: "  # first words of the text of a rank with failed checks
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -32,33 +32,34 @@ def agree(text: str, what: str, remedy: str) -> None:
 
     Args:
         text: one fact per line.
-        what: what it describes, for the error.
+        what: the subject of the text, for the error.
         remedy: what to do about a difference.
 
     Raises:
-        DPFuseError: the texts differ, or other ranks compare something else; on every rank, with the first difference.
+        DPFuseError: The texts differ, or other ranks compare something else. Every rank raises, and the error has the
+            first difference.
     """
     _compare(text, what, remedy)
 
 
 def any_rank(flag: bool, what: str = "a barrier") -> bool:
-    """Whether `flag` is set on some rank. All ranks have arrived when it returns.
+    """Whether `flag` is set on some rank. When it returns, all ranks have called it.
 
     Args:
-        flag: this rank's.
-        what: where the ranks are, for the error.
+        flag: this rank's flag.
+        what: the place in the program, for the error.
 
     Raises:
-        DPFuseError: some ranks are elsewhere; on every rank.
+        DPFuseError: Some ranks call it with another `what`. Every rank raises.
     """
     return any(_compare("", what, "", int(flag)))
 
 
 def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Overwrite the tensors of all ranks, with their names, by those of rank 0.
+    """Overwrite the named tensors of all ranks with those of rank 0.
 
     Raises:
-        DPFuseError: they differ in name, dtype or shape; on every rank.
+        DPFuseError: The ranks' tensors differ in name, dtype or shape. Every rank raises.
     """
     if world_size() == 1:
         return
@@ -68,22 +69,22 @@ def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
     for _, tensor in named:
         wire = tensor.detach().to(_device()).contiguous()
         dist.broadcast(wire, 0)
-        tensor.data.copy_(wire)  # on rank 0 as well: memory that cannot be written to is an error on all
+        tensor.data.copy_(wire)  # on rank 0, too: read-only memory is an error on all ranks
 
 
 def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """The rows of every rank, rank after rank, on every rank.
+    """Return the rows of all ranks, in the order of the ranks, on every rank.
 
     Args:
-        tensors: each [rows, …], any dtype; equal over the ranks but for `rows`.
+        tensors: each [rows, …], any dtype. Only `rows` may differ between ranks.
         rows: samples in this rank's batch.
 
     Returns:
-        As many tensors, [sum of rows, …], on the device of the first; bit for bit what the ranks had.
+        As many tensors, [sum of rows, …], on the device of the first tensor, with equal bits.
 
     Raises:
-        DPFuseError: a tensor has another number of rows, or the ranks' tensors differ in number, shape or dtype; on
-            every rank.
+        DPFuseError: A tensor has another number of rows, or the ranks' tensors differ in number, shape or dtype. Every
+            rank raises.
     """
     counts = _compare(
         _layout(tensors, rows),
@@ -93,7 +94,7 @@ def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
     )
     if world_size() == 1:
         return list(tensors)
-    # One row holds a sample's part of every tensor, as bytes: one collective, whatever the dtypes.
+    # One row holds a sample's part of every tensor as bytes: one collective for all dtypes.
     parts = [_as_bytes(tensor.detach().to(_device()).contiguous()) for tensor in tensors]
     packed = torch.cat(parts, dim=1)
     wire = packed.new_zeros(max(counts), packed.shape[1])
@@ -106,7 +107,7 @@ def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory, a row of bytes for each of its rows."""
+    """Return a contiguous tensor's memory as rows of bytes, one for each of its rows."""
     return tensor.view(len(tensor), tensor.numel() // len(tensor)).view(torch.uint8)
 
 
@@ -123,7 +124,7 @@ def _layout(tensors: Sequence[Tensor], rows: int) -> str:
 
 
 def _compare(text: str, what: str, remedy: str, number: int = 0) -> list[int]:
-    """Every rank's `number`, if the texts are equal and none speaks of a problem; else the same error everywhere."""
+    """Return every rank's `number` if the texts are equal and name no problem. Else raise one error on all ranks."""
     if world_size() == 1:
         if text.startswith(PROBLEM):
             raise DPFuseError(f"{what}: {text}. {remedy}")
@@ -142,7 +143,7 @@ def _compare(text: str, what: str, remedy: str, number: int = 0) -> list[int]:
         got = "; ".join(f"rank {rank} has reached {place!r}" for rank, place in enumerate(places))
         raise DPFuseError(
             f"the ranks are in different calls: {got}; expected the same on every rank. Call fit, evaluate and predict "
-            "on all ranks, not on one alone."
+            "on all ranks, not on a single rank."
         )
     for rank, (other, row) in enumerate(zip(texts, headers, strict=True)):
         if row[2]:
@@ -160,7 +161,7 @@ def _all_gather(wire: Tensor) -> list[Tensor]:
 
 
 def _device() -> torch.device:
-    """Where tensors that are sent must be: on the GPU only if the group takes nothing else."""
+    """Return the device from which tensors are sent: the GPU only if the group cannot send from the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`paddle.io`: dealing batches of a dataset out to the ranks. Loading them is torch's business."""
+"""`paddle.io`: distributes the samples of a dataset to the ranks. Torch's DataLoader loads them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """Lists of sample indices for one rank; for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`.
+    """Yields lists of sample indices for one rank, for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`.
 
-    The samples, padded from the start of the list until every rank gets equally many, are dealt out in blocks
-    of `batch_size`, round robin; what does not fill a last round is split evenly. So one step of all ranks
-    takes the samples of one batch of `num_replicas * batch_size` on a single process.
+    The samples are padded with the first ones until every rank gets the same number. Ranks get blocks of `batch_size`
+    samples in turn, and equal parts of the rest. So one step of all ranks takes the samples of one batch of
+    `num_replicas * batch_size` on a single process.
 
-    With `shuffle`, each iteration begins a new epoch by itself, with an order of its own that is equal on
-    all ranks; `set_epoch` is needed only to resume.
+    With `shuffle`, each iteration begins a new epoch with a new order, which is equal on all ranks. `set_epoch` is
+    needed only to resume.
 
     Args:
-        dataset: anything with a length; not an IterableDataset.
+        dataset: any object with a length; not an IterableDataset.
         batch_size: samples per batch of this rank, at least 1.
-        num_replicas: number of ranks; None asks the environment.
-        rank: this rank; None asks the environment.
-        shuffle: whether to shuffle before dealing out.
-        drop_last: whether to leave out this rank's last batch where it is short.
+        num_replicas: number of ranks; None reads it from the environment.
+        rank: this rank; None reads it from the environment.
+        shuffle: whether to shuffle before the samples are distributed.
+        drop_last: whether to leave out this rank's last batch if it is short.
 
     Raises:
-        TypeError: an argument of the wrong type; a dataset without length.
-        ValueError: a number out of range; an empty dataset.
+        TypeError: An argument has the wrong type, or the dataset has no length.
+        ValueError: A number is out of range, or the dataset is empty.
 
     Example:
         >>> from dpfuse.paddle.io import DistributedBatchSampler
@@ -54,8 +54,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise TypeError(
-                f"dataset must have a length, got {type(dataset).__name__}, whose samples cannot be dealt out by "
-                "index; pass a map-style dataset, or split the stream by rank inside of it"
+                f"dataset must have a length, got {type(dataset).__name__}, which cannot be distributed by index; pass "
+                "a map-style dataset, or split the stream by rank inside it"
             )
         for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
             if not isinstance(flag, bool):
@@ -87,18 +87,18 @@ class DistributedBatchSampler(Sampler[list[int]]):
             yield own[start : start + self.batch_size]
 
     def __len__(self) -> int:
-        """The number of batches of this rank; the same on all ranks."""
+        """Return the number of batches of this rank, which is the same on all ranks."""
         short = 0 if self.drop_last else self.batch_size - 1
         return (self.num_samples + short) // self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of `epoch` at the next iteration.
+        """Use the order of `epoch` in the next iteration.
 
         Args:
-            epoch: 0 up to 2**32 - 1; the seed of the order.
+            epoch: the seed of the order, from 0 to 2**32 - 1.
 
         Raises:
-            TypeError, ValueError: not such a number.
+            TypeError, ValueError: `epoch` is no such number.
         """
         epoch = _integer("epoch", epoch, 0)
         if epoch >= 2**32:

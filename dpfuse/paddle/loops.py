@@ -1,4 +1,4 @@
-"""The loops of Model over batches: a training epoch, an evaluation, a prediction. Knows no argument of a user."""
+"""The loops of Model over batches: a training epoch, an evaluation, a prediction. Knows no user arguments."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import torch
 from torch import Tensor
 
 from dpfuse.paddle.batch_split import BatchSplit
-from dpfuse.paddle.batches import Batches, Dealing, Shares
-from dpfuse.paddle.callback import CallbackList
-from dpfuse.paddle.engine import Engine
+from dpfuse.paddle.batches import Batches, Distribution, Shares
+from dpfuse.paddle.callback_base import CallbackList
 from dpfuse.paddle.gathered import agree, world_size
 from dpfuse.paddle.meters import Meters, to_numpy
 from dpfuse.paddle.mode import network_mode
+from dpfuse.paddle.stepper import Stepper
 
 __all__ = ["Loops"]
 
 
 class Loops:
-    """Goes over batches with one engine, and tells the callbacks.
+    """Iterates over batches with one stepper, and calls the callbacks.
 
     Args:
-        engine: does the steps.
-        split: tells inputs from labels.
+        stepper: runs the steps.
+        split: splits batches into inputs and labels.
         meters: the metrics.
-        callbacks: are called before and after every batch.
+        callbacks: called before and after every batch.
     """
 
-    def __init__(self, engine: Engine, split: BatchSplit, meters: Meters, callbacks: CallbackList) -> None:
-        self._engine = engine
+    def __init__(self, stepper: Stepper, split: BatchSplit, meters: Meters, callbacks: CallbackList) -> None:
+        self._stepper = stepper
         self._split = split
         self._meters = meters
         self._callbacks = callbacks
 
     def train(self, batches: Batches, every: int, limit: int | None) -> dict[str, Any]:
-        """One epoch of `batches`, or its first `limit`; the optimizer steps after `every` of them and at the end.
+        """Train on one epoch of `batches`, or on its first `limit`. Step after `every` batches and at the end.
 
         Returns:
             The logs of the last batch; "step" is its number.
 
         Raises:
-            ValueError: there is no batch.
-            DPFuseError: the ranks' loaders have no length, and end at different batches (on every rank).
+            ValueError: There is no batch.
+            DPFuseError: The ranks' loaders have no length, and end at different batches. Every rank raises.
         """
         self._meters.reset()
         logs: dict[str, Any] = {}
@@ -55,7 +55,7 @@ class Loops:
             update = (step + 1) % every == 0 or last
             if update and batches.steps is None:
                 _agree_on_end(batches, f"step {step + 1}{', the last' if last else ''}")
-            outputs, losses = self._engine.train(inputs, labels, update)
+            outputs, losses = self._stepper.train(inputs, labels, update)
             self._meters.update(outputs, labels)
             logs = {"loss": [float(loss) for loss in losses], **self._meters.values()}
             logs.update(step=step, batch_size=len(inputs[0]) * world_size())
@@ -67,24 +67,24 @@ class Loops:
         return logs
 
     def evaluate(self, batches: Batches, limit: int | None) -> dict[str, Any]:
-        """Loss and metrics over `batches`, or over its first `limit`.
+        """Compute loss and metrics over `batches`, or over its first `limit`.
 
         Returns:
-            The logs of the last batch, which hold the figures over all.
+            The logs of the last batch, which hold the values over all batches.
         """
-        engine = self._engine
-        names = ["loss"] * (engine.loss is not None) + self._meters.names
+        stepper = self._stepper
+        names = ["loss"] * (stepper.loss is not None) + self._meters.names
         steps = batches.steps if limit is None else min(limit, batches.steps or limit)
         self._callbacks.call("on_eval_begin", {"steps": steps, "metrics": names})
         self._meters.reset()
         sums: list[float] = []
         samples = 0
         logs: dict[str, Any] = {}
-        with network_mode(engine.network, training=False):
+        with network_mode(stepper.network, training=False):
             for step, pieces in self._pieces(batches, "eval"):
                 for piece in pieces:
                     with torch.no_grad():
-                        losses = [float(loss) * piece.rows for loss in engine.losses(piece.outputs, piece.labels)]
+                        losses = [float(loss) * piece.rows for loss in stepper.losses(piece.outputs, piece.labels)]
                         self._meters.update(piece.outputs, piece.labels)
                     sums = [a + b for a, b in zip(sums or [0.0] * len(losses), losses, strict=True)]
                     samples += piece.rows
@@ -99,11 +99,11 @@ class Loops:
         return logs
 
     def predict(self, batches: Batches) -> list[list[Any]]:
-        """The outputs for all `batches`: for every output of the network the arrays of the batches, in order."""
+        """Return the outputs for all `batches`: for every output of the network the batches' arrays, in order."""
         self._callbacks.call("on_predict_begin", {"steps": batches.steps})
         found: list[list[Any]] = []
         numbers: list[Any] = []
-        with network_mode(self._engine.network, training=False):
+        with network_mode(self._stepper.network, training=False):
             for step, pieces in self._pieces(batches, "predict"):
                 found += [[to_numpy(output) for output in piece.outputs] for piece in pieces]
                 numbers += [piece.numbers for piece in pieces]
@@ -118,15 +118,15 @@ class Loops:
         return outputs
 
     def _pieces(self, batches: Batches, mode: str) -> Iterator[tuple[int, list[_Piece]]]:
-        """The network's outputs step by step; where the batches are shared, those of all ranks, cut into batches."""
-        engine = self._engine
-        shares = Shares(batches) if batches.dealing is Dealing.SHARED else None
-        if batches.dealing is not Dealing.UNKNOWN:
-            engine.share_buffers()
+        """Yield the network's outputs step by step. If the batches are shared, these are all ranks' outputs."""
+        stepper = self._stepper
+        shares = Shares(batches) if batches.distribution is Distribution.SHARED else None
+        if batches.distribution is not Distribution.UNKNOWN:
+            stepper.share_buffers()
         for step, batch in enumerate(batches.loader):
             self._callbacks.call(f"on_{mode}_batch_begin", step, {})
             inputs, labels = self._items(batch, labelled=mode == "eval")
-            outputs = engine.forward(inputs)
+            outputs = stepper.forward(inputs)
             if shares is None:
                 yield step, [_Piece(None, len(inputs[0]), outputs, labels)]
                 continue
@@ -139,14 +139,14 @@ class Loops:
 
     def _items(self, batch: Any, labelled: bool) -> tuple[list[Tensor], list[Tensor]]:
         inputs, labels = self._split(batch, labelled)
-        return self._engine.to_device(inputs), self._engine.to_device(labels)
+        return self._stepper.to_device(inputs), self._stepper.to_device(labels)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One batch of samples with what the network made of them."""
+    """One batch of samples with the network's outputs."""
 
-    numbers: np.ndarray[Any, Any] | None  # in the dataset, ascending; None where they are not known
+    numbers: np.ndarray[Any, Any] | None  # in the dataset, ascending; None if unknown
     rows: int
     outputs: list[Tensor]
     labels: list[Tensor]
@@ -160,12 +160,12 @@ def _sorted_by(numbers: np.ndarray[Any, Any], arrays: list[Any]) -> list[Any]:
 
 
 def _agree_on_end(batches: Batches, fact: str) -> None:
-    remedy = "Give every rank equally many batches, or set num_iters to the smallest number."
+    remedy = "Give every rank the same number of batches, or set num_iters to the smallest number."
     agree(f"{batches.name}: {fact}", "the ends of the ranks' data", remedy)
 
 
 def _no_batch(batches: Batches) -> str:
     return (
-        f"{batches.name} gave no batch; expected at least one. Is it empty, all dropped (drop_last), or an iterator "
-        "that was used up by an earlier epoch?"
+        f"{batches.name} gave no batch; expected at least one. Is it empty, are all batches dropped (drop_last), or is "
+        "it an iterator that an earlier epoch has used up?"
     )

@@ -1,4 +1,4 @@
-"""Meters: the metrics of a model behind one face, whether they are made like Paddle's or like torchmetrics'."""
+"""Meters: one interface for the metrics of a model, both Paddle's kind and torchmetrics' kind."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 __all__ = ["Meters", "as_list", "to_numpy"]
 
-TAKEN = {"loss", "step", "batch_size"}  # names in the logs that are no metric's
+TAKEN = {"loss", "step", "batch_size"}  # names in the logs that are no metrics
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of what may be one thing, several, or None."""
+    """Return one object, several objects or None as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def to_numpy(value: Any) -> Any:
-    """The array of a tensor, numpy's types first: bfloat16, which it lacks, becomes float32."""
+    """Return a tensor as an array. Numpy has no bfloat16, which becomes float32. Return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach().cpu()
@@ -30,18 +30,18 @@ def to_numpy(value: Any) -> Any:
 
 
 class Meters:
-    """Feeds every metric with outputs and labels, and collects the values by name.
+    """Updates every metric with outputs and labels, and collects the values by name.
 
-    Metrics of Paddle's kind have `compute`, `update`, `accumulate`, `name` and `reset`; those of torchmetrics' kind
-    `update(preds, target)`, `compute` and `reset`, and are called by their class. They must not exchange anything
-    between ranks themselves: torchmetrics' are told so.
+    Metrics of Paddle's kind have `compute`, `update`, `accumulate`, `name` and `reset`. Metrics of torchmetrics' kind
+    have `update(preds, target)`, `compute` and `reset`, and their name is that of the class. Metrics must not exchange
+    anything between ranks: for torchmetrics this is switched off.
 
     Args:
         metrics: one or a list.
-        device: where outputs will be.
+        device: device of the outputs.
 
     Raises:
-        TypeError: an object is of neither kind.
+        TypeError: An object is no metric of these kinds.
     """
 
     def __init__(self, metrics: Any, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Meters:
 
     @property
     def names(self) -> list[str]:
-        """What the values are called; a metric that returns a dict adds names of its own."""
+        """The names of the values. A metric that returns a dict adds the keys to them."""
         return [name for names in self._names for name in names]
 
     def __len__(self) -> int:
@@ -77,18 +77,18 @@ class Meters:
             metric.reset()
 
     def update(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Any]:
-        """Take in a batch; returns what the metrics' own `update` returned."""
+        """Add a batch. Return the results of the metrics' `update`."""
         results = []
         for metric in self._metrics:
             if _is_paddles(metric):
-                boiled = metric.compute(*outputs, *labels)
-                results.append(metric.update(*map(to_numpy, as_list(boiled))))
+                computed = metric.compute(*outputs, *labels)
+                results.append(metric.update(*map(to_numpy, as_list(computed))))
             else:
                 results.append(metric.update(*outputs, *labels))
         return results
 
     def values(self) -> dict[str, Any]:
-        """The values over all batches since `reset`."""
+        """Return the values over all batches since `reset`."""
         found: dict[str, Any] = {}
         taken = TAKEN.union(self.names)
         for metric, names in zip(self._metrics, self._names, strict=True):

@@ -1,4 +1,4 @@
-"""`paddle.metric`: figures over many batches. Local to a process: whoever evaluates gathers first."""
+"""`paddle.metric`: metrics over many batches. They are local to a process: gather outputs and labels first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Accuracy", "Metric", "accuracy"]
 
 
 class Metric(ABC):
-    """A figure that is built up batch by batch: `update(*compute(outputs, labels))` for each, then `accumulate()`."""
+    """A value over many batches: call `update(*compute(outputs, labels))` for each batch, then `accumulate()`."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -23,30 +23,30 @@ class Metric(ABC):
 
     @abstractmethod
     def update(self, *args: Any) -> Any:
-        """Take in what `compute` returned for a batch; may return the figure of this batch alone."""
+        """Add the result of `compute` for a batch. It may return the value of this batch."""
 
     @abstractmethod
     def accumulate(self) -> Any:
-        """The figure over all batches since `reset`."""
+        """Return the value over all batches since `reset`."""
 
     @abstractmethod
     def name(self) -> str | list[str]:
-        """What the figure is called, or the figures, where there are several."""
+        """Return the name of the value, or the names if there are several values."""
 
     def compute(self, *args: Any) -> Any:
-        """Boil outputs and labels of a batch down, on their device; by default they are passed on as they are."""
+        """Reduce outputs and labels of a batch on their device. By default they are returned unchanged."""
         return args
 
 
 class Accuracy(Metric):
-    """The share of samples whose label is among the k classes with the highest scores.
+    """The fraction of samples with a label among the k classes with the highest scores.
 
     Args:
-        topk: k, or several of them.
-        name: prefix of the names; None is "acc".
+        topk: k, or several values of k.
+        name: prefix of the names; None means "acc".
 
     Raises:
-        TypeError, ValueError: `topk` is not made of integers above 0.
+        TypeError, ValueError: `topk` does not consist of integers above 0.
 
     Example:
         >>> import torch
@@ -75,26 +75,26 @@ class Accuracy(Metric):
         self.reset()
 
     def compute(self, pred: Tensor, label: Tensor, *args: Any) -> Tensor:
-        """Which of the best classes are the label.
+        """Return which of the best classes are the label.
 
         Args:
             pred: scores [N, ..., classes].
             label: class ids [N] or [N, ..., 1], or one-hot [N, ..., classes]; on the device of `pred`.
 
         Returns:
-            float32 [N, ..., maxk]: 1 where the label is the class with the i-th highest score. Fewer than maxk
-            where there are fewer classes.
+            float32 [N, ..., maxk]: 1 where the label is the class with the i-th highest score. The last size is smaller
+            if there are fewer classes.
         """
         return _hits(pred, label, self.maxk).to(torch.float32)
 
     def update(self, correct: Tensor | ArrayLike, *args: Any) -> float | list[float]:
-        """Count a batch.
+        """Add a batch.
 
         Args:
-            correct: what `compute` returned; tensor or array.
+            correct: the result of `compute`; tensor or array.
 
         Returns:
-            The accuracy of this batch; a list with one per k, where `topk` has several.
+            The accuracy of this batch; a list with one value per k if `topk` has several.
         """
         hits = correct.detach().cpu().numpy() if isinstance(correct, Tensor) else np.asarray(correct)
         samples = int(np.prod(hits.shape[:-1]))
@@ -109,13 +109,13 @@ class Accuracy(Metric):
         self.count = [0] * len(self.topk)
 
     def accumulate(self) -> float | list[float]:
-        """The accuracy since `reset`, 0.0 without samples; a list with one per k, where `topk` has several."""
+        """Return the accuracy since `reset`, 0.0 without samples; a list with one value per k if there are several."""
         return self._each(
             [total / count if count else 0.0 for total, count in zip(self.total, self.count, strict=True)]
         )
 
     def name(self) -> list[str]:
-        """`["acc"]`, or `["acc_top1", "acc_top5"]` for `topk=(1, 5)`; in a list, as in Paddle."""
+        """Return `["acc"]`, or `["acc_top1", "acc_top5"]` for `topk=(1, 5)`; a list, as in Paddle."""
         return self._name
 
     def _each(self, values: list[float]) -> float | list[float]:
@@ -125,14 +125,14 @@ class Accuracy(Metric):
 def accuracy(
     input: Tensor, label: Tensor, k: int = 1, correct: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """The share of samples of one batch whose label is among the k classes with the highest scores.
+    """Return the fraction of samples of one batch with a label among the k classes with the highest scores.
 
     Args:
         input: scores [N, classes].
         label: class ids [N] or [N, 1], on the device of `input`.
         k: number of best classes that count.
-        correct: an integer tensor of one element that gets the number of hits.
-        total: an integer tensor of one element that gets the number of samples.
+        correct: an integer tensor of one element; the number of correct samples is written to it.
+        total: an integer tensor of one element; the number of samples is written to it.
 
     Returns:
         A float32 tensor without dimensions, on the device of `input`.
@@ -165,7 +165,7 @@ def _check_k(name: str, k: Any) -> None:
 
 
 def _hits(pred: Tensor, label: Tensor, k: int) -> Tensor:
-    """bool [N, ..., min(k, classes)]"""
+    """Return whether the i-th best class is the label, bool [N, ..., min(k, classes)]."""
     best = pred.topk(min(k, pred.shape[-1]), dim=-1).indices
     if label.ndim == pred.ndim - 1:
         label = label.unsqueeze(-1)

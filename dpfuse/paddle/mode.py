@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a network, switched for a while."""
+"""Switches a network to training or evaluation mode for the length of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["network_mode"]
 
 @contextmanager
 def network_mode(network: nn.Module, training: bool) -> Iterator[None]:
-    """The network in training or evaluation mode; afterwards every part is in the mode it was in."""
+    """Put the network in training or evaluation mode for the block. Then restore the mode of every module."""
     before = [(module, module.training) for module in network.modules()]
     network.train(training)
     try:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from dpfuse import get_rank
-from dpfuse.paddle import checkpoint
+from dpfuse.paddle import model_files
 from dpfuse.paddle.batch_model import BatchModel
-from dpfuse.paddle.batches import Batches, Dealing
-from dpfuse.paddle.callback import Callback, CallbackList
+from dpfuse.paddle.batches import Batches, Distribution
+from dpfuse.paddle.callback_base import Callback, CallbackList
 from dpfuse.paddle.callbacks import EarlyStopping, ModelCheckpoint, ProgBarLogger
 from dpfuse.paddle.gathered import agree, any_rank
 from dpfuse.paddle.loops import Loops
@@ -27,12 +27,12 @@ __all__ = ["Model"]
 
 
 class Model(BatchModel):
-    """A network with what it needs to be trained, evaluated and used. A script for one card runs under launch as it is.
+    """A network with everything to train, evaluate and use it. A script for one device runs under launch unchanged.
 
-    Where the environment announces several ranks, the constructor joins the job and wraps the network in a
-    DataParallel with default settings, so that every rank has rank 0's parameters and gradients are averaged. A network
-    on the CPU is moved to the (rank's) current GPU if there is one; an optimizer of its parameters stays valid. Every
-    rank must build it.
+    If the environment announces several ranks, the constructor joins the job and wraps the network in a DataParallel
+    with default settings. So every rank has rank 0's parameters, and gradients are averaged. A network on the CPU is
+    moved to the rank's current GPU if there is one; an optimizer of its parameters stays valid. Every rank must build
+    the Model.
 
     Args:
         network: the bare module.
@@ -41,8 +41,8 @@ class Model(BatchModel):
         labels: the same for the loss's labels. Without `inputs` and `labels` the last item of a batch is the label.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be used, or half a job in the environment.
-        DPFuseError: the ranks' networks differ.
+        TypeError, ValueError: An argument cannot be used, or the job's environment is incomplete.
+        DPFuseError: The ranks' networks differ.
 
     Example:
         >>> import torch, dpfuse.paddle as paddle
@@ -79,34 +79,35 @@ class Model(BatchModel):
     ) -> None:
         """Train. Every rank must call it, with the same arguments.
 
-        Another `fit` goes on where the last one, or the one that `load` has restored, ended: a dataset is shuffled as
-        in one `fit` of all the epochs.
+        Another `fit` continues where the last one ended, or the one that `load` has restored. So a dataset is shuffled
+        as in one `fit` of all epochs.
 
-        Losses and metrics in the logs of training are those of this rank's batches; those of evaluation are of all.
+        In training, the logs have losses and metrics of this rank's batches. In evaluation they are over all samples.
 
         Args:
-            train_data: a dataset, dealt out to the ranks by DistributedBatchSampler; or a DataLoader or another
-                iterable of batches, used as it is. It must give all ranks equally many batches. torch's
-                DistributedSampler in it has the order of its own epoch first, and then those that follow.
+            train_data: a dataset, which DistributedBatchSampler distributes to the ranks; or a DataLoader or another
+                iterable of batches, used as it is. It must give all ranks the same number of batches. If it has torch's
+                DistributedSampler, its first order is that of the sampler's epoch, and then its epoch is increased.
             eval_data: the same for evaluation after epochs.
             batch_size: samples per batch and rank; a pair for training and evaluation. This, `drop_last`, `shuffle`
-                (of the training data) and `num_workers` count for datasets only.
-            epochs: how often to go through the data.
-            eval_freq: epochs from one evaluation to the next, the first after the first epoch.
+                (of the training data) and `num_workers` apply only to datasets.
+            epochs: number of passes over the data.
+            eval_freq: epochs from one evaluation to the next; the first follows the first epoch.
             log_freq: steps from one line to the next.
-            save_dir: folder for what rank 0 saves after epochs (named by their number) and at the end ("final").
-            save_freq: epochs from one saving to the next.
-            verbose: of rank 0: 0 silent, 1 a progress bar (of rich, on a terminal), 2 lines.
+            save_dir: folder for rank 0's checkpoints after epochs (named by number) and at the end ("final").
+            save_freq: epochs from one checkpoint to the next.
+            verbose: output of rank 0: 0 none, 1 a progress bar (of rich, on a terminal), 2 lines.
             callbacks: one or a list of `callbacks.Callback`.
-            accumulate_grad_batches: batches whose gradients are added up for one step of the optimizer; all but the
-                last communicate nothing. An epoch's incomplete rest makes a step too.
-            num_iters: batches after which to end; it overrides `epochs` where the number of batches is known.
+            accumulate_grad_batches: the gradients of this many batches are added up for one optimizer step. Only the
+                last of these batches communicates. The end of an epoch makes a step, too.
+            num_iters: number of batches to train on. It overrides `epochs` if the number of batches is known.
 
         Raises:
-            TypeError, ValueError: an argument that cannot be used; data without batches.
-            DPFuseError: no optimizer or loss; the ranks' arguments or numbers of batches differ (on every rank).
+            TypeError, ValueError: An argument cannot be used, or there are no batches.
+            DPFuseError: There is no optimizer or loss, or the ranks' arguments or numbers of batches differ. Every rank
+                raises.
         """
-        engine = self._engine
+        stepper = self._stepper
         if train_data is None:
             raise ValueError("train_data must be given: a dataset, a DataLoader or an iterable of batches")
         sizes: list[Any] = list(batch_size) if isinstance(batch_size, (list, tuple)) else [batch_size, batch_size]
@@ -116,7 +117,7 @@ class Model(BatchModel):
         counts |= {} if num_iters is None else {"num_iters": num_iters}
         for name, value in counts.items():
             _check_count(name, value)
-        dealt = {"shuffle": shuffle, "drop_last": drop_last, "epoch": engine.epochs}
+        dealt = {"shuffle": shuffle, "drop_last": drop_last, "epoch": stepper.epochs}
         train = self._batches(train_data, "train_data", sizes[0], num_workers, **dealt)
         evaluation = None if eval_data is None else self._batches(eval_data, "eval_data", sizes[1], num_workers)
         steps = train.steps
@@ -127,39 +128,43 @@ class Model(BatchModel):
         params = {"batch_size": sizes[0], "epochs": epochs, "steps": steps, "verbose": verbose, "save_dir": save_dir}
         run = self._callbacks(own, usual, **params)
         if evaluation is None and any(isinstance(callback, EarlyStopping) for callback in own):
-            raise ValueError("EarlyStopping watches the evaluation, but there is no eval_data; pass it to fit")
+            raise ValueError("EarlyStopping needs an evaluation, but there is no eval_data; pass it to fit")
         facts = [f"{name} = {value}" for name, value in counts.items()]
         facts += [train.facts, f"len(train_data) = {train.steps}"] + ([] if evaluation is None else [evaluation.facts])
-        agree("\n".join(facts), "the arguments of fit", "Give every rank the same, and equally many batches.")
-        train.warn_of_dealing(training=True)
-        engine.check_ready()
+        agree(
+            "\n".join(facts),
+            "the arguments of fit",
+            "Give every rank the same arguments and the same number of batches.",
+        )
+        train.warn_of_distribution(training=True)
+        stepper.check_ready()
         self.stop_training = False
         left = num_iters
         try:
-            engine.drop_gradients()
+            stepper.drop_gradients()
             with network_mode(self.network, training=True), self._loops(run) as loops:
                 run.call("on_train_begin")
                 for epoch in range(epochs):
                     run.call("on_epoch_begin", epoch)
-                    # Since the last epoch, layers may have been replaced, frozen or unfrozen.
-                    engine.wrap()
+                    # Layers may have been replaced, frozen or unfrozen since the last epoch.
+                    stepper.wrap()
                     self.mode = "train"
                     logs = loops.train(train, accumulate_grad_batches, left)
-                    engine.epochs += 1
+                    stepper.epochs += 1
                     run.call("on_epoch_end", epoch, logs)
                     if evaluation is not None and epoch % eval_freq == 0:
                         self.mode = "eval"
                         loops.evaluate(evaluation, None)
                     left = None if left is None else left - logs["step"] - 1
-                    # A callback may have judged by figures of its rank alone.
+                    # A callback may have decided by values of its own rank only.
                     self.stop_training = any_rank(self.stop_training, "the end of an epoch of fit")
                     if self.stop_training or left == 0:
                         break
                 run.call("on_train_end", logs)
-            # When a rank returns, rank 0 has written what the others may want to read.
+            # When a rank returns, rank 0 has written the files that other ranks may read.
             any_rank(False, "the end of fit")
         finally:
-            engine.drop_gradients()
+            stepper.drop_gradients()
             run.call("close")
 
     def evaluate(
@@ -172,27 +177,28 @@ class Model(BatchModel):
         callbacks: Any = None,
         num_iters: int | None = None,
     ) -> dict[str, Any]:
-        """Measure loss and metrics; the same numbers on every rank and on one process, each sample counted once.
+        """Compute loss and metrics. Every rank must call it.
 
-        A dataset is dealt out to the ranks, and outputs and labels are gathered, as for a DataLoader with a
-        DistributedBatchSampler or torch's DistributedSampler. With a plain DataLoader every rank goes through its data
-        alone. Every rank must call it; buffers (running statistics) are rank 0's. Only of a loader whose order cannot
-        be known each rank's results are those of its own batches and buffers.
+        Every rank gets the result of a single process, with each sample counted once and rank 0's buffers (running
+        statistics). A dataset is distributed to the ranks, and outputs and labels are gathered. The same applies to a
+        DataLoader with a DistributedBatchSampler or torch's DistributedSampler. With a plain DataLoader every rank
+        evaluates all data. If the order of a loader is unknown, each rank's results are those of its own batches and
+        buffers.
 
-        In a callback of a running loop the metrics are copies, and those of the loop are left alone.
+        A callback of a running loop may call it: it then uses copies of the metrics.
 
         Args:
             eval_data: a dataset, a DataLoader or an iterable of batches.
             batch_size: samples per batch and rank, for a dataset.
             log_freq, verbose, num_workers, callbacks: as for `fit`.
-            num_iters: batches of each rank after which to end.
+            num_iters: number of batches of each rank to evaluate.
 
         Returns:
-            {"loss": [mean over all samples of what the loss gave for their batch], metric: value, …}.
+            {"loss": [mean over all samples of the loss of their batch], metric: value, …}.
 
         Raises:
-            TypeError, ValueError: an argument that cannot be used; data without batches.
-            DPFuseError: the ranks' data or outputs differ in shape or number (on every rank).
+            TypeError, ValueError: An argument cannot be used, or there are no batches.
+            DPFuseError: The ranks' data or outputs differ in shape or number. Every rank raises.
         """
         if num_iters is not None:
             _check_count("num_iters", num_iters)
@@ -215,19 +221,19 @@ class Model(BatchModel):
         verbose: int = 1,
         callbacks: Any = None,
     ) -> list[Any]:
-        """The network's outputs for all samples, on every rank, in the order of the dataset.
+        """Return the network's outputs for all samples, on every rank, in the order of the dataset.
 
         Args:
             test_data: as for `evaluate`; labels in it are dropped.
             batch_size: samples per batch and rank, for a dataset.
-            stack_outputs: True joins the batches, which must have one shape but for their numbers of samples.
+            stack_outputs: True joins the batches, which may differ only in their numbers of samples.
             num_workers, verbose, callbacks: as for `fit`.
 
         Returns:
-            For every output of the network a list of arrays, one per batch; or one array.
+            For every output of the network a list of arrays, one per batch; or one array if `stack_outputs`.
 
         Raises:
-            as `evaluate`.
+            As for `evaluate`.
         """
         batches = self._batches(test_data, "test_data", batch_size, num_workers)
         run = self._start("predict", batches, callbacks, ProgBarLogger(10, verbose))
@@ -240,48 +246,48 @@ class Model(BatchModel):
         return [_joined(arrays, index) for index, arrays in enumerate(found)] if stack_outputs else found
 
     def save(self, path: str | os.PathLike[str], training: bool = True) -> None:
-        """Write the model to files, by rank 0; the other ranks return at once and need not call it.
+        """Write the model to files on rank 0. Other ranks return at once, and need not call it.
 
-        A rank that reads them must know that rank 0 is done: after `fit` it is, else wait with a barrier.
+        Before another rank reads the files, rank 0 must be done: use a barrier, except after `fit`.
 
         Args:
-            path: folder/name, where name begins the files' names.
+            path: folder/name, the begin of the files' names.
             training: True writes name.pdparams (the parameters), name.pdopt (the optimizer's state, and the number of
                 epochs) and, with a loss scale, name.pdscaler. False writes name.pt2, the forward in evaluation mode,
                 for `torch.export.load`.
 
         Raises:
-            DPFuseError: an export without InputSpecs of the inputs.
+            DPFuseError: `training` is False, and the Model has no InputSpecs of its inputs.
         """
-        prefix = checkpoint.prefix_of(path)
+        prefix = model_files.prefix_of(path)
         if get_rank() != 0:
             return
         if training:
-            checkpoint.store(self._engine, prefix)
+            model_files.store(self._stepper, prefix)
             return
         with network_mode(self.network, training=False):
-            checkpoint.export(self.network, self._split.inputs, self._engine.device, prefix)
+            model_files.export(self.network, self._split.inputs, self._stepper.device, prefix)
 
     def load(self, path: str | os.PathLike[str], skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
-        """Read what `save` has written; every rank must call it.
+        """Read the files of `save`. Every rank must call it.
 
         Args:
             path: as for `save`.
-            skip_mismatch: True warns of parameters that are missing or of another shape, instead of raising, and
-                resets the optimizer.
-            reset_optimizer: True makes the optimizer forget its state instead of loading it, and training begin anew.
+            skip_mismatch: True warns instead of raising if parameters are missing or have another shape, and resets the
+                optimizer.
+            reset_optimizer: True resets the optimizer's state and the number of epochs instead of loading them.
 
         Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: the parameters or the optimizer's state do not fit, or a file is broken; nothing is loaded.
+            FileNotFoundError: A file is missing.
+            ValueError: The parameters or the optimizer's state do not fit, or a file is broken. Nothing is loaded.
         """
-        checkpoint.restore(self._engine, checkpoint.prefix_of(path), skip_mismatch, reset_optimizer)
+        model_files.restore(self._stepper, model_files.prefix_of(path), skip_mismatch, reset_optimizer)
 
     def summary(self, input_size: Any = None, dtype: Any = None) -> dict[str, int]:
-        """Print the network's layers, on rank 0; see `dpfuse.paddle.summary`.
+        """Print the network's layers on rank 0; see `dpfuse.paddle.summary`.
 
         Args:
-            input_size: shapes of the inputs; None takes Model's `inputs`.
+            input_size: shapes of the inputs; None uses Model's `inputs`.
             dtype: of the inputs.
 
         Returns:
@@ -293,37 +299,37 @@ class Model(BatchModel):
         return summary(self.network, list(specs) if input_size is None else input_size, dtype)
 
     def _batches(self, data: Any, name: str, batch_size: int, num_workers: int, **options: Any) -> Batches:
-        on_gpu = self._engine.device.type == "cuda"
+        on_gpu = self._stepper.device.type == "cuda"
         return Batches(data, name, batch_size, num_workers=num_workers, pin_memory=on_gpu, **options)
 
     def _start(
         self, call: str, batches: Batches, callbacks: Any, logger: ProgBarLogger, facts: str = ""
     ) -> CallbackList:
-        """What evaluation and prediction begin with; the ranks only meet where all must have the same results."""
+        """Prepare an evaluation or prediction. Ranks compare their arguments unless the data's order is unknown."""
         params = {"batch_size": batches.batch_size, "steps": batches.steps, "verbose": logger.verbose}
         run = self._callbacks(as_list(callbacks), [logger], **params)
-        if batches.dealing is not Dealing.UNKNOWN:
+        if batches.distribution is not Distribution.UNKNOWN:
             remedy = "Call it on every rank with the same arguments."
             agree(f"{batches.facts}\n{facts}", f"the arguments of {call}", remedy)
-            self._engine.wrap()
-        batches.warn_of_dealing()
+            self._stepper.wrap()
+        batches.warn_of_distribution()
         return run
 
     def _callbacks(self, own: list[Any], usual: Sequence[Callback], **params: Any) -> CallbackList:
-        """The user's callbacks and, of the usual ones, those of which there is none among them; the logger first."""
+        """Return the logger, the user's callbacks, and the usual callbacks of types that the user has not passed."""
         missing = [callback for callback in usual if not any(isinstance(other, type(callback)) for other in own)]
         loggers = [callback for callback in missing if isinstance(callback, ProgBarLogger)]
         rest = [callback for callback in missing if callback not in loggers]
-        metrics = ["loss"] * (self._engine.loss is not None) + self._meters.names
+        metrics = ["loss"] * (self._stepper.loss is not None) + self._meters.names
         return CallbackList([*loggers, *own, *rest], self, {"metrics": metrics, **params})
 
     @contextmanager
     def _loops(self, callbacks: CallbackList) -> Iterator[Loops]:
-        """Loops with the metrics, or with copies of them inside of other loops."""
+        """Yield loops with the metrics, or with copies of them inside another loop."""
         meters, outer = self._meters, self._measuring
         self._measuring = True
         try:
-            yield Loops(self._engine, self._split, copy.deepcopy(meters) if outer else meters, callbacks)
+            yield Loops(self._stepper, self._split, copy.deepcopy(meters) if outer else meters, callbacks)
         finally:
             self._measuring = outer
 

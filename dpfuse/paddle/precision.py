@@ -1,4 +1,4 @@
-"""Mixed precision as `Model.prepare` takes it: settings checked, turned into torch's autocast and GradScaler."""
+"""Mixed precision of `Model.prepare`: checks the settings, and makes torch's autocast and GradScaler from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = ("level", "use_dynamic_loss_scaling", *SCALER_OPTIONS)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """float16 with loss scaling on a GPU, bfloat16 without on the CPU; or full precision."""
+    """float16 with loss scaling on a GPU, bfloat16 without loss scaling on the CPU, or full precision."""
 
     enabled: bool
     scaler: torch.amp.GradScaler | None = None
@@ -31,10 +31,10 @@ class MixedPrecision:
 
     @classmethod
     def from_configs(cls, configs: Any, device: torch.device) -> MixedPrecision:
-        """What `amp_configs` means on `device`.
+        """Return the precision that `configs` means on `device`.
 
         Raises:
-            TypeError, ValueError: a level or a key that does not work here.
+            TypeError, ValueError: A level or a key is not supported.
         """
         if configs is None or isinstance(configs, str):
             configs = {"level": configs or "O0"}
@@ -63,16 +63,16 @@ class MixedPrecision:
         return cls(level == "O1", scaler, dynamic)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context for forward and loss."""
+        """Return the context for forward and loss."""
         if not self.enabled:
             return nullcontext()
         return torch.autocast(device.type, torch.float16 if device.type == "cuda" else torch.bfloat16)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer, with the scale taken out of the gradients."""
+        """Step the optimizer, after dividing the gradients by the loss scale."""
         if self.scaler is None:
             optimizer.step()
             return
         self.scaler.step(optimizer)
-        # Always: it also forgets what this step has found in the gradients.
+        # Also with a constant scale: `update` resets what this step has found in the gradients.
         self.scaler.update(None if self.dynamic else self.scaler.get_scale())

@@ -1,4 +1,4 @@
-"""`paddle.save` and `paddle.load`: nested tensors in a file that is whole or not there. Executes nothing it reads."""
+"""`paddle.save` and `paddle.load`: nested tensors in a file that is never partly written. Runs no code from a file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype,
 
 @contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path` to write to; it takes the name of `path` when all went well.
+    """Yield a temporary file in the folder of `path`. Rename it to `path` if the block did not raise.
 
-    Missing folders are made. A reader sees the old file or the new one, never a part.
+    Missing folders are made. A reader sees the old file or the new file, never a part.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,10 +42,10 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         obj: what to write. numpy arrays and numbers become tensors and numbers.
-        path: of the file; missing folders are made, an older file is replaced at once and whole.
+        path: of the file. Missing folders are made. An older file is replaced in one step.
 
     Raises:
-        TypeError: something else is in `obj`, which `load` would refuse; the text says where.
+        TypeError: `obj` holds something else, which `load` would reject. The text says where.
 
     Example:
         >>> import tempfile, torch, dpfuse.paddle as paddle
@@ -62,18 +62,18 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
-    """Read what `save`, or torch.save for a state dict, has written. No code in the file is run.
+    """Read a file of `save`, or a state dict written by torch.save. No code in the file is run.
 
     Args:
         path: of the file.
-        return_numpy: True gives numpy arrays instead of tensors.
+        return_numpy: True returns numpy arrays instead of tensors.
 
     Returns:
-        The object; tensors on the CPU.
+        The object; tensors are on the CPU.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no such file, or holds more than tensors and plain values.
+        FileNotFoundError: There is no such file.
+        ValueError: The file has another format, or holds more than tensors and plain values.
 
     Source: `paddle.load`.
     """
@@ -99,7 +99,7 @@ def _plain(obj: Any, where: str) -> Any:
         return obj.item()
     if isinstance(obj, Mapping):
         plain = {key: _plain(value, f"{where}[{key!r}]") for key, value in obj.items()}
-        # A module's state dict carries versions of its parts, which a new dict would lose.
+        # A module's state dict has version numbers as an attribute, which a new dict would lose.
         unchanged = type(obj) in (dict, OrderedDict) and all(plain[key] is obj[key] for key in plain)
         return obj if unchanged else plain
     if type(obj) in (list, tuple):

@@ -1,4 +1,4 @@
-"""`paddle.summary`: the layers of a network, what goes through them and how many parameters they have."""
+"""`paddle.summary`: prints the layers of a network with their shapes and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ HEADINGS = ("Layer (type)", "Input Shape", "Output Shape", "Param #")
 
 
 def summary(net: nn.Module, input_size: Any = None, dtypes: Any = None, input: Any = None) -> dict[str, int]:
-    """Print a table of the layers, on rank 0, after a forward without gradients in evaluation mode.
+    """Print a table of the layers on rank 0, after a forward without gradients in evaluation mode.
 
     Args:
         net: the network.
-        input_size: the shape of its input, or an InputSpec, or a list of those; None or -1 counts as 1.
-        dtypes: the dtype of the input, or a list of them; float32 by default, or the spec's.
-        input: an input itself instead of `input_size`; handed to the network as it is.
+        input_size: the shape of its input, or an InputSpec, or a list of these; None or -1 counts as 1.
+        dtypes: the dtype of the input, or a list of dtypes; by default float32, or the spec's dtype.
+        input: an input instead of `input_size`, passed to the network unchanged.
 
     Returns:
-        `{"total_params": …, "trainable_params": …}`; a parameter that is shared counts once.
+        `{"total_params": …, "trainable_params": …}`; a shared parameter counts once.
 
     Raises:
-        TypeError, ValueError: neither or both of `input_size` and `input`; a shape or a dtype that is none.
+        TypeError, ValueError: Not exactly one of `input_size` and `input` is given, or a shape or dtype is invalid.
 
     Example:
         >>> import torch, dpfuse.paddle as paddle
@@ -94,7 +94,7 @@ def _rows(net: nn.Module, inputs: Sequence[Any]) -> list[tuple[str, str, str, st
         name = f"{type(layer).__name__}-{len(rows) + 1}"
         rows.append((name, _shapes(taken), _shapes(given), f"{sum(param.numel() for param in own):,}"))
 
-    # A layer with parameters of its own is shown even if it has parts.
+    # A module that owns parameters is shown even if it has children.
     layers = [m for m in net.modules() if not any(m.children()) or any(True for _ in m.parameters(recurse=False))]
     hooks = [layer.register_forward_hook(record) for layer in layers]
     try:

@@ -14,8 +14,8 @@ __all__ = ["shared_folder"]
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Rank 0 makes it, and removes it when all ranks are done with it."""
-    with tempfile.TemporaryDirectory() as own:  # what the other ranks make stays empty
+    """Yield a folder that rank 0 makes, and removes when all ranks are done."""
+    with tempfile.TemporaryDirectory() as own:  # the folders of other ranks stay empty
         name = [own]
         dist.broadcast_object_list(name, src=0)
         yield Path(name[0])

@@ -1,10 +1,10 @@
-"""accelerate: one line before `Accelerator.prepare`. All is done with torch's DDP too, and must be the same.
+"""accelerate: one line before `Accelerator.prepare`. The program also runs with torch's DDP, with the same results.
 
     python -m dpfuse.launch --nproc_per_node 2 examples/adoption/with_accelerate.py
 
-The line is [1]. What follows is an accelerate program: gradient accumulation, `no_sync` with
-`trigger_sync_in_backward`, uneven inputs, a communication hook, `unwrap_model`. Each part runs twice, and losses and
-weights are compared bit by bit.
+The line is [1]. The rest is an accelerate program: gradient accumulation, `no_sync` with `trigger_sync_in_backward`,
+uneven inputs, a communication hook, `unwrap_model`. Each part runs twice, and losses and weights are compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType, set_seed
+from checklist import Checklist, same_bits
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, Subset
-from verdict import Verdict, same_bits
 
 import dpfuse
 
 ACCUMULATE = 2
-Result = tuple[nn.Module, list[Tensor]]  # the wrapped model, and what must be the same with either wrapper
+Result = tuple[nn.Module, list[Tensor]]  # the wrapped model, and tensors that must be equal for both wrappers
 
 
 def accumulate(accelerator: Accelerator) -> Result:
-    """An epoch that steps every second batch: accelerate switches the synchronisation off in between."""
+    """Train an epoch with a step every second batch: accelerate switches the synchronisation off in between."""
     model, optimizer, loader, schedule = prepared(accelerator)
     losses = []
     for pictures, labels in loader:
@@ -47,7 +47,7 @@ def accumulate(accelerator: Accelerator) -> Result:
 
 
 def synchronise_late(accelerator: Accelerator) -> Result:
-    """Two forwards inside `no_sync`, and only the second backward synchronises: `trigger_sync_in_backward`."""
+    """Run two forwards inside `no_sync`. Only the second backward synchronises: `trigger_sync_in_backward`."""
     model, optimizer, loader, _ = prepared(accelerator)
     batches, losses = iter(loader), []
     for _ in range(5):
@@ -64,7 +64,7 @@ def synchronise_late(accelerator: Accelerator) -> Result:
 
 
 def uneven(accelerator: Accelerator) -> Result:
-    """Rank 0 has one batch more than the others, and nobody waits for ever."""
+    """Train with one more batch on rank 0 than on other ranks. No rank waits forever."""
     model, optimizer, loader, _ = prepared(accelerator, pictures=16 * (2 * accelerator.num_processes + 1))
     loader.batch_sampler.even_batches = False
     losses = []
@@ -81,7 +81,7 @@ def uneven(accelerator: Accelerator) -> Result:
 
 
 def prepared(accelerator: Accelerator, pictures: int | None = None):  # type: ignore[no-untyped-def]
-    """Model, optimizer, loader and schedule, as accelerate returns them."""
+    """Return model, optimizer, loader and schedule from accelerate."""
     set_seed(0)
     data = digits.dataset()
     loader = DataLoader(Subset(data, range(pictures or len(data))), batch_size=16, shuffle=True)
@@ -95,7 +95,7 @@ def prepared(accelerator: Accelerator, pictures: int | None = None):  # type: ig
 
 def main() -> None:
     dpfuse.init_parallel_env()
-    verdict = Verdict()
+    checklist = Checklist()
     plain = DistributedDataParallelKwargs(bucket_cap_mb=1)
     half = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16, gradient_as_bucket_view=True)
     parts: list[tuple[str, Callable[[Accelerator], Result], DistributedDataParallelKwargs]] = [
@@ -113,8 +113,8 @@ def main() -> None:
                 model, values = part(accelerator)
             assert isinstance(model, dpfuse.DistributedDataParallel) == patched
             results.append(values)
-        verdict.check(f"{name}: {len(results[0])} losses and tensors equal DDP's bitwise", same_bits(*results))
-    verdict.end()
+        checklist.check(f"{name}: {len(results[0])} losses and tensors equal DDP's bitwise", same_bits(*results))
+    checklist.end()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Fabric: `Fabric(strategy="dpfuse")`, once `dpfuse.integrations.lightning` has been imported.
+"""Fabric: import `dpfuse.integrations.lightning`, then use `Fabric(strategy="dpfuse")`.
 
     python -m dpfuse.launch --nproc_per_node 2 examples/adoption/with_fabric.py
 
-The lines are [1] and [2]. A Fabric program that accumulates with `no_backward_sync` runs with `strategy="ddp"` too:
-losses, weights and the saved state must be the same to the last bit.
+The lines are [1] and [2]. A Fabric program that accumulates with `no_backward_sync` also runs with `strategy="ddp"`.
+Losses, weights and the saved state must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 import digits
 import torch
 import torch.nn.functional as F
+from checklist import Checklist, same_bits
 from lightning.fabric import Fabric
 from scratch import shared_folder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from verdict import Verdict, same_bits
 
 import dpfuse
 import dpfuse.integrations.lightning  # [1] this registers the name
@@ -26,7 +26,7 @@ ACCUMULATE = 2
 
 
 def train(strategy: str, folder: Path) -> tuple[type, list[Tensor], dict[str, Tensor]]:
-    """An epoch; the kind of wrapper, losses, and the weights as a checkpoint has them."""
+    """Train an epoch. Return the type of the wrapper, losses, and the weights from a checkpoint."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)  # [2] "dpfuse"
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
@@ -53,15 +53,15 @@ def train(strategy: str, folder: Path) -> tuple[type, list[Tensor], dict[str, Te
 
 def main() -> None:
     dpfuse.init_parallel_env()
-    verdict = Verdict()
+    checklist = Checklist()
     with shared_folder() as folder:
         wrapper, losses, state = train("dpfuse", folder)
         torchs, expected, torchs_state = train("ddp", folder)
     assert (wrapper, torchs) == (dpfuse.DistributedDataParallel, nn.parallel.DistributedDataParallel)
-    verdict.check(f"{len(losses)} losses equal DDP's bitwise", same_bits(losses, expected))
+    checklist.check(f"{len(losses)} losses equal DDP's bitwise", same_bits(losses, expected))
     same = list(state) == list(torchs_state) and same_bits(state.values(), torchs_state.values())
-    verdict.check("the saved weights equal DDP's bitwise, under the same keys", same)
-    verdict.end()
+    checklist.check("the saved weights equal DDP's bitwise, under the same keys", same)
+    checklist.end()
 
 
 if __name__ == "__main__":

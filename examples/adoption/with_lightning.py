@@ -1,9 +1,9 @@
-"""Lightning: `Trainer(strategy="dpfuse")`, once `dpfuse.integrations.lightning` has been imported.
+"""Lightning: import `dpfuse.integrations.lightning`, then use `Trainer(strategy="dpfuse")`.
 
     python -m dpfuse.launch --nproc_per_node 2 examples/adoption/with_lightning.py
 
-The lines are [1] and [2]. Automatic optimisation with `accumulate_grad_batches`, and manual optimisation, run with
-`strategy="ddp"` too: losses, weights and the keys of the checkpoint must be the same to the last bit.
+The lines are [1] and [2]. Automatic optimisation with `accumulate_grad_batches`, and manual optimisation, also run with
+`strategy="ddp"`. Losses and weights must be equal bit for bit, and the checkpoints must have the same keys.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import digits
 import lightning as L
 import torch
 import torch.nn.functional as F
+from checklist import Checklist, same_bits
 from scratch import shared_folder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from verdict import Verdict, same_bits
 
 import dpfuse
 import dpfuse.integrations.lightning  # [1] this registers the name
@@ -51,7 +51,7 @@ class Automatic(L.LightningModule):
 
 
 class Manual(Automatic):
-    """The module runs both itself, and steps every second batch."""
+    """The module runs backward and the optimizer itself, and steps every second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Manual(Automatic):
 
 
 def train(kind: type[Automatic], strategy: str, folder: Path) -> tuple[Automatic, list[str]]:
-    """Two epochs; the trained module, and what is in its checkpoint."""
+    """Train two epochs. Return the trained module, and the keys of its checkpoint."""
     L.seed_everything(0, verbose=False)
     module = kind()
     trainer = L.Trainer(
@@ -88,7 +88,7 @@ def train(kind: type[Automatic], strategy: str, folder: Path) -> tuple[Automatic
 
 def main() -> None:
     dpfuse.init_parallel_env()
-    verdict = Verdict()
+    checklist = Checklist()
     wrappers = {"dpfuse": dpfuse.DistributedDataParallel, "ddp": nn.parallel.DistributedDataParallel}
     with shared_folder() as folder:
         for kind in (Automatic, Manual):
@@ -100,9 +100,9 @@ def main() -> None:
                 keys.append(saved)
             name = f"{kind.__name__.lower()} optimisation"
             steps = len(module.losses)
-            verdict.check(f"{name}: {steps} losses and the weights equal DDP's bitwise", same_bits(*results))
-            verdict.check(f"{name}: the checkpoint has DDP's keys", keys[0] == keys[1] != [])
-    verdict.end()
+            checklist.check(f"{name}: {steps} losses and the weights equal DDP's bitwise", same_bits(*results))
+            checklist.check(f"{name}: the checkpoint has DDP's keys", keys[0] == keys[1] != [])
+    checklist.end()
 
 
 if __name__ == "__main__":

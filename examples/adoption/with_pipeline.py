@@ -1,10 +1,10 @@
-"""torch's pipeline parallelism: each stage wrapped in `dpfuse.DistributedDataParallel`, over the ranks that share it.
+"""torch's pipeline parallelism: each stage is wrapped in `dpfuse.DistributedDataParallel`, over the stage's ranks.
 
     python -m dpfuse.launch --nproc_per_node 4 examples/adoption/with_pipeline.py
 
-Four ranks, a mesh of 2 pipelines with 2 stages each. The line is [1]. GPipe sends 4 micro-batches through; only the
-last one's backward synchronises. The same runs with torch's DDP: losses, gradients and weights must be equal bit for
-bit.
+Four ranks are a mesh of 2 pipelines with 2 stages each. The line is [1]. GPipe runs 4 micro-batches; only the backward
+of the last one synchronises. The program also runs with torch's DDP. Losses, gradients and weights must be equal bit
+for bit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import digits
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checklist import Checklist, same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from verdict import Verdict, same_bits
 
 import dpfuse
 
@@ -30,7 +30,7 @@ STEPS = 10
 
 
 def stage_of(number: int) -> nn.Module:
-    """Half of the network."""
+    """Return one half of the network."""
     torch.manual_seed(number)
     if number == 0:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
@@ -38,7 +38,7 @@ def stage_of(number: int) -> nn.Module:
 
 
 def train(wrap: Callable[..., nn.Module], mesh: DeviceMesh) -> list[Tensor]:
-    """Losses of the last stage, gradients of every step, and the weights in the end."""
+    """Train, and return the last stage's losses, the gradients of every step, and the final weights."""
     number = mesh.get_local_rank("stage")
     model = wrap(stage_of(number), device_mesh=mesh["data"])  # [1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,16 +63,16 @@ def train(wrap: Callable[..., nn.Module], mesh: DeviceMesh) -> list[Tensor]:
 
 def main() -> None:
     dpfuse.init_parallel_env()
-    verdict = Verdict()
+    checklist = Checklist()
     if dist.get_world_size() % STAGES:
-        raise SystemExit(f"{dist.get_world_size()} ranks do not make pipelines of {STAGES} stages; take 4")
+        raise SystemExit(f"got {dist.get_world_size()} ranks for pipelines of {STAGES} stages; expected 4")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // STAGES, STAGES), mesh_dim_names=("data", "stage"))
     ours = train(dpfuse.DistributedDataParallel, mesh)
-    # Without that flag torch's class fails here in its second step, with an internal error of its reducer.
+    # Without this flag torch's class fails in its second step, with an internal error of its reducer.
     theirs = train(partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True), mesh)
     name = f"{STEPS} steps of {MICRO_BATCHES} micro-batches"
-    verdict.check(f"{name}: losses, gradients and weights equal DDP's bitwise", same_bits(ours, theirs))
-    verdict.end()
+    checklist.check(f"{name}: losses, gradients and weights equal DDP's bitwise", same_bits(ours, theirs))
+    checklist.end()
 
 
 if __name__ == "__main__":

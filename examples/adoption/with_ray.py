@@ -2,8 +2,8 @@
 
     python examples/adoption/with_ray.py
 
-The line is [1]. Ray starts the two workers, so this needs no launcher. They train with torch's DDP too: losses and
-weights must be the same to the last bit.
+The line is [1]. Ray starts the two workers, so this needs no launcher. They also train with torch's DDP. Losses and
+weights must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKERS = 2
 
 
 def train_once(patched: bool) -> tuple[type, list[Tensor]]:
-    """An epoch; the kind of wrapper, losses and weights."""
+    """Train an epoch. Return the type of the wrapper, losses and weights."""
     import digits
 
     torch.manual_seed(0)
@@ -52,9 +52,9 @@ def train_once(patched: bool) -> tuple[type, list[Tensor]]:
 
 
 def worker(config: dict[str, str]) -> None:
-    """What Ray runs on each rank. An exception ends the job, and the program that started it."""
+    """Compare both wrappers. Ray runs this on each rank; an exception ends the job and the program."""
     sys.path.append(str(FOLDER))
-    from verdict import same_bits
+    from checklist import same_bits
 
     wrapper, ours = train_once(patched=True)
     torchs, theirs = train_once(patched=False)

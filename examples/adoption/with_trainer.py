@@ -2,9 +2,9 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/adoption/with_trainer.py
 
-The line is [1]. A small Llama, made from a config and never downloaded, learns Python from the standard library's
-sources, byte by byte, with gradient accumulation and the Trainer's own defaults. The same runs with torch's DDP:
-losses, gradient norms, weights and the checkpoint must be the same to the last bit.
+The line is [1]. A small Llama, made from a config and not downloaded, learns Python from the standard library's
+sources, byte by byte, with gradient accumulation and the Trainer's defaults. It is also trained with torch's DDP.
+Losses, gradient norms, weights and the checkpoint must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import torch
+from checklist import Checklist, same_bits
 from safetensors.torch import load_file
 from scratch import shared_folder
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-from verdict import Verdict, same_bits
 
 import dpfuse
 
@@ -31,7 +31,7 @@ CONTEXT = 64  # bytes
 
 
 class Sources(Dataset[dict[str, Tensor]]):
-    """Some files of Python's standard library, cut into pieces; a token is a byte."""
+    """A few files of Python's standard library, cut into pieces. A token is a byte."""
 
     def __init__(self) -> None:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -48,7 +48,7 @@ class Sources(Dataset[dict[str, Tensor]]):
 
 
 def model() -> nn.Module:
-    """A quarter of a million parameters."""
+    """Return a model with a quarter of a million parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -63,7 +63,7 @@ def model() -> nn.Module:
 
 
 def train(patched: bool, folder: Path) -> tuple[type, list[float], list[Tensor], dict[str, Tensor]]:
-    """The kind of wrapper, losses with gradient norms, the weights, and the checkpoint."""
+    """Train, and return the type of the wrapper, losses with gradient norms, the weights, and the checkpoint."""
     set_seed(0)
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -89,17 +89,17 @@ def train(patched: bool, folder: Path) -> tuple[type, list[float], list[Tensor],
 
 def main() -> None:
     dpfuse.init_parallel_env()
-    verdict = Verdict()
+    checklist = Checklist()
     with shared_folder() as folder:
         wrapper, numbers, weights, saved = train(True, folder / "dpfuse")
         torchs, expected, torchs_weights, torchs_saved = train(False, folder / "ddp")
     assert (wrapper, torchs) == (dpfuse.DistributedDataParallel, nn.parallel.DistributedDataParallel)
     name = f"{STEPS} steps, loss {numbers[0]:.3f} to {numbers[-2]:.3f}"
-    verdict.check(f"{name}: losses and gradient norms equal DDP's bitwise", same_bits(numbers, expected))
-    verdict.check("the trained weights equal DDP's bitwise", same_bits(weights, torchs_weights))
+    checklist.check(f"{name}: losses and gradient norms equal DDP's bitwise", same_bits(numbers, expected))
+    checklist.check("the trained weights equal DDP's bitwise", same_bits(weights, torchs_weights))
     same = saved.keys() == torchs_saved.keys() and same_bits(saved.values(), (torchs_saved[key] for key in saved))
-    verdict.check("the checkpoint has the same keys and values", same)
-    verdict.end()
+    checklist.check("the checkpoint has the same keys and values", same)
+    checklist.end()
 
 
 if __name__ == "__main__":

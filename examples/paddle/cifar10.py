@@ -1,6 +1,6 @@
 """CIFAR-10 in its binary form (cifar-10-binary.tar.gz), unpacked or not. Unpickles nothing; knows no network.
 
-A file is a row of records: 1 byte with the label, then 32 x 32 bytes for each of red, green and blue, line by line.
+A file is a sequence of records: 1 byte with the label, then 32 x 32 bytes for each of red, green and blue, row by row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["CLASSES", "Cifar10", "write_made_up"]
 CLASSES = 10
 SHAPE = (3, 32, 32)
 RECORD = 1 + 3 * 32 * 32  # bytes
-LONGEST = 10_000 * RECORD  # bytes, the length of each file as it is published
-FOLDER = "cifar-10-batches-bin"  # inside the archive, and where it has been unpacked
+LONGEST = 10_000 * RECORD  # bytes, the length of each published file
+FOLDER = "cifar-10-batches-bin"  # inside the archive, and after unpacking
 FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 
 
@@ -29,12 +29,12 @@ class Cifar10(Dataset[tuple[torch.Tensor, int]]):
 
     Args:
         place: the folder with the .bin files, or the archive (.tar.gz), which is read as it is.
-        mode: "train" for the 50,000 pictures of five files, "test" for the 10,000 of the sixth.
-        limit: use only the first so many; None uses all.
+        mode: "train" for the 50,000 pictures of five files, "test" for the 10,000 pictures of the sixth.
+        limit: use only the first `limit` pictures; None uses all.
 
     Raises:
-        FileNotFoundError: the folder, the archive, or a file in it is not there.
-        ValueError: another mode, or a file that cannot be what it should be; the text names it.
+        FileNotFoundError: The folder, the archive, or a file in it does not exist.
+        ValueError: The mode is another, or a file has a wrong format; the text names the file.
     """
 
     def __init__(self, place: Path, mode: str = "train", limit: int | None = None) -> None:
@@ -52,10 +52,10 @@ class Cifar10(Dataset[tuple[torch.Tensor, int]]):
 
 
 def write_made_up(folder: Path, train: int = 640, test: int = 160) -> None:
-    """Files of the same form that a network learns in seconds: each class is a pattern of colours, under noise.
+    """Write files of the same form that a network learns in seconds: each class is a pattern of colours with noise.
 
     Args:
-        folder: where to put all six files; it is made if it is not there.
+        folder: folder for all six files; it is made if it does not exist.
         train: pictures in the five training files together.
         test: pictures in the test file.
     """
@@ -71,7 +71,7 @@ def write_made_up(folder: Path, train: int = 640, test: int = 160) -> None:
 
 
 def _contents(place: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Each file: what errors call it, and its bytes."""
+    """Yield each file's name for errors, and its bytes."""
     if place.is_dir():
         for name in names:
             path = place / name
@@ -98,7 +98,7 @@ def _contents(place: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _records(name: str, content: bytes) -> np.ndarray:
-    """The records of a file, [n, RECORD] uint8."""
+    """Return the records of a file, [n, RECORD] uint8."""
     if len(content) > LONGEST:
         raise ValueError(f"{name} is longer than {LONGEST} bytes, {LONGEST // RECORD} records; it is not of CIFAR-10")
     if not content or len(content) % RECORD:

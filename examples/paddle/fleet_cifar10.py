@@ -2,9 +2,9 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/fleet_cifar10.py
 
-Reads the binary version of CIFAR-10 from `--data` (the folder, or the archive as it is), else from
-cifar-10-batches-bin in the folder DPFUSE_DATA or data/. Where it is not there, a few made-up pictures stand in.
-The five steps of the document are marked [1] to [5]. Plain `python` runs it on one process.
+It reads the binary version of CIFAR-10 from `--data` (the folder or the archive), or from cifar-10-batches-bin in the
+folder DPFUSE_DATA or data/. Without these files, it uses a few made-up pictures. The five steps of the document are
+marked [1] to [5]. Plain `python` runs it on one process.
 """
 
 from __future__ import annotations

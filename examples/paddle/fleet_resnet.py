@@ -2,8 +2,8 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/fleet_resnet.py
 
-Small by default, for a CPU; on noise, with a learning rate for large batches, its loss rises. As large as in the
-document:
+It is small by default, for a CPU. On noise, with a learning rate for large batches, its loss rises. To run it in the
+size of the document:
 
     python -m dpfuse.launch --gpus 0,1 examples/paddle/fleet_resnet.py \
         --image-size 224 --batch-size 32 --batch-num 100 --epochs 10
@@ -30,7 +30,7 @@ CLASS_DIM = 102
 
 
 class RandomDataset(Dataset[tuple[np.ndarray, int]]):
-    """Other noise each time: there is nothing to learn, only to compute."""
+    """New noise at each access: there is nothing to learn, only to compute."""
 
     def __init__(self, num_samples: int, image_size: int) -> None:
         self.num_samples = num_samples

@@ -2,7 +2,7 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/linear_net_launch.py
 
-Beside names, one thing differs from the document: torch has no global device, so the network and the data are moved.
+Except for names, one thing differs from the document: torch has no global device, so the network and data are moved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def train() -> None:
     loss_fn = nn.MSELoss()
     adam = torch.optim.Adam(model.parameters(), lr=0.001)
 
-    # 3. a step, on data of this rank's own
+    # 3. a step on this rank's data
     outputs = model(torch.randn(10, 10, device=device))
     loss = loss_fn(outputs, torch.randn(10, 1, device=device))
     loss.backward()  # averages the gradients over the ranks

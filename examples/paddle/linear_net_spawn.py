@@ -3,8 +3,8 @@
     python examples/paddle/linear_net_spawn.py
     python examples/paddle/linear_net_spawn.py --usage 1 2 3 4
 
-The four usages are those of the document. Usage 4 names cards 4 and 5: where there are GPUs, these two must be among
-them; on a machine without any, two ranks run on the CPU and one warning says so.
+The four usages are those of the document. Usage 4 names cards 4 and 5. If there are GPUs, these two must exist. On a
+machine without GPUs, two ranks run on the CPU, with one warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LinearNet(nn.Module):
 
 
 def train(print_result: bool = False) -> str:
-    """One step on data of this rank's own; returns the fingerprint of the weights after it."""
+    """Train one step on this rank's data. Return the fingerprint of the weights after it."""
     dist.init_parallel_env()
     device = dist.ParallelEnv().device_type
 
@@ -53,13 +53,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The four usages of spawn.")
     parser.add_argument("--usage", type=int, nargs="+", choices=[1, 2, 3, 4], default=[3])
     for usage in parser.parse_args().usage:
-        if usage == 1:  # the function alone, on all visible GPUs; without GPUs on all cores
+        if usage == 1:  # only the function, on all visible GPUs, or on all cores without GPUs
             context = dist.spawn(train)
         elif usage == 2:  # with arguments
             context = dist.spawn(train, args=(True,))
-        elif usage == 3:  # on so many ranks
+        elif usage == 3:  # with a number of ranks
             context = dist.spawn(train, args=(True,), nprocs=2)
-        else:  # on these cards
+        else:  # with a list of cards
             context = dist.spawn(train, args=(True,), nprocs=2, gpus="4,5")
         weights = [queue.get() for queue in context.return_queues]
         print(f"usage {usage}: {len(weights)} ranks hold the weights {', '.join(sorted(set(weights)))}")

@@ -1,9 +1,9 @@
-"""MNIST's network in a loop of one's own: the basic-API program of "single-machine multi-card training".
+"""MNIST's network with a hand-written loop: the basic-API program of "single-machine multi-card training".
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/mnist_basic_api.py
 
-The three changes of the document are marked [1] to [3]. [4] is ours: with the plain loader of the document every rank
-walks through all pictures, and an epoch on two ranks takes as long as on one.
+The three changes of the document are marked [1] to [3]. [4] is our own: with the plain loader of the document every
+rank trains on all pictures, and an epoch on two ranks takes as long as on one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/paddle/mnist_high_level_api.py
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/mnist_high_level_api.py
 
-The same file both times: `Model` joins the ranks, shards the data and gathers the results by itself.
+Both commands run the same file: `Model` joins the ranks, distributes the data and gathers the results.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/no_sync.py
 
-Two lines differ from the document. A loss must be a single number for torch, so the outputs are summed. And what is
-averaged is checked: it is the sum of both backwards.
+Two lines differ from the document. Torch needs a single number as the loss, so the outputs are summed. And the program
+checks that the sum of both backwards is averaged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         model(first).sum().backward()
     local = weight.grad[0, 0].item()
 
-    model(second).sum().backward()  # synchronised: averages what both have left
+    model(second).sum().backward()  # synchronised: averages the sum of both backwards
     averaged = weight.grad[0, 0].item()
 
     assert local == 10 * (rank + 1), "the first backward was synchronised"

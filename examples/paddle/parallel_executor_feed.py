@@ -1,9 +1,9 @@
-"""What may be fed to a `paddle.static.ParallelExecutor`, and what comes back: the examples of its method `run`.
+"""Inputs and results of a `paddle.static.ParallelExecutor`: the examples of its method `run`.
 
     python examples/paddle/parallel_executor_feed.py
 
-A dictionary is cut into one part for each device; a list has one dictionary for each device. Results of all devices are
-put together, or come as a list. Sets CPU_NUM itself, so that there are two devices on any machine.
+A dictionary is cut into one part for each device. A list has one dictionary for each device. Results of all devices are
+concatenated, or returned as a list. The program sets CPU_NUM, so that there are two devices on any machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpfuse.paddle import static
 
 
 class Mean(torch.nn.Module):
-    """What a program can be captured from, in place of building it under program_guard."""
+    """A module from which a program is captured, instead of building it under program_guard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def main() -> None:
     apart = exe.run(fetch_list, feed={"image": image}, return_merged=False)
     print("on each device:", [shapes(values) for values in apart])
     gradients = apart[2]
-    # Of each device the mean of its samples, and of these the mean: what Paddle takes, whatever the parts' sizes.
+    # Like Paddle, take the mean of the devices' means, also if the parts have different sizes.
     assert np.allclose(gradients[0], (image[:2].mean(axis=0) + image[2]) / 2), "not the mean over the devices"
     assert np.array_equal(*gradients), "the devices hold different gradients"
 

@@ -1,9 +1,9 @@
-"""When a `paddle.static.ParallelExecutor` lets go of what it has computed: the example of `drop_local_exe_scopes`.
+"""When a `paddle.static.ParallelExecutor` frees intermediate values: the example of `drop_local_exe_scopes`.
 
     python examples/paddle/parallel_executor_scopes.py
 
-Two executors train copies of one network, each in a scope of its own. One drops its intermediate values after every
-run, the other when it is told to. Sets CPU_NUM itself, so that there are two devices on any machine.
+Two executors train copies of one network, each in its own scope. One drops its intermediate values after every run, the
+other only on request. The program sets CPU_NUM, so that there are two devices on any machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         results = [exe.run(["loss", "fc.weight", "fc.weight@GRAD"], feed=feed) for exe in (often, seldom)]
         assert all(map(np.array_equal, *results)), "dropping scopes changed a result"
         if step == STEPS // 2:
-            seldom.drop_local_exe_scopes()  # say, before something else needs the memory
+            seldom.drop_local_exe_scopes()  # for example before something else needs the memory
     print(f"{STEPS} steps, the same whenever scopes are dropped; loss {results[0][0].mean():.4f}")
 
 

@@ -2,8 +2,8 @@
 
     CPU_NUM=2 python examples/paddle/parallel_executor_train.py
 
-Runs on all visible GPUs; without any, on as many CPU devices as the environment variable CPU_NUM says. The test program
-shares the variables of the one that is trained: what it computes is up to date on every device.
+It runs on all visible GPUs. Without GPUs, it runs on as many CPU devices as the environment variable CPU_NUM says. The
+test program shares the variables of the training program, so its results are up to date on every device.
 """
 
 from __future__ import annotations

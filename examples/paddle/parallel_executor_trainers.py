@@ -2,8 +2,8 @@
 
     CPU_NUM=2 python -m dpfuse.launch --nproc_per_node 2 examples/paddle/parallel_executor_trainers.py
 
-With GPUs, a process takes the card it was launched for; without, CPU_NUM CPU devices. The gradients are averaged over
-all devices of all processes. Paddle can do this with GPUs only.
+With GPUs, a process uses the card that the launcher gave it. Without GPUs, it uses CPU_NUM CPU devices. Gradients are
+averaged over all devices of all processes. Paddle can do this only with GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     with static.program_guard(program):
         x = static.data(name="x", shape=[None, 4], dtype="float32")
         t = static.data(name="t", shape=[None, 1], dtype="float32")
-        fc = torch.nn.Linear(4, 1)  # other weights in each process, until trainer 0's replace them
+        fc = torch.nn.Linear(4, 1)  # different weights in each process, until those of trainer 0 replace them
         loss = torch.nn.functional.mse_loss(fc(x), t)
         program.minimize(loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 

@@ -2,8 +2,8 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/pylayer_fused_allreduce.py
 
-Paddle's document advises this way for every model with a PyLayer: backward without synchronisation, then
-`fused_allreduce_gradients`. Here a plain backward is right as well, and beside each step it is run to show that.
+Paddle's document recommends this for every model with a PyLayer: backward without synchronisation, then
+`fused_allreduce_gradients`. Here a plain backward is also right. The program runs one at each step to show that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = 10
 
 
 class Tanh(torch.autograd.Function):
-    """What Paddle calls a PyLayer."""
+    """A custom autograd function, which Paddle calls a PyLayer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the examples of this folder say at their end, and how they check themselves."""
+"""Output and checks of the examples in this folder."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["fingerprint", "say"]
 
 
 def say(text: str) -> None:
-    """A line with the rank before it. In one write: of two, another rank's line could come between."""
+    """Print a line that begins with the rank, in one write, so that lines of other ranks cannot split it."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     sys.stdout.write(f"rank {rank}: {text}\n")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Eight digits for the weights of `model`; where there are several ranks, all of them must ask.
+    """Return eight digits for the weights of `model`. With several ranks, all of them must call it.
 
-    Buffers do not count: as in Paddle, each rank keeps running statistics of its own.
+    Buffers do not count: as in Paddle, each rank has its own running statistics.
 
     Raises:
-        RuntimeError: the ranks' weights differ.
+        RuntimeError: The ranks' weights differ.
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""ResNet with bottlenecks, which fleet's example takes from paddle.vision; nothing here needs torchvision."""
+"""ResNet with bottlenecks, which fleet's example imports from paddle.vision. It does not need torchvision."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 __all__ = ["LAYERS", "ResNet"]
 
-EXPANSION = 4  # channels that leave a bottleneck, over those inside it
+EXPANSION = 4  # output channels of a bottleneck, divided by its inner channels
 LAYERS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # bottlenecks of each stage
 
 Conv = partial(nn.Conv2d, bias=False)
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1, and a way around them."""
+    """1x1, 3x3 and 1x1 convolutions, and a skip connection."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """Pictures [n, 3, height, width] to logits [n, num_classes].
+    """Maps pictures [n, 3, height, width] to logits [n, num_classes].
 
     Args:
         depth: layers with weights, one of LAYERS.

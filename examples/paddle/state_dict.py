@@ -2,8 +2,8 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/paddle/state_dict.py
 
-The names in the file are those of the bare module, so it fits a wrapped model and a bare one. Each rank writes a file
-of its own here, since nothing else is known of the machine; a training saves on rank 0 alone.
+The names in the file are those of the bare module, so it fits a wrapped model and a bare one. Here each rank writes its
+own file, because the ranks may have no common disk. A training saves only on rank 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         bare.load_state_dict(paddle.load(path))
 
     assert (missing, unexpected) == ([], []), "the names of the file are not those of the model"
-    assert fingerprint(model) == before, "the weights that were loaded are not those that were saved"
+    assert fingerprint(model) == before, "the loaded weights are not the saved weights"
     assert torch.equal(bare.weight, model.weight.cpu()), "the bare module has other weights"
     say(f"saved and loaded {', '.join(model.state_dict())}, weights {before}")
 

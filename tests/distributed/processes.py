@@ -1,4 +1,4 @@
-"""Fresh processes for tests, and what the kernel knows about them: who lives, who listens where. Linux only."""
+"""Fresh processes for tests, and what the kernel knows about them: which ones live and listen. Linux only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-# What would make a fresh process believe that it belongs to a job.
+# Variables that would make a fresh process join a job.
 JOB_VARIABLES = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|PADDLE_|FLAGS_|TORCHELASTIC_|DPFUSE_|OMP_NUM|GLOO_|PET_)")
 
 
@@ -44,7 +44,7 @@ def start(*arguments: object, warm: bool = False, **variables: str) -> subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # What a shell starts in the background ignores Ctrl-C, and so would all that is started here.
+        # A process that a shell starts in the background ignores Ctrl-C, and so do its children.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 

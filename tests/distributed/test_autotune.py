@@ -78,16 +78,15 @@ def test_every_rank_uses_rank_0s_plan_and_gradients_stay_what_they_were(ranks, f
 
 def tuned_until_done(rank, size):
     model = dpfuse.DataParallel(net(2, 4))
-    plain = hooks_of(model)
     result = autotune(model, steps=1, cost=CHEAP)
-    assert hooks_of(model) != plain
+    assert all("stamped" in name for name in hooks_of(model))
     with dpfuse.time_communication(model) as times:
         count = 0
         while not result.done:
             step(model, count, 4)
             count += 1
     assert times.steps >= count  # who measures goes on measuring
-    assert hooks_of(model) == plain
+    assert not any("stamped" in name for name in hooks_of(model))
     assert model._sync.grads.watch.listener is model._sync.reducer
     assert model._sync.grads.observers == []
 

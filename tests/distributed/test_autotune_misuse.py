@@ -52,7 +52,7 @@ def called_differently(rank, size, who):
         autotune(model, steps=1, cost=CHEAP)
         text = rf"rank {rank}: autotune was called .* on rank {who} of 2"
     else:
-        text = rf"changed on rank {who} of 2 .* not on rank {rank}.*A call of autotune is one, too"
+        text = rf"changed on rank {who} of 2 .* not on rank {rank}.*A call of autotune is a change, too"
     with pytest.raises(DPFuseError, match=text):
         step(model, 1)
     if who == "all" or rank != who:

@@ -43,14 +43,14 @@ class Training:
     def __init__(self, wrapper, optimizer, rank):
         self.model = WRAPPERS[wrapper](network())
         self.by_hand = wrapper == "bare"
-        # Buffers are rank 0's in a file; where nobody broadcasts them, the others had their own.
+        # A file has rank 0's buffers. Without broadcasts the other ranks have had buffers of their own.
         self.buffers = list(self.model.buffers()) if rank == 0 or "Distributed" in type(self.model).__name__ else []
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=STEPS)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=3)
         inputs = torch.randn(2 * PER_EPOCH * 4, 6, generator=torch.Generator().manual_seed(5))
         self.sampler = DistributedSampler(inputs, 2, rank, seed=1)
-        # Its own generator: else each iterator would draw from the one that dropout draws from.
+        # Its own generator: otherwise each iterator would draw from the generator of dropout.
         self.loader = DataLoader(TensorDataset(inputs), 4, sampler=self.sampler, generator=torch.Generator())
         self.losses = []
         self.state = {"scheduler": self.scheduler, "scaler": self.scaler, "sampler": self.sampler}
@@ -289,7 +289,7 @@ def damaged(rank, size, folder):
         if rank == 0 and step > 1:
             data = bytearray(path.read_bytes())
             spot = data.index(model.weight.detach().numpy().tobytes())
-            data[spot + 2] ^= 64  # another, but finite number, for which torch.load has no eye
+            data[spot + 2] ^= 64  # another, but finite number, which torch.load does not notice
             path.write_bytes(data if step == 3 else data[: len(data) // 2])
         dist.barrier()
     with warnings.catch_warnings(record=True) as seen:

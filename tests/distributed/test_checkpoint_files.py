@@ -118,7 +118,7 @@ def test_every_changed_bit_and_every_cut_is_noticed(tmp_path):
 
 
 def test_torch_alone_would_take_changed_numbers_for_good_ones(tmp_path):
-    """Else no checksum would be needed."""
+    """Shows that the checksum is needed."""
     weight = torch.arange(8.0)
     path = write_step(tmp_path, 3, {"weight": weight}, keep=1)
     data = bytearray(path.read_bytes())
@@ -170,7 +170,7 @@ def test_another_file_is_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is not a checkpoint of dpfuse\.save_checkpoint; load it with torch\.load"):
         read_newest(tmp_path)
     torch.save({"state_dict": 1}, path)
-    with pytest.raises(DamagedFileError, match=r"it is cut short, or no file of dpfuse\.save_checkpoint"):
+    with pytest.raises(DamagedFileError, match=r"it is cut short, or dpfuse\.save_checkpoint has not written it"):
         read_whole(path)
 
 

@@ -67,7 +67,7 @@ def train(rank, size, face, compiler, views):
         if step in (0, 4):
             for each in (expected, model):
                 each.zero_grad(set_to_none=step == 0)
-    assert all(type(countdown.pending) is int for countdown in model.reducer._countdowns)
+    assert not any(ready.entries for ready in model.reducer._ready)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_torchs_ddp(ranks, face, compiler, views):
 def send_early(rank, size):
     expected, model = pair(net(), bucket_cap_mb=1e-5)
     sent = []
-    model.module[0].weight.register_hook(lambda _: sent.append(model.reducer._next))
+    model.module[0].weight.register_hook(lambda _: sent.append(model.reducer._run.next))
     # After as many compilations as that, Dynamo runs everything as it is.
     with torch._dynamo.config.patch(recompile_limit=2):
         for step in range(4):

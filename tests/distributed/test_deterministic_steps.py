@@ -19,6 +19,7 @@ import dpfuse
 from bench.network import Network, simulated_network
 from dpfuse.engine import collective
 from dpfuse.engine.exchanges.ordered import _OrderedWork
+from dpfuse_kernels import sum_parts
 from tests.distributed.random_models import added_in_rank_order, trained
 
 
@@ -161,7 +162,8 @@ def queued_at_once(rank, size):
         mock.patch.object(torch.cuda, "stream", entered),
         mock.patch.object(collective, "start_all_gather_into", lambda *args: made.append(gather(*args)) or made[-1]),
     ):
-        work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, "stream")
+        work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
+        work.begin("stream")
         assert len(made) == 1
         assert not work.get_future().done()
         work.wait()
@@ -181,7 +183,8 @@ def waited_for_in_slices(rank, size):
     dist.barrier()
     if rank == 1:
         time.sleep(0.2)
-    work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, None)
+    work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
+    work.begin(None)
     too_short = 0
     while True:
         try:
@@ -206,7 +209,8 @@ def test_it_is_told_from_one_that_has_failed(group):
     exchange = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed"), "is_completed.return_value": False})
     flat = torch.ones(8)
     with mock.patch.object(collective, "start_all_to_all", return_value=exchange):
-        work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, None)
+        work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
+        work.begin(None)
     assert not work.is_completed()
     exchange.is_completed.return_value = True
     with pytest.raises(RuntimeError, match="connection closed"):

@@ -297,13 +297,13 @@ def test_every_variable_in_the_code_is_in_the_documentation():
     ("failures", "first"),
     [
         ([(0, 1, 5.1, "RuntimeError: closed"), (1, 1, 5.0, "ValueError: planted")], 1),
-        ([(0, 1, 5.0, "RuntimeError: closed"), (1, -9, 5.1, "")], 1),  # killed: its peer's error is the echo
+        ([(0, 1, 5.0, "RuntimeError: closed"), (1, -9, 5.1, "")], 1),  # killed: its peer's error is secondary
         ([(0, -15, 5.0, ""), (1, 1, 5.1, "ValueError: planted")], 1),  # ended by the launcher
         ([(0, 1, 5.0, "ValueError: planted"), (1, -9, 35.0, "")], 0),  # ignored SIGTERM for 30 s
         ([(0, 4, 6.0, ""), (1, 7, 5.0, "")], 1),
         ([(0, -15, 6.0, "")], 0),
     ],
 )
-def test_the_cause_is_told_from_its_echo(failures, first):
+def test_the_cause_is_distinguished_from_secondary_failures(failures, first):
     failures = [RankFailure(rank, 1, code, seen, error) for rank, code, seen, error in failures]
     assert first_failure(failures).rank == first

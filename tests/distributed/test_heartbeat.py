@@ -1,4 +1,4 @@
-"""Ranks that die, freeze, stall or are cut off, on real processes: who is named, when, and that all of them end."""
+"""Ranks that die, freeze, stall, leave or are cut off, on real processes: which rank is named, and when."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_long_evaluation_is_waited_for():
     [("lame-freeze", 3, "sent no heartbeat for 3 s"), pytest.param("lame-kill", 60, "ended", marks=pytest.mark.slow)],
 )
 def test_a_rank_whose_collectives_never_end_is_ended(what, limit, why):
-    """As with NCCL, whose works do not let anybody wait."""
+    """As with NCCL: the CPU cannot wait for its works."""
     begin = time.monotonic()
     job = Job(what, limit)
     told = job.finish(but=1 if what == "lame-freeze" else None)
@@ -269,7 +269,7 @@ def wrap(rank: int, size: int) -> dict[str, object]:
 
 def test_one_thread_for_a_group_and_none_for_one_rank(ranks):
     for told in ranks(wrap):
-        # Before were those of other tests, which used the same ranks: of other groups, and maybe of all ranks' group.
+        # "before" counts heartbeats of earlier tests on the same processes, possibly one of the default group.
         assert told["with"] - told["before"] in (0, 1)
         assert (told["again"], told["alone"]) == ([told["with"] + 1] * 2, None)
         assert told["with"] >= 1

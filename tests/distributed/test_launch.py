@@ -106,7 +106,7 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
     assert all_gone(pids, within=1)
     if how.startswith("raise"):
         assert "ValueError: planted" in done.stderr.replace(last, "")  # the rank's own traceback
-        assert "rank_program.py" not in done.stderr  # without frames of ours
+        assert "rank_program.py" not in done.stderr  # without frames of dpfuse
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
     ],
 )
 def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(how, code, text):
-    """While it is, threads of libraries may still run, and abort it: its exit code would be that of the signal."""
+    """Otherwise threads of libraries may still run and abort the process, and its exit code would be the signal's."""
     done = launch("--nproc_per_node", 1, SCRIPTS / "leave.py", how)
     assert done.returncode == code, done.stderr
     assert done.stdout.split() == ["thread", "atexit"]
@@ -155,7 +155,7 @@ def test_log_dir_keeps_a_log_per_rank_and_the_first_failure_is_still_reported(ho
     report = done.stderr.partition("dpfuse.launch: ")[2]
     assert report.startswith(f"rank 1 (pid {pids[1]})")
     assert f"Its log is {logs / 'workerlog.1'}." in report
-    # A rank that could not leave a note is told by the end of its log.
+    # For a rank without a record, the end of its log is shown.
     assert ('raise ValueError("planted")' if how == "raise" else f"pid={pids[1]}") in report
     assert "hunter2" not in first + second + done.stdout + done.stderr
 
@@ -226,7 +226,7 @@ def test_a_taken_port_of_several_machines_is_named(rank):
         taken.bind(("", 0))
         taken.listen()
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        conf = "is_host=1,read_timeout=2"  # torchrun alone would take the other program for a launcher, for a minute
+        conf = "is_host=1,read_timeout=2"  # torchrun alone would treat the other program as a launcher for a minute
         done = launch("--nproc_per_node=1", "--master", place, "--nnodes=2", f"--rdzv_conf={conf}", *rank, SCRIPT)
     assert done.returncode == 1
     assert "A port that this job needs is taken: give another one, the same on every machine." in done.stderr

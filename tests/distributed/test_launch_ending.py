@@ -28,7 +28,7 @@ def started(job, count=6):
 
 
 def ended(job, pids, within):
-    """How long it takes from now until none of them is left, and what was printed; the one who started them follows."""
+    """Return the seconds until all of `pids` have ended, and what was printed; fail after `within` seconds."""
     began = time.monotonic()
     try:
         assert all_gone(pids, within), f"still there after {within} s: {[*filter(alive, pids)]}"
@@ -47,7 +47,7 @@ def launched(*words, **variables):
 
 
 def cases(first, *others):
-    """The first one in every run of the tests; the others, which take eight seconds each, in `make test-all`."""
+    """Every test run has the first case. `make test-all` has the others, which take eight seconds each."""
     return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
 
 
@@ -58,7 +58,7 @@ def test_a_peer_failed_and_the_others_will_not_end(how, fault):
     job = launched(SCRIPT, how, fault)
     pids = started(job)
     seconds, told = ended(job, pids, LIMIT + DELAY)
-    assert seconds > DELAY + 7  # the others had their time
+    assert seconds > DELAY + 7  # the others got their seconds to end
     assert job.returncode == (1 if fault == "raise" else 137)
     assert "dpfuse.launch: rank 1 " in told
 
@@ -85,7 +85,7 @@ def test_asked_twice_it_waits_no_longer():
     job.send_signal(signal.SIGINT)
     time.sleep(1)
     job.send_signal(signal.SIGINT)
-    ended(job, pids, within=7)  # less than the eight seconds of those who are asked once
+    ended(job, pids, within=7)  # less than the eight seconds after a single signal
     assert job.returncode == 130
 
 

@@ -1,4 +1,4 @@
-"""The machines of a job on the launcher's command line: which words are understood, which are refused."""
+"""The machines of a job on the launcher's command line: which flags are accepted, which are rejected."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_paddles_flags_become_torchruns(words, expected, jobs, monkeypatch):
         (["--master=10.9.8.6", "--nnodes=2", "--rank=-1"], "10.9.8.6:29500", "2", "is_host=1"),
         (["--master=10.9.8.7", "--nnodes=2", "--rdzv_conf=timeout=5"], "10.9.8.7:29500", "2", "timeout=5,is_host=0"),
         (["--master=10.9.8.7", "--nnodes=2", "--rdzv_conf=is_host=1"], "10.9.8.7:29500", "2", "is_host=1"),
-        (["--master=127.0.0.1:81", "--nnodes=2"], "127.0.0.1:81", "2", ""),  # who comes first serves
-        (["--master=node0:81", "--nnodes=2"], "node0:81", "2", ""),  # torchrun judges by names
+        (["--master=127.0.0.1:81", "--nnodes=2"], "127.0.0.1:81", "2", ""),  # the first launcher serves
+        (["--master=node0:81", "--nnodes=2"], "node0:81", "2", ""),  # torchrun decides by host names
     ],
 )
 def test_machines_without_rank_use_c10d(words, endpoint, nnodes, conf, jobs, monkeypatch):
@@ -118,7 +118,7 @@ def test_gloo_gets_the_interface_of_the_machines_address(jobs, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     assert configured(jobs, *words)[1]["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    # An address that only the outside knows: gloo chooses.
+    # No interface has this address, so gloo chooses.
     _, variables = configured(jobs, f"--cluster_node_ips={TWO}", "--node_ip=10.9.8.6")
     assert "GLOO_SOCKET_IFNAME" not in variables
 

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: nothing that peers send is executed, nothing secret is printed, who may connect."""
+"""What SECURITY.md promises: no code from peers runs, no secret is printed, and only known processes can connect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.processes import launch as launched
 from tests.distributed.scripts import functions
 
 SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-# Calls that run, or may run, what somebody else has written. By the last part of the name that is called.
+# Calls that run, or may run, code that another process has sent. By the last part of the called name.
 DANGEROUS = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "rpc_sync", "rpc_async", "Unpickler", "eval", "exec", "execfile", "system", "popen",

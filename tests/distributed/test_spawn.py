@@ -117,7 +117,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, text, tmp_path):
     began = time.monotonic()
     with pytest.raises(DPFuseError, match=rf"spawn: rank 1 \(pid \d+\) {text}") as caught:
         spawn(functions.fails, args=(how, str(tmp_path)), nprocs=2)
-    # torch's own error, of the rank whose end it saw first: it may be the echo.
+    # torch's own error, of the rank that torch saw end first; it may be a secondary failure.
     assert isinstance(caught.value.__cause__, (ProcessRaisedException, ProcessExitedException))
     assert time.monotonic() - began < 20  # most of it is importing torch
     pids = pids_left(tmp_path)

@@ -275,8 +275,9 @@ def gradients_are_views_or_private(rank, size):
                 assert (gradient.untyped_storage().data_ptr() in buffers) == views
             model.zero_grad()
         reused = [torch.equal(kept_view, value) for kept_view, value in kept]
-        # The first step ran on the buffers of the first plan; the second's view was overwritten by the third.
-        assert reused == ([True, False, True] if views else [True, True, True])
+        # The second step's view was overwritten by the third; the first ran on the buffers of the first plan, which the
+        # rebuild may have kept.
+        assert reused[1:] == ([False, True] if views else [True, True])
 
 
 def assigning_to_grad_data(rank, size):

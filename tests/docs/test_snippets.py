@@ -75,7 +75,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("line", LAUNCHES)
 def test_the_launcher_understands_every_command_line_shown(line, tmp_path, monkeypatch):
-    from dpfuse.job.launch import _parse
+    from dpfuse.job.launcher import _parse
 
     words = shlex.split(line, comments=True)
     words = words[3 if words[0] == "python" else 1 :]

@@ -113,7 +113,8 @@ def findings(path: Path) -> list[Finding]:
 def groups() -> dict[str, list[Path]]:
     """Return the files that the rules hold for, by folder: `docs/guide`, `dpfuse/engine`, `kernels`, `pages`, ..."""
     pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts]
-    found = {"pages": [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]}
+    names = ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG", "tests/README")
+    found = {"pages": [ROOT / f"{name}.md" for name in names]}
     for path in [*pages, *sorted((ROOT / "dpfuse").rglob("*.py"))]:
         folders = path.relative_to(ROOT).parts[:-1]
         found.setdefault("/".join(folders[:2]), []).append(path)

@@ -126,20 +126,20 @@ def test_both_packages_of_lightning_know_the_strategy(file, trainer, fabric):
 
 
 @pytest.fixture
-def verdict(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+def checklist(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """The examples' reporter, in a job of one rank."""
     monkeypatch.syspath_prepend(str(FOLDER))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from verdict import Verdict
+    from checklist import Checklist
 
-    yield Verdict
+    yield Checklist
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("facts", "code"), [([True, True], 0), ([True, False, True], 1)])
-def test_one_failed_check_fails_the_program(verdict, facts, code, capsys):
-    report = verdict()
+def test_one_failed_check_fails_the_program(checklist, facts, code, capsys):
+    report = checklist()
     for fact in facts:
         report.check("as it should be", fact)
     with pytest.raises(SystemExit) as end:
@@ -149,9 +149,9 @@ def test_one_failed_check_fails_the_program(verdict, facts, code, capsys):
     assert capsys.readouterr().out.splitlines() == [f"{word}  as it should be" for word in words]
 
 
-@pytest.mark.usefixtures("verdict")
+@pytest.mark.usefixtures("checklist")
 def test_the_smallest_difference_is_noticed():
-    from verdict import same_bits
+    from checklist import same_bits
 
     ones = torch.ones(3)
     assert same_bits([ones, 0.5], [ones.clone(), 0.5])
@@ -163,11 +163,11 @@ def test_the_smallest_difference_is_noticed():
         same_bits([ones, ones], [ones])
 
 
-@pytest.mark.usefixtures("verdict")
+@pytest.mark.usefixtures("checklist")
 def test_the_examples_networks_are_the_same_each_time():
     pytest.importorskip("sklearn")
+    from checklist import same_bits
     from digits import dataset, network
-    from verdict import same_bits
 
     assert same_bits(network().state_dict().values(), network().state_dict().values())
     assert len(dataset()) == 1797

@@ -127,7 +127,7 @@ def test_the_download_is_kept_only_if_its_checksums_are_right(small_files: Path,
     broken = tmp_path / "broken"
     with open(small_files / "t10k-images-idx3-ubyte.gz", "ab") as file:
         file.write(b"!")
-    with pytest.raises(images.UnavailableError, match=r"t10k-images.* came with MD5"):
+    with pytest.raises(images.UnavailableError, match=r"t10k-images.* has the MD5"):
         images.from_mirror(broken)
     assert not list(broken.iterdir())
 

@@ -82,19 +82,19 @@ def test_float16_trains_with_a_loss_scale_that_is_saved(tmp_path):
     hook.remove()
     assert seen == [torch.float16] * 6 + [torch.float32]
     assert all(param.dtype == torch.float32 and param.isfinite().all() for param in model.parameters())
-    scaler = model._engine.precision.scaler
+    scaler = model._stepper.precision.scaler
     assert scaler.get_scale() == 4096.0  # doubled twice in six steps
     model.save(tmp_path / "m")
     assert sorted(os.listdir(tmp_path)) == ["m.pdopt", "m.pdparams", "m.pdscaler"]
     other = make_model("O1")
     other.load(tmp_path / "m")
-    assert other._engine.precision.scaler.get_scale() == 4096.0
+    assert other._stepper.precision.scaler.get_scale() == 4096.0
 
 
 def test_a_constant_loss_scale_stays():
     model = make_model({"init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False, "incr_every_n_steps": 1})
     model.fit(make_data(), batch_size=4, verbose=0, accumulate_grad_batches=2)
-    assert model._engine.precision.scaler.get_scale() == 8.0
+    assert model._stepper.precision.scaler.get_scale() == 8.0
 
 
 def test_an_exported_model_runs_on_the_gpu(tmp_path):

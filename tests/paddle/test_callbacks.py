@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dpfuse.paddle.callbacks import Callback, EarlyStopping, LRScheduler, ModelCheckpoint, ProgBarLogger
+from dpfuse.paddle.epoch_display import EpochDisplay
 from dpfuse.paddle.metric import Accuracy
-from dpfuse.paddle.progress import EpochDisplay
 from tests.paddle.models import Recorder, make_data, make_model
 
 
@@ -108,13 +108,13 @@ def test_the_learning_rate_follows_the_last_step_of_a_loader_without_length():
     data = make_data(10)
     batches = [data[i : i + 2] for i in range(0, 10, 2)]
     model = make_model()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(model._engine.optimizer, 0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model._stepper.optimizer, 0.5)
     model.fit(iter(batches), verbose=0, accumulate_grad_batches=2, callbacks=LRScheduler(scheduler))
     assert scheduler.last_epoch == 3
 
 
 def test_bad_schedulers_are_refused():
-    optimizer = make_model()._engine.optimizer
+    optimizer = make_model()._stepper.optimizer
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for options in ({"by_epoch": True}, {"by_step": False}):
         with pytest.raises(ValueError, match="expected exactly one"):
@@ -181,7 +181,7 @@ def test_early_stopping_saves_the_best_model(options, count):
 def test_early_stopping_says_so_and_begins_anew(capsys):
     data = make_data(8)
     model = make_model()
-    model._engine.optimizer.param_groups[0]["lr"] = 0.0
+    model._stepper.optimizer.param_groups[0]["lr"] = 0.0
     stopper = EarlyStopping()
     for _ in range(2):
         model.fit(data, data, batch_size=4, epochs=5, verbose=0, callbacks=stopper)

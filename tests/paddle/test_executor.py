@@ -245,7 +245,9 @@ def test_lazy_parameters_are_named(exe):
     program = static.Program()
     with static.program_guard(program):
         nn.LazyLinear(2)(static.data("x", [None, 2]))
-    with pytest.raises(DPFuseError, match="has no shape yet; expected a module that has seen a batch"):
+    with pytest.raises(
+        DPFuseError, match="has no shape yet, because it is lazy; expected a module that has run on a batch"
+    ):
         exe.run(program, {"x": [[1.0, 2.0]]})
 
 

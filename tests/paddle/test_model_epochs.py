@@ -30,7 +30,7 @@ def continue_training(rank, size, folder, accumulate):
         assert_same_parameters(whole.network, other.network)
     # A fresh start has the first order again.
     resumed.load(f"{folder}/0", reset_optimizer=True)
-    assert resumed._engine.epochs == 0
+    assert resumed._stepper.epochs == 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -91,7 +91,7 @@ def test_dicts_are_taken_apart_by_name():
         (two, ["a", "b"], ["l"], 4, True, "2 inputs and 1 labels"),
         (two, ["a", "b"], ["l"], 2, True, "2 inputs and 1 labels"),
         (one, None, None, 0, True, "0 item"),
-        (optional, None, None, 4, True, "Say it"),
+        (optional, None, None, 4, True, "Name them"),
     ],
 )
 def test_batches_that_cannot_be_split(forward, inputs, labels, items, labelled, text):

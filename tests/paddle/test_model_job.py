@@ -67,7 +67,7 @@ def load_everywhere(rank, size, path):
     other.load(path)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    states = [each._engine.optimizer.state_dict()["state"] for each in (model, other)]
+    states = [each._stepper.optimizer.state_dict()["state"] for each in (model, other)]
     for index, state in states[0].items():
         assert torch.equal(state["momentum_buffer"], states[1][index]["momentum_buffer"])
     for each in (model, other):
@@ -96,7 +96,7 @@ def trainable_loss(rank, size):
         def __iter__(self):
             return iter(make_data())
 
-    with pytest.raises(TypeError, match="cannot be dealt out to 2 ranks"):
+    with pytest.raises(TypeError, match="cannot be distributed to 2 ranks"):
         make_rank_model().fit(Stream(), verbose=0)
 
 
@@ -111,7 +111,7 @@ def warned(rank, size):
     if rank == 0:
         with pytest.warns(UserWarning, match="gives every rank all samples"):
             model.fit(DataLoader(data, 4), verbose=0)
-        with pytest.warns(UserWarning, match="cannot be known"):
+        with pytest.warns(UserWarning, match="unknown order"):
             model.evaluate(sharded, verbose=0)
     else:
         model.fit(DataLoader(data, 4), verbose=0)
@@ -191,7 +191,7 @@ def train_single_batches(rank, size):
     data = make_data()
     model, plain = make_rank_model(rank), make_net()
     x, y = data[4 * rank : 4 * rank + 4]
-    with dpfuse.time_communication(model._engine.parallel) as times:
+    with dpfuse.time_communication(model._stepper.parallel) as times:
         model.train_batch(x, y, update=False)
         model.train_batch(x, y)
     assert times.steps == 1

@@ -55,7 +55,7 @@ def test_fit_equals_a_ddp_loop_bitwise(ranks, accumulate):
 
 def collectives_of_an_epoch(rank, size, accumulate):
     model = make_rank_model()
-    with dpfuse.time_communication(model._engine.parallel) as times:
+    with dpfuse.time_communication(model._stepper.parallel) as times:
         model.fit(make_data(28), batch_size=2, verbose=0, accumulate_grad_batches=accumulate)
     return times.steps
 
@@ -306,7 +306,7 @@ def test_a_stop_that_one_rank_decides_stops_all(ranks):
 
 def stop_early(rank, size, folder):
     model = make_rank_model(metrics=Accuracy())
-    for group in model._engine.optimizer.param_groups:
+    for group in model._stepper.optimizer.param_groups:
         group["lr"] = 0.0  # nothing gets better
     recorder = Recorder()
     stopper = EarlyStopping(patience=2, verbose=0)

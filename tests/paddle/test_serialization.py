@@ -128,7 +128,7 @@ def test_reset_optimizer_forgets_its_state(tmp_path):
     model.fit(make_data(), batch_size=4, verbose=0)
     model.save(tmp_path / "m")
     model.load(tmp_path / "m", reset_optimizer=True)
-    assert not model._engine.optimizer.state
+    assert not model._stepper.optimizer.state
 
 
 def test_a_network_that_does_not_fit_is_an_error_or_a_warning(tmp_path):
@@ -144,13 +144,13 @@ def test_a_network_that_does_not_fit_is_an_error_or_a_warning(tmp_path):
     for text in ("'3.weight' has shape (3, 8) in the file, expected (4, 8)", "'4.bias' is not in the file"):
         assert text in str(caught.value)
     assert all(torch.equal(moved[key], value) for key, value in net.state_dict().items())
-    assert other._engine.optimizer.state
+    assert other._stepper.optimizer.state
     with pytest.warns(UserWarning, match=r"not loaded: '3\.weight'"):
         other.load(tmp_path / "m", skip_mismatch=True)
     assert torch.equal(net[0].weight, model.network[0].weight)
     assert torch.equal(net[4].weight, moved["4.weight"])
     assert not torch.equal(before["4.weight"], moved["4.weight"])
-    assert not other._engine.optimizer.state
+    assert not other._stepper.optimizer.state
 
 
 def groups(model):
@@ -192,7 +192,7 @@ def test_an_optimizer_that_does_not_fit_leaves_everything_as_it_was(optimizer, t
 
 def scaled(scale):
     model = make_model()
-    object.__setattr__(model._engine.precision, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
+    object.__setattr__(model._stepper.precision, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
     return model
 
 
@@ -200,15 +200,15 @@ def test_a_broken_loss_scale_leaves_everything_as_it_was(tmp_path):
     scaled(64.0).save(tmp_path / "m")
     model = scaled(8.0)
     model.load(tmp_path / "m")
-    assert model._engine.precision.scaler.get_scale() == 64.0
+    assert model._stepper.precision.scaler.get_scale() == 64.0
     paddle.save({"scale": 3.0}, tmp_path / "m.pdscaler")
     model = scaled(8.0)
     model.fit(make_data(), batch_size=4, verbose=0)
     before = copy.deepcopy(model.network.state_dict())
     with pytest.raises(ValueError, match="reset_optimizer=True"):
         model.load(tmp_path / "m")
-    assert model._engine.precision.scaler.get_scale() == 8.0
-    assert model._engine.optimizer.state
+    assert model._stepper.precision.scaler.get_scale() == 8.0
+    assert model._stepper.optimizer.state
     assert all(torch.equal(before[key], value) for key, value in model.network.state_dict().items())
 
 
@@ -223,12 +223,12 @@ def test_a_file_of_an_optimizer_alone_loads_on_both_sides(tmp_path):
     model = make_model()
     model.fit(make_data(), batch_size=4, verbose=0)
     model.save(tmp_path / "m")
-    plain = make_model()._engine.optimizer
+    plain = make_model()._stepper.optimizer
     plain.load_state_dict(paddle.load(tmp_path / "m.pdopt"))
     assert len(plain.state) == 4
     paddle.save(plain.state_dict(), tmp_path / "m.pdopt")  # as before there was a count of epochs
     model.load(tmp_path / "m")
-    assert model._engine.epochs == 0
+    assert model._stepper.epochs == 0
 
 
 def test_missing_files_of_a_model(tmp_path):

@@ -1,337 +1,953 @@
-"""The reducer on buckets that only note what happens to them: every phase and every illegal move, no tensor."""
+"""The reducer on buckets that only note what happens to them: every phase and every illegal move, no gradient."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from functools import partial
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from dpfuse.engine.buckets.kinds import make_buckets
+from torch import nn
 
+from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
-from dpfuse.engine.reducer import Phase, Reducer
-from dpfuse.engine.report import Report
-from dpfuse.engine.window import Canary
+from dpfuse.engine.protocols import Feed
+from dpfuse.engine.reducer import Phase, Reducer, Wiring
+from dpfuse.engine.report import ALL_WELL, Reading
+from dpfuse.engine.waiting import Track
+from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
+RANK, SIZE = 0, 2
 
-@dataclass
-class NotedTail:
-    rank: int = 0
-    world_size: int = 2
-    failed: list[int] = field(default_factory=list)
-    changed: list[int] = field(default_factory=list)
-    deaf: bool = False
 
-    def report(self, *, wait, failed=False):
-        if self.deaf:
-            return Report([self.rank] if failed else [], [])
-        return Report(self.failed, self.changed)
+class NotedReport:
+    """Says what the test wants, or else only what happened on this rank."""
+
+    def __init__(self):
+        self.reading = ALL_WELL
+        self.unreadable = False
+        self.used = set()
+        self.reads = []
+
+    def read(self, outcome, *, wait, gather):
+        self.reads.append((wait, gather))
+        if self.reading is not ALL_WELL and not self.unreadable:
+            return self.reading
+        return ALL_WELL if outcome.well else Reading(any_failed=True, rank=RANK)
 
     def used_somewhere(self, indices):
-        return set()
+        return self.used.intersection(indices)
+
+    def alarm(self):
+        return torch.tensor(False)
+
+
+class NotedFeed(Feed):
+    """Has a hook for some parameters, which notes that it was called."""
+
+    def __init__(self, log, large=()):
+        self.log, self.large = log, large
+
+    def hooks(self):
+        return {index: lambda index=index: self.log.append(("pack", index)) for index in self.large}
+
+
+class NotedAccumulating(Accumulating):
+    """Notes when it takes gradients."""
+
+    def __init__(self, order, log):
+        self.order, self.log, self.held, self.error = order, log, set(), None
+
+    def take(self, *, backward_ended):
+        self.log.append(("take", self.order, backward_ended))
+        if self.error is not None and backward_ended:
+            raise self.error
+        self.held.add(self.order)
+
+    def forget(self):
+        count = len(self.held)
+        self.held.clear()
+        return count
 
 
 class NotedBucket:
-    def __init__(self, plan, order, log):
-        self.plan, self.order, self.log = plan, order, log
-        self.error = None
+    """Notes its moves and refuses those that `GradBucket` refuses."""
+
+    def __init__(self, plan, order, params, log, report, feed=None):
+        self.plan, self.order, self.params, self.log = plan, order, [params[index] for index in plan.params], log
+        flat = SimpleNamespace(device=torch.device("cpu"))
+        self.parts = SimpleNamespace(
+            report=report, feed=feed or Feed(), writers=None, buffer=SimpleNamespace(flat=flat), delivery=None
+        )
+        self.state, self.error, self.missing = FREE, None, []
+        self.lacks, self.fails = [], None  # what the test plants
+        self.outcome = None
+
+    @property
+    def busy(self):
+        return self.state is not FREE
+
+    def send(self, outcome, *, complete):
+        self._move(FREE, FLIGHT, ("send", self.order))
+        self.missing, self.error, self.complete, self.frozen = list(self.lacks), self.fails, complete, outcome.frozen
+        outcome.missing += self.missing
+        outcome.error = outcome.error or self.error
+
+    def send_empty(self, outcome):
         self.missing = []
-        self.tail = NotedTail()
-        self.busy = True
-
-    def eager(self):
-        return {}
-
-    def launch(self, *, complete=False, unused=(), failed=False, empty=False):
-        self.log.append(("launch", self.order, failed))
+        self._move(FREE, FLIGHT, ("send empty", self.order, outcome.failed, outcome.changed))
 
     def wait(self):
-        self.log.append(("wait", self.order))
+        self._move(FLIGHT, LANDED, ("wait", self.order))
 
-    def deliver(self, untouched=()):
-        self.log.append(("deliver", self.order))
+    def deliver(self, untouched=frozenset()):
+        self._move(LANDED, FREE, ("deliver", self.order, *sorted(untouched)))
 
     def discard(self):
-        self.log.append(("discard", self.order))
+        if self.state is FLIGHT:
+            self.wait()
+        self._move(LANDED, FREE, ("discard", self.order))
+
+    def _move(self, before, after, entry):
+        assert self.state is before, (self.order, entry, self.state)
+        self.state = after
+        self.log.append(entry)
 
 
-def make_reducer(count=6, rebuild=None):
-    plan = plan_buckets([ParamSpec(f"p{i}", (4,), "float32") for i in range(count)], 32 / 2**20, 16 / 2**20)
-    log = []
-    buckets = [NotedBucket(bucket, order, log) for order, bucket in enumerate(plan.buckets)]
-    reducer = Reducer(
-        buckets,
-        [f"p{i}" for i in range(count)],
-        canary=Canary(),
-        index_of=lambda mark: mark,
-        warn_unused=False,
-        open_backward=lambda: reducer.open(announced=False),
-        rebuild=rebuild or (lambda order, marks: None),
-    )
-    markers = reducer.markers()
-    return reducer, log, [partial(marker, index) for index, marker in enumerate(markers)]
+class Bench:
+    """A reducer of `count` parameters in buckets of two, and of one at both ends: (5,), (3, 4), (1, 2), (0,).
+
+    Attributes:
+        log: what happened, in order.
+        hooks: what is installed, by registration index.
+        seen: order and marks of each first synchronised backward.
+    """
+
+    def __init__(self, count=6, *, feed=None, strict=False, warn_unused=False, features=()):
+        self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
+        self.window = Window()
+        self.refuse_rebuild = self.declined = None
+        self.params, buckets, self.names = self.planned([f"p{i}" for i in range(count)], feed)
+        self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
+        wiring = Wiring(
+            self.window,
+            [self.field],
+            Track(),
+            list(features),
+            strict,
+            warn_unused,
+            lambda: self.reducer.open(announced=False),
+            self.rebuild,
+            lambda: self.log.append(("decline",)),
+            self.install,
+            self.guarded.append,
+            RANK,
+            SIZE,
+        )
+        self.reducer = Reducer(buckets, self.params, self.names, wiring)
+
+    def planned(self, names, feed=None, prefix=""):
+        plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in names], 32 / 2**20, 16 / 2**20)
+        params = [nn.Parameter(torch.zeros(4)) for _ in names]
+        self.report = NotedReport()
+        last = len(plan.buckets) - 1
+        buckets = [
+            NotedBucket(
+                bucket,
+                prefix + str(order) if prefix else order,
+                params,
+                self.log,
+                self.report if order == last else None,
+                feed and feed(order, self.log),
+            )
+            for order, bucket in enumerate(plan.buckets)
+        ]
+        return params, buckets, names
+
+    def install(self, hooks):
+        self.installed.append(set(hooks))
+        self.hooks.update(hooks)
+
+    def rebuild(self, order, marks):
+        self.seen.append((order, marks))
+        if self.refuse_rebuild is not None:
+            return self.refuse_rebuild
+        self.reducer.adopt(self.reducer.buckets, marks, rebuilt=True)
+        return None
+
+    def mark(self, *order):
+        for index in order:
+            self.hooks[index](self.params[index])
+
+    def backward(self, order=None):
+        self.reducer.open(announced=True)
+        self.mark(*(range(len(self.params))[::-1] if order is None else order))
+        self.reducer.close(lambda: True)
+
+    def settled(self):
+        """The same after its first backward, with an empty log."""
+        self.backward()
+        self.log.clear()
+        return self
+
+    def orders(self, move):
+        return [entry[1] for entry in self.log if entry[0] == move]
+
+    @property
+    def buckets(self):
+        return self.reducer.buckets
 
 
-def backward(reducer, markers, order=None):
-    reducer.open(announced=True)
-    for index in range(len(markers))[::-1] if order is None else order:
-        markers[index]()
-    reducer.close(lambda: True)
-
-
-def launches(log):
-    return [entry[1] for entry in log if entry[0] == "launch"]
+# --- The first synchronised backward, and the order of sending ---
 
 
 def test_the_first_synchronised_backward_is_recorded_and_sent_at_its_end():
-    seen = []
-    reducer, log, markers = make_reducer(rebuild=lambda order, marks: seen.append((order, marks)))
-    reducer.open(announced=True)
-    assert reducer.phase is Phase.RECORDING
+    bench = Bench()
+    bench.reducer.open(announced=True)
+    assert bench.reducer.phase is Phase.RECORDING
     for index in [4, 5, 2, 4, 1, 0]:
-        markers[index]()
-        assert log == []
-    reducer.close(lambda: True)
-    assert launches(log) == [0, 1, 2, 3]
-    assert seen == [([5, 2, 4, 1, 0], [1, 1, 1, 0, 2, 1])]
-    assert reducer.phase is Phase.IDLE
+        bench.mark(index)
+        assert bench.log == []
+    bench.reducer.close(lambda: True)
+    assert bench.orders("send") == [0, 1, 2, 3]
+    assert bench.seen == [([5, 2, 4, 1, 0], [1, 1, 1, 0, 2, 1])]
+    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_ready_marks_gives_the_same_order_of_launches(seed):
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
+def test_any_order_of_ready_marks_gives_the_same_order_of_sending(seed):
+    bench = Bench().settled()
     order = list(range(6))
-    random.Random(seed).shuffle(order)
-    backward(reducer, markers, order)
-    assert launches(log) == [0, 1, 2, 3]
-    assert [entry[1] for entry in log if entry[0] == "deliver"] == [0, 1, 2, 3]
+    for number in range(4):
+        random.Random(seed + 100 * number).shuffle(order)
+        bench.log.clear()
+        bench.backward(order)
+        assert bench.orders("send") == [0, 1, 2, 3]
+        assert bench.orders("deliver") == [0, 1, 2, 3]
+        assert all(bucket.complete for bucket in bench.buckets)
 
 
-def test_a_bucket_leaves_as_soon_as_it_and_all_before_it_are_complete():
-    reducer, log, markers = make_reducer()  # sent as (5,), (3, 4), (1, 2), (0,)
-    backward(reducer, markers)
-    log.clear()
-    reducer.open(announced=True)
-    assert reducer.phase is Phase.REDUCING
+def test_a_bucket_is_sent_as_soon_as_it_and_all_before_it_are_complete():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    assert bench.reducer.phase is Phase.REDUCING
     for index, sent in [(1, 0), (2, 0), (4, 0), (5, 1), (3, 3), (0, 3)]:
-        markers[index]()
-        assert len(launches(log)) == sent
-    reducer.close(lambda: True)
-    assert launches(log) == [0, 1, 2, 3]
+        bench.mark(index)
+        assert len(bench.orders("send")) == sent
+    bench.reducer.close(lambda: True)
+    assert bench.orders("send") == [0, 1, 2, 3]
 
 
-def test_marks_of_a_local_backward_send_nothing():
-    reducer, log, markers = make_reducer()
-    reducer.record_forward(False)
-    backward(reducer, markers)
-    assert (log, reducer.phase) == ([], Phase.IDLE)
+def test_the_last_bucket_is_sent_when_the_backward_has_ended():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.mark(5, 4, 3, 2, 1, 0)
+    assert bench.orders("send") == [0, 1, 2]
+    bench.reducer.close(lambda: True)
+    assert bench.orders("send") == [0, 1, 2, 3]
 
 
-def test_a_mark_without_announcement_opens_the_backward():
-    reducer, log, markers = make_reducer()
-    markers[3]()
-    assert reducer.phase is Phase.RECORDING
-    reducer.close(lambda: True)
-    assert launches(log) == [0, 1, 2, 3]
+def test_only_one_parameter_of_each_bucket_has_a_hook_in_python():
+    bench = Bench().settled()
+    python = {index for index, hook in bench.hooks.items() if type(hook) is not type([].append)}
+    assert python == {5, 3, 1, 0}
+
+
+def test_another_parameter_that_comes_last_twice_becomes_the_sentinel():
+    bench = Bench().settled()
+    order, sent = [5, 3, 4, 1, 2, 0], []
+    for _ in range(3):
+        bench.log.clear()
+        bench.reducer.open(announced=True)
+        bench.mark(*order[:3])
+        sent.append(len(bench.orders("send")))
+        bench.mark(*order[3:])
+        bench.reducer.close(lambda: True)
+        assert bench.orders("send") == [0, 1, 2, 3], "the sentinel of another bucket or the end sends what is complete"
+    assert sent == [1, 1, 2]
+    assert bench.installed[-2:] == [{3, 4}, {1, 2}], "only the hooks of these buckets are replaced"
+
+
+def test_a_sentinel_that_was_not_used_is_replaced_at_once():
+    bench = Bench().settled()
+    bench.buckets[1].lacks = [3]
+    bench.backward([5, 4, 2, 1, 0])
+    assert [bench.buckets[order].complete for order in range(4)] == [True, False, True, True]
+    bench.log.clear()
+    bench.buckets[1].lacks = []
+    bench.reducer.open(announced=True)
+    bench.mark(5, 3)
+    assert bench.orders("send") == [0]
+    bench.mark(4)
+    assert bench.orders("send") == [0, 1]
+
+
+# --- Which backwards synchronise ---
+
+
+def test_ready_marks_of_a_local_backward_send_nothing():
+    bench = Bench()
+    for _ in range(2):
+        bench.reducer.record_forward(False)
+        bench.backward()
+        assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+        bench.settled()
+
+
+def test_a_ready_mark_without_announcement_opens_the_backward():
+    bench = Bench()
+    bench.mark(3)
+    assert bench.reducer.phase is Phase.RECORDING
+    bench.reducer.close(lambda: True)
+    assert bench.orders("send") == [0, 1, 2, 3]
+    bench.log.clear()
+    bench.mark(5)  # a sentinel, which has the first hook that looks
+    assert bench.reducer.phase is Phase.REDUCING
+    assert bench.orders("send") == [0]
+    bench.mark(4, 3, 2, 1, 0)
+    bench.reducer.close(lambda: True)
+    assert bench.orders("deliver") == [0, 1, 2, 3]
 
 
 def test_a_task_that_reaches_no_leaf_is_no_backward():
-    reducer, log, _ = make_reducer()
-    reducer.record_forward(True)
-    reducer.open(announced=True)
-    reducer.close(lambda: False)
-    assert (log, reducer.phase) == ([], Phase.IDLE)
-    reducer.require_sync = False
-    reducer.open(announced=True)
-    assert reducer.phase is Phase.RECORDING  # the synchronising forward was not used up
+    bench = Bench()
+    bench.reducer.record_forward(True)
+    bench.reducer.open(announced=True)
+    bench.reducer.close(lambda: False)
+    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+    bench.reducer.require_sync = False
+    bench.reducer.open(announced=True)
+    assert bench.reducer.phase is Phase.RECORDING  # the synchronising forward was not used up
+
+
+@pytest.mark.parametrize("forwards", [(True, False), (False, True), (True,)])
+def test_one_forward_that_synchronises_wins(forwards):
+    bench = Bench().settled()
+    bench.reducer.require_sync = False
+    for sync in forwards:
+        bench.reducer.record_forward(sync)
+    assert bench.reducer.owes_backward
+    bench.backward()
+    assert bench.orders("send") == [0, 1, 2, 3]
+    assert not bench.reducer.owes_backward
+
+
+def test_a_forgotten_forward_and_a_prepared_backward_decide_the_next_one():
+    bench = Bench().settled()
+    bench.reducer.require_sync = False
+    bench.reducer.record_forward(True)
+    bench.reducer.forget_forwards()
+    bench.backward()
+    assert bench.log == []
+    bench.reducer.prepare_for_backward([])
+    bench.backward()
+    assert bench.orders("send") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(watched):
+    bench = Bench().settled()
+    bench.reducer.record_forward(False, outputs_watched=watched)
+    bench.mark(5)
+    assert bench.reducer.phase is (Phase.REDUCING if watched else Phase.LOCAL)
+
+
+# --- Ready marks that no backward took ---
+
+
+def unaveraged(bench):
+    """A backward that came by no output of the wrapper, and reached no sentinel."""
+    bench.mark(4, 2)
+    assert bench.reducer.phase is Phase.IDLE
+
+
+OPTIMIZER = {
+    "open": lambda bench: bench.reducer.open(announced=True),
+    "no_sync": lambda bench: setattr(bench.reducer, "require_sync", False),
+    "forward": lambda bench: bench.reducer.settle_unaveraged(),
+    "step": lambda bench: torch.optim.SGD(bench.params, lr=0.1).step(),
+}
+
+
+@pytest.mark.parametrize("finds", OPTIMIZER)
+def test_ready_marks_that_no_backward_took_are_an_error_once(finds):
+    bench = Bench().settled()
+    unaveraged(bench)
+    with pytest.raises(DPFuseError, match="came by no output of the wrapper and reached only parameters 'p4', 'p2',"):
+        OPTIMIZER[finds](bench)
+    bench.backward()
+    assert bench.orders("deliver") == [0, 1, 2, 3]
+
+
+def test_an_optimizer_of_other_parameters_steps_and_so_does_ours_inside_no_sync():
+    bench = Bench().settled()
+    unaveraged(bench)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1).step()
+    with pytest.raises(DPFuseError, match="'p2'"):
+        torch.optim.SGD(bench.params[2:3], lr=0.1).step()
+    bench.reducer.require_sync = False
+    unaveraged(bench)
+    torch.optim.SGD(bench.params, lr=0.1).step()
+    assert not any(ready.entries for ready in bench.reducer._ready)
+
+
+def test_they_count_as_a_backward_inside_no_sync():
+    bench = Bench().settled()
+    bench.reducer.require_sync = False
+    unaveraged(bench)
+    bench.reducer.settle_unaveraged()
+    bench.reducer.settle_unaveraged()
+    (backwards, _) = bench.window.fields()
+    assert backwards.value() == 1
+
+
+# --- Parameters that come too late, too often, never, or are frozen ---
+
+
+def test_a_parameter_that_becomes_ready_after_its_bucket_was_sent_is_named():
+    bench = Bench().settled()
+    with pytest.raises(DPFuseError, match="on rank 0 parameter 'p5' became ready after its bucket was sent"):
+        bench.backward([5, 5, 4, 3, 2, 1, 0])
+    assert bench.reducer.phase is Phase.IDLE
+    assert (bench.orders("deliver"), bench.orders("discard")) == ([], [0, 1, 2, 3])
+    bench.log.clear()
+    bench.backward()
+    assert bench.orders("deliver") == [0, 1, 2, 3]
+
+
+def test_a_parameter_is_waited_for_as_often_as_it_became_ready_in_the_first_backward():
+    bench = Bench()
+    bench.backward([5, 4, 5, 3, 2, 1, 0])
+    bench.log.clear()
+    bench.reducer.open(announced=True)
+    bench.mark(5, 4, 3)
+    assert bench.log == []
+    bench.mark(5)
+    assert bench.orders("send") == [0, 1]
+
+
+def test_buckets_with_missing_gradients_are_delivered_last_and_without_those_that_no_rank_used():
+    bench = Bench(warn_unused=True).settled()
+    bench.buckets[1].lacks, bench.buckets[2].lacks = [3], [1, 2]
+    bench.report.used = {1}
+    with pytest.warns(UserWarning, match=r"parameters 'p1', 'p2', 'p3' got no gradient .* 2 of these were used on no"):
+        bench.backward([5, 4, 0])
+    assert [entry for entry in bench.log if entry[0] == "deliver"] == [
+        ("deliver", 0),
+        ("deliver", 3),
+        ("deliver", 1, 2, 3),
+        ("deliver", 2, 2, 3),
+    ]
+    assert bench.report.reads[-1][0], "this rank waits for what the others have used"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bench.backward([5, 4, 0])  # it warns once
+
+
+def test_no_warning_of_unused_parameters_where_none_is_wanted():
+    bench = Bench().settled()
+    bench.buckets[0].lacks = [5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bench.backward([4, 3, 2, 1, 0])
+
+
+def test_a_frozen_parameter_is_told_and_no_longer_waited_for():
+    bench = Bench().settled()
+    bench.params[4].requires_grad_(False)
+    bench.backward([5, 3, 2, 1, 0])
+    assert bench.buckets[-1].frozen == {4}, "it is told in the backward in which it is noticed"
+    bench.log.clear()
+    bench.reducer.open(announced=True)
+    bench.mark(5, 3)
+    assert bench.orders("send") == [0, 1]
+    assert bench.buckets[0].frozen == {4}
+    bench.mark(2, 1, 0)
+    bench.reducer.close(lambda: True)
+    bench.params[4].requires_grad_(True)
+    bench.log.clear()
+    bench.reducer.open(announced=True)
+    bench.mark(5, 3)
+    assert (bench.orders("send"), bench.buckets[0].frozen) == ([0], set())
+    bench.mark(4, 2, 1)
+    assert bench.orders("send") == [0, 1, 2]
+
+
+def test_a_parameter_that_was_frozen_before_the_first_backward_is_told_in_it():
+    bench = Bench()
+    bench.params[2].requires_grad_(False)
+    bench.backward([5, 4, 3, 1, 0])
+    assert all(bucket.frozen == {2} for bucket in bench.buckets)
+
+
+def test_a_parameter_that_holds_others_up_in_four_backwards_in_a_row_is_named_once():
+    bench = Bench().settled()
+    bench.buckets[0].lacks = [5]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            bench.backward([4, 3, 2, 1, 0])
+    assert [str(warning.message)[:60] for warning in caught] == [
+        "rank 0: parameter 'p5' did not become ready in 4 backwards, "
+    ]
+
+
+# --- Errors, and backwards that die ---
+
+
+def test_an_error_of_a_bucket_discards_what_was_held_and_is_the_cause():
+    bench = Bench().settled()
+    bench.buckets[1].fails = ValueError("the gradient does not fit")
+    with pytest.raises(DPFuseError, match="rank 0 could not pack its gradients: the gradient does not fit") as caught:
+        bench.backward()
+    assert caught.value.__cause__ is bench.buckets[1].fails
+    assert (bench.orders("deliver"), bench.orders("discard")) == ([], [0, 1, 2, 3])
+    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 1)
+
+
+def test_an_error_that_comes_while_buckets_land_leaves_those_before_it_delivered(monkeypatch):
+    bench = Bench().settled()
+    wait = bench.buckets[2].wait
+
+    def fail():
+        wait()
+        bench.buckets[2].error = DPFuseError("the communication hook failed")
+
+    monkeypatch.setattr(bench.buckets[2], "wait", fail)
+    with pytest.raises(DPFuseError, match=r"rank 0: the communication hook failed\. No rank's gradients"):
+        bench.backward()
+    assert (bench.orders("deliver"), bench.orders("discard")) == ([0, 1], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("reading", "text"),
+    [
+        (Reading(any_failed=True, rank=1), "the backward failed on rank 1 of 2, and rank 0 cannot have its gradients"),
+        (Reading(any_failed=True), "the backward failed on several ranks of 2"),
+        (
+            Reading(any_failed=True, rows=((0, 0, 1, 0), (1, 0, 1, 0))),
+            "the backward failed on rank 1 of 2",
+        ),
+        (Reading(any_changed=True, rank=1), "^rank 0: the module was changed on rank 1 of 2 .* and not on rank 0"),
+        (Reading(differing=("wrapper",)), "rank 0: this rank has number 0, and another rank does not; expected"),
+        (
+            Reading(differing=("wrapper",), rows=((0, 0, 5, 0), (0, 0, 6, 0))),
+            "rank 0: rank 1 has number 6, rank 0 has number 5; expected the same on every rank. Use the same.",
+        ),
+        (
+            Reading(differing=("frozen",), rows=((0, 0, 5, 0), (0, 0, 5, 3))),
+            r"have frozen different parameters since the module was wrapped \(0, 3 of them, by rank\)",
+        ),
+    ],
+)
+def test_what_the_report_says_is_raised_and_the_next_backward_goes_on(reading, text):
+    bench = Bench().settled()
+    bench.report.reading = reading
+    with pytest.raises(DPFuseError, match=text):
+        bench.backward()
+    assert bench.reducer.phase is Phase.IDLE
+    assert bench.reducer.failed_somewhere() is reading.any_failed
+    assert bench.report.reads[-1] == (True, False)
+    bench.report.reading = ALL_WELL
+    bench.backward()
+    assert bench.reducer.completed == 2
 
 
 def test_an_abandoned_backward_is_drained_with_a_report_of_failure():
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
-    reducer.open(announced=True)
-    markers[5]()
-    reducer.buckets[-1].tail.failed = [1]
-    reducer.abandon()
-    assert reducer.phase is Phase.ABANDONED
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.mark(5)
+    bench.report.reading = Reading(any_failed=True, rank=1)
+    bench.reducer.abandon()
+    assert bench.reducer.phase is Phase.ABANDONED
     with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-        markers[0]()
-    assert [entry[1:] for entry in log if entry[0] == "launch"] == [(0, False), (1, True), (2, True), (3, True)]
-    assert [entry[1] for entry in log if entry[0] == "discard"] == [0, 1, 2, 3]
-    reducer.buckets[-1].tail.failed = []
-    backward(reducer, markers)
-    assert launches(log) == [0, 1, 2, 3] * 2
+        bench.reducer.open(announced=True)
+    assert bench.orders("send") == [0]
+    assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
+        (order, True, False) for order in (1, 2, 3)
+    ]
+    assert bench.orders("discard") == [0, 1, 2, 3]
+    bench.report.reading = ALL_WELL
+    bench.log.clear()
+    bench.backward()
+    assert bench.orders("send") == [0, 1, 2, 3]
+
+
+def test_where_all_ranks_have_abandoned_a_backward_training_goes_on():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.mark(5)
+    bench.reducer.abandon()
+    bench.report.reading = Reading(any_failed=True, any_well=False)
+    bench.reducer.drain()
+    assert bench.reducer.phase is Phase.IDLE
+    bench.report.reading = ALL_WELL
+    bench.backward()
+    assert bench.orders("deliver") == [0, 1, 2, 3]
+
+
+def test_a_backward_without_announcement_after_one_that_has_sent_is_an_error():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.mark(5)
+    bench.reducer.abandon()
+    bench.report.reading = Reading(any_failed=True, any_well=False)
+    with pytest.raises(DPFuseError, match="an exception ended the last backward after it had sent gradients"):
+        bench.mark(5)
+    assert bench.reducer.phase is Phase.IDLE
+
+
+def test_a_collective_that_fails_leaves_the_backward_to_be_drained(monkeypatch):
+    bench = Bench().settled()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the network failed"):
+        patch.setattr(bench.buckets[2], "wait", lambda: (_ for _ in ()).throw(RuntimeError("the network failed")))
+        bench.backward()
+    assert bench.reducer.phase is Phase.ABANDONED
+    assert bench.reducer.last_error == "<class 'RuntimeError'>: the network failed"
+    assert bench.orders("deliver") == [0, 1]
+    bench.report.reading = Reading(any_failed=True, any_well=False)
+    bench.reducer.drain()
+    assert bench.orders("discard") == [2, 3], "those that were delivered are sent no second time"
+    assert bench.orders("send empty") == []
 
 
 def test_an_abandoned_local_backward_needs_no_drain():
-    reducer, log, _ = make_reducer()
-    reducer.record_forward(False)
-    reducer.open(announced=True)
-    reducer.abandon()
-    assert (log, reducer.phase) == ([], Phase.IDLE)
+    bench = Bench()
+    bench.reducer.record_forward(False)
+    bench.reducer.open(announced=True)
+    bench.reducer.abandon()
+    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+    assert bench.window.died
 
 
-def follow(reducer, log, agree):
+def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
+    bench = Bench()
+    bench.rebuild = None
+
+    def interrupted(order, marks):
+        raise KeyboardInterrupt
+
+    object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.backward()
+    assert bench.reducer.phase is Phase.ABANDONED
+    bench.log.clear()
+    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 0 of 2 only"):
+        bench.reducer.drain()
+    assert bench.log == [("decline",)]
+
+
+def test_an_error_of_the_rebuild_is_raised_once_the_reducer_is_ready_again():
+    bench = Bench()
+    bench.refuse_rebuild = DPFuseError("no memory for them")
+    with pytest.raises(DPFuseError, match="no memory for them"):
+        bench.backward()
+    assert (bench.reducer.phase, bench.reducer.rebuilt) == (Phase.IDLE, False)
+    bench.refuse_rebuild = None
+    bench.backward()
+    assert bench.reducer.rebuilt
+
+
+def test_a_feature_that_refuses_a_backward_is_asked_before_anything_is_sent():
+    class Refuses(Feature):
+        delivered_count, refuses = 0, False
+
+        def opened(self, *, sync, announced):
+            self.asked = (sync, announced)
+            if self.refuses:
+                raise DPFuseError("refused")
+
+        def delivered(self):
+            self.delivered_count += 1
+
+    feature = Refuses()
+    bench = Bench(features=[feature]).settled()
+    assert (feature.asked, feature.delivered_count) == ((True, True), 1)
+    feature.refuses = True
+    with pytest.raises(DPFuseError, match="refused"):
+        bench.reducer.open(announced=True)
+    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+    feature.refuses = False
+    bench.reducer.record_forward(False)
+    bench.backward()
+    assert (feature.asked, feature.delivered_count) == ((False, True), 1)
+
+
+# --- The report: read when, and by which ranks ---
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_report_is_waited_for_where_ranks_agree_next_or_a_gradient_is_missing_or_the_user_wants_it(strict):
+    bench = Bench(strict=strict).settled()
+    assert bench.report.reads == [(True, True)], "the ranks agree on buckets after the first backward"
+    assert bench.guarded == []
+    bench.backward()
+    assert bench.report.reads[-1] == (strict, True)
+    assert len(bench.guarded) == (0 if strict else 1)
+    for bucket in bench.buckets:
+        bucket.parts.buffer.flat.device = torch.device("cuda", 0)
+    bench.backward()
+    assert bench.report.reads[-1] == (strict, strict), "on CUDA not every rank reads the same backward's"
+    bench.buckets[0].lacks = [5]
+    bench.backward()
+    assert bench.report.reads[-1] == (True, strict)
+
+
+def test_the_guard_gets_the_alarm_of_the_report():
+    bench = Bench().settled()
+    bench.backward()
+    (alarm,) = bench.guarded
+    assert alarm == bench.report.alarm
+
+
+# --- Captured in a CUDA graph: the report cannot be read ---
+
+
+def captured(bench):
+    """Inside the capture of a CUDA graph nothing can be read from the device, so the report must not be."""
+    bench.report.unreadable = True
+    bench.report.used_somewhere = None  # calling it would wait for the device
+    return bench
+
+
+def test_a_captured_backward_is_like_any_other():
+    bench = captured(Bench(strict=True).settled())
+    bench.backward()
+    assert bench.orders("send") == [0, 1, 2, 3]
+    assert bench.orders("deliver") == [0, 1, 2, 3]
+    assert len(bench.guarded) == 1, "only the device can act on the report"
+
+
+def test_the_first_backward_of_a_model_is_not_captured():
+    bench = captured(Bench())
+    with pytest.raises(
+        DPFuseError, match=r"rank 0: the first .* is captured in a CUDA graph; expected some steps before"
+    ):
+        bench.backward()
+    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+
+
+def test_a_parameter_without_gradient_is_named_in_a_capture():
+    bench = captured(Bench().settled())
+    bench.buckets[1].lacks = [3]
+    with pytest.raises(DPFuseError, match=r"rank 0: parameter 'p3' got no gradient in a backward that a CUDA graph"):
+        bench.backward([5, 4, 2, 1, 0])
+    assert ("discard", 1) in bench.log
+    assert ("deliver", 1) not in bench.log
+    assert bench.reducer.phase is Phase.IDLE
+
+
+def test_a_pack_that_fails_in_a_capture_is_reported_and_nothing_is_read():
+    bench = captured(Bench().settled())
+    bench.buckets[0].fails = ValueError("2 of 2 tensors are not where the last call found them")
+    with pytest.raises(DPFuseError, match="rank 0 could not pack its gradients: 2 of 2 tensors are not where"):
+        bench.backward()
+    assert bench.reducer.phase is Phase.IDLE
+
+
+# --- A model that has changed ---
+
+
+def follow(bench, agree):
     """Three parameters in two buckets take the place of six in four; their log has names of its own."""
-    plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in "abc"], 32 / 2**20, 16 / 2**20)
-    buckets = [NotedBucket(bucket, "new " + str(order), log) for order, bucket in enumerate(plan.buckets)]
-    reducer.follow(buckets, ["a", "b", "c"], "parameter 'c' was added", agree)
-    return [partial(marker, index) for index, marker in enumerate(reducer.markers())]
+    old = bench.report
+    bench.params, buckets, names = bench.planned(["a", "b", "c"], prefix="new ")
+    bench.new_report, bench.report = bench.report, old
+    bench.hooks.clear()
+    bench.reducer.follow(buckets, bench.params, names, "parameter 'c' was added", agree)
 
 
-def test_the_buckets_of_a_changed_model_leave_once_all_ranks_have_told_of_it_in_the_old_ones():
-    seen = []
-    reducer, log, markers = make_reducer(rebuild=lambda *order_and_marks: seen.append(order_and_marks))
-    backward(reducer, markers)
-    log.clear()
-    old = reducer.buckets
-    markers = follow(reducer, log, lambda: log.append(("agree", "")))
-    old[-1].tail.changed = [0, 1]
-    reducer.open(announced=True)
-    assert reducer.phase is Phase.CHANGED
-    for index in (2, 0, 1):
-        markers[index]()
-    assert log == []  # nothing is sent before the end
-    reducer.close(lambda: True)
-    assert launches(log) == [0, 1, 2, 3, "new 0", "new 1"]
-    assert [entry[1] for entry in log if entry[0] in ("deliver", "agree")] == ["", "new 0", "new 1"]
-    assert [entry[1] for entry in log if entry[0] == "discard"] == [0, 1, 2, 3]
-    assert seen[1:] == [([2, 0, 1], [1, 1, 1])]
-    backward(reducer, markers)
-    assert launches(log)[6:] == ["new 0", "new 1"]
+def test_the_buckets_of_a_changed_model_are_sent_once_all_ranks_have_told_of_it_in_the_old_ones():
+    bench = Bench().settled()
+    follow(bench, lambda: bench.log.append(("agree", "")))
+    bench.report.reading = Reading(any_changed=True, any_unchanged=False)
+    bench.reducer.open(announced=True)
+    assert bench.reducer.phase is Phase.CHANGED
+    bench.mark(2, 0, 1)
+    assert bench.log == []  # nothing is sent before the end
+    bench.reducer.close(lambda: True)
+    assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
+        (order, False, True) for order in range(4)
+    ]
+    assert bench.orders("send") == ["new 0", "new 1"]
+    assert [entry[1] for entry in bench.log if entry[0] in ("deliver", "agree")] == ["", "new 0", "new 1"]
+    assert bench.orders("discard") == [0, 1, 2, 3]
+    assert bench.seen[1:] == [([2, 0, 1], [1, 1, 1])]
+    assert bench.reducer.rebuilt
+    bench.log.clear()
+    bench.backward()
+    assert (bench.orders("send"), bench.orders("send empty")) == (["new 0", "new 1"], [])
 
 
 @pytest.mark.parametrize("here", [True, False])
 def test_a_change_on_one_rank_is_told_by_the_ranks_and_stays(here):
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
-    reducer.buckets[-1].tail.changed = [0] if here else [1]
+    bench = Bench().settled()
+    bench.report.reading = Reading(any_changed=True, rank=0 if here else 1)
     if here:
-        markers = follow(reducer, log, lambda: pytest.fail("there is nothing to agree on"))
+        follow(bench, lambda: pytest.fail("there is nothing to agree on"))
     for _ in range(2):
         with pytest.raises(DPFuseError, match="'c' was added .* and not on rank 1" if here else "^rank 0: the module"):
-            backward(reducer, markers)
-        assert reducer.phase is Phase.IDLE
-    assert launches(log) == [0, 1, 2, 3] * 2
+            bench.backward()
+        assert bench.reducer.phase is Phase.IDLE
+    assert bench.orders("send empty" if here else "send") == [0, 1, 2, 3] * 2
+
+
+def test_ranks_that_have_changed_differently_all_raise_and_can_change_again():
+    bench = Bench().settled()
+    bench.report.reading = Reading(any_changed=True, any_unchanged=False)
+
+    def disagree():
+        raise DPFuseError("the change differs between ranks")
+
+    follow(bench, disagree)
+    for _ in range(2):
+        with pytest.raises(DPFuseError, match="the change differs"):
+            bench.backward()
+        assert bench.reducer.phase is Phase.IDLE
+    assert bench.orders("send") == []
 
 
 def test_a_change_that_was_undone_leaves_the_old_buckets():
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
-    follow(reducer, log, lambda: None)
-    reducer.unfollow([f"p{index}" for index in range(6)], [1] * 6)
-    backward(reducer, [partial(marker, index) for index, marker in enumerate(reducer.markers())])
-    assert launches(log) == [0, 1, 2, 3]
+    bench = Bench().settled()
+    params, names = bench.params, bench.names
+    follow(bench, lambda: None)
+    follow(bench, lambda: None)
+    bench.params = params
+    bench.reducer.unfollow(params, names, [1] * 6)
+    bench.backward()
+    assert (bench.orders("send"), bench.orders("send empty")) == ([0, 1, 2, 3], [])
 
 
 def test_a_changed_model_is_drained_in_the_old_buckets():
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
-    reducer.buckets[-1].tail.failed = [0]
-    markers = follow(reducer, log, lambda: None)
-    reducer.open(announced=True)
-    markers[0]()
-    reducer.abandon()
+    bench = Bench().settled()
+    bench.report.reading = Reading(any_failed=True, rank=0)
+    follow(bench, lambda: None)
+    bench.reducer.open(announced=True)
+    bench.mark(0)
+    bench.reducer.abandon()
     with pytest.raises(DPFuseError, match="interrupted by an exception on rank 0 of 2 only"):
-        reducer.drain()
-    assert [entry[1:] for entry in log if entry[0] == "launch"] == [(order, True) for order in range(4)]
+        bench.reducer.drain()
+    assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
+        (order, True, False) for order in range(4)
+    ]
 
 
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+# --- A rank without inputs ---
 
 
-@pytest.mark.parametrize(
-    "moves", ["wait", "deliver", "discard", "launch launch", "launch deliver", "launch wait launch"]
-)
-def test_every_illegal_move_of_a_bucket_is_an_error(group, moves):
-    param = torch.nn.Parameter(torch.ones(3))
-    (bucket,) = make_buckets(plan_buckets([ParamSpec("weight", (3,), "float32")]), [param], group)
-    *legal, illegal = moves.split()
-    for move in legal:
-        getattr(bucket, move)()
-    with pytest.raises(DPFuseError, match=r"bucket 0 .* with parameters weight.* is \w+, expected \w+; this is a bug"):
-        getattr(bucket, illegal)()
+def test_a_rank_that_shadows_a_backward_takes_part_as_one_without_inputs_and_does_not_warn():
+    bench = Bench(warn_unused=True).settled()
+    for bucket in bench.buckets:
+        bucket.lacks = list(bucket.plan.params)
+    elsewhere = []
+    bench.report.used_somewhere = lambda indices: elsewhere.append(bench.window.elsewhere) or set(indices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bench.reducer.shadow_backward()
+    assert bench.orders("send") == [0, 1, 2, 3]
+    assert (elsewhere, bench.window.elsewhere) == ([True], False)
+    for bucket in bench.buckets:
+        bucket.lacks = [5] if 5 in bucket.plan.params else []
+    with pytest.warns(UserWarning, match="'p5' got no gradient"):
+        bench.backward([4, 3, 2, 1, 0])
 
 
-def test_padding_and_gaps_of_a_flat_buffer_stay_zero(group):
-    params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
-    plan = plan_buckets([ParamSpec(str(p.numel()), tuple(p.shape), "float32") for p in params])
-    (bucket,) = make_buckets(plan, params, group, views=True, canary=Canary())
-    for step in range(3):
-        for param in params:
-            param.grad = torch.full_like(param, float("nan") if step else 1.0)
-        bucket.launch()
-        bucket.wait()
-        bucket.deliver()
-        flat = bucket._table.flat
-        filled = torch.zeros_like(flat, dtype=torch.bool)
-        for slot in plan.buckets[0].slots:
-            filled[slot.offset : slot.offset + slot.numel] = True
-        filled[plan.buckets[0].numel :] = True  # the tail
-        assert (flat[~filled] == 0).all()
-        assert (~filled).sum() == 1 + 3 + 3
+# --- Feeds ---
 
 
-def captured(reducer):
-    """The same inside the capture of a CUDA graph: nothing can be read from the device, so the tail must not be."""
-    for bucket in reducer.buckets:
-        bucket.tail.deaf = True
-        bucket.tail.used_somewhere = None  # calling it would wait for the device
+def test_a_large_gradient_is_packed_before_it_is_noted_and_only_while_its_bucket_can_take_it():
+    bench = Bench(feed=lambda order, log: NotedFeed(log, (3, 4) if order == 1 else ()))
+    bench.backward()
+    assert bench.orders("pack") == [], "the first backward is recorded"
+    bench.log.clear()
+    bench.reducer.record_forward(False)
+    bench.backward()
+    assert bench.log == [], "a local one sends nothing"
+    bench.reducer.record_forward(True)
+    bench.reducer.open(announced=True)
+    bench.mark(5, 4, 3)
+    assert bench.log == [("send", 0), ("pack", 4), ("pack", 3), ("send", 1)]
+    with pytest.raises(DPFuseError, match="parameter 'p4' became ready after"):
+        bench.mark(4, 2, 1, 0)
+        bench.reducer.close(lambda: True)
+    assert bench.orders("pack") == [4, 3], "what was sent is packed no more"
 
 
-def test_a_captured_backward_is_like_any_other():
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
-    captured(reducer)
-    backward(reducer, markers)
-    assert launches(log) == [0, 1, 2, 3]
-    assert [entry[1] for entry in log if entry[0] == "deliver"] == [0, 1, 2, 3]
+def test_a_parameter_that_becomes_ready_several_times_is_not_packed_early():
+    bench = Bench(feed=lambda order, log: NotedFeed(log, (3, 4) if order == 1 else ()))
+    bench.backward([5, 4, 4, 3, 2, 1, 0])
+    bench.log.clear()
+    bench.backward([5, 4, 4, 3, 2, 1, 0])
+    assert bench.orders("pack") == [3]
 
 
-def test_the_first_backward_of_a_model_is_not_captured():
-    reducer, log, markers = make_reducer()
-    captured(reducer)
-    with pytest.raises(
-        DPFuseError, match=r"rank 0: the first .* is captured in a CUDA graph; expected some steps before"
-    ):
-        backward(reducer, markers)
-    assert (log, reducer.phase) == ([], Phase.IDLE)
+def test_hooks_note_the_stream_where_there_are_streams():
+    bench = Bench().settled()
+    noted = []
+
+    def noting(hook):
+        return lambda param: (noted.append(param), hook(param))
+
+    for bucket in bench.buckets:
+        bucket.parts.writers = SimpleNamespace(noting=noting)
+    bench.install(bench.reducer.hooks())
+    bench.backward()
+    assert list(map(id, noted)) == list(map(id, bench.params[::-1]))
+    assert bench.orders("send") == [0, 1, 2, 3]
 
 
-def test_a_parameter_without_gradient_is_named_in_a_capture():
-    reducer, log, markers = make_reducer()
-    backward(reducer, markers)
-    log.clear()
-    captured(reducer)
-    reducer.buckets[1].missing = [3]
-    with pytest.raises(DPFuseError, match=r"rank 0: parameter 'p3' got no gradient in a backward that a CUDA graph"):
-        backward(reducer, markers, [5, 4, 2, 1, 0])
-    assert ("discard", 1) in log
-    assert ("deliver", 1) not in log
-    assert reducer.phase is Phase.IDLE
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_local_backward_accumulates_complete_buckets_while_it_runs_and_the_rest_at_its_end(settled):
+    bench = Bench(feed=NotedAccumulating)
+    if settled:
+        bench.settled()
+    bench.reducer.record_forward(False)
+    bench.reducer.open(announced=True)
+    bench.mark(2, 1, 4)
+    assert bench.log == [("take", 2, False)], "in no order of the buckets"
+    bench.reducer.close(lambda: True)
+    taken = [1, 2] if settled else [0, 1, 2, 3]
+    assert bench.log[1:] == [("take", order, True) for order in taken]
+    assert bench.orders("send") == []
+    (backwards, _) = bench.window.fields()
+    assert backwards.value() == 1
+    with pytest.raises(DPFuseError, match=r"discard_accumulated\(\) was called while a backward is LOCAL"):
+        bench.reducer.record_forward(False)
+        bench.reducer.open(announced=True)
+        bench.reducer.discard_accumulated()
+    bench.reducer.close(lambda: True)
+    bench.reducer.discard_accumulated()
+    assert backwards.value() == 0
+    assert not any(bucket.parts.feed.held for bucket in bench.buckets)
 
 
-def test_a_pack_that_fails_in_a_capture_is_reported_without_asking_anybody():
-    reducer, _, markers = make_reducer()
-    backward(reducer, markers)
-    captured(reducer)
-    reducer.buckets[0].error = ValueError("2 of 2 tensors are not where the last call found them")
-    with pytest.raises(DPFuseError, match="rank 0 could not pack its gradients: 2 of 2 tensors are not where"):
-        backward(reducer, markers)
-    assert reducer.phase is Phase.IDLE
+def test_a_local_backward_that_dies_throws_the_window_away_with_a_warning():
+    bench = Bench(feed=NotedAccumulating).settled()
+    bench.reducer.record_forward(False)
+    bench.backward()
+    bench.reducer.open(announced=True)
+    with pytest.warns(UserWarning, match="accumulated in the buckets before, for 4 parameters, was thrown away"):
+        bench.reducer.abandon()
+    assert bench.reducer.phase is Phase.IDLE
+    bench.reducer.record_forward(False)
+    bench.buckets[2].parts.feed.error = ValueError("it does not fit")
+    with pytest.warns(UserWarning, match="for 4 parameters"), pytest.raises(ValueError, match="it does not fit"):
+        bench.backward()
+    assert bench.reducer.phase is Phase.IDLE
+
+
+def test_an_abandoned_synchronised_backward_forgets_what_was_accumulated():
+    bench = Bench(feed=NotedAccumulating).settled()
+    bench.reducer.record_forward(False)
+    bench.backward()
+    bench.reducer.record_forward(True)
+    bench.reducer.open(announced=True)
+    bench.reducer.abandon()
+    bench.report.reading = Reading(any_failed=True, any_well=False)
+    bench.reducer.drain()
+    assert not any(bucket.parts.feed.held for bucket in bench.buckets)

@@ -1,4 +1,7 @@
-"""`paddle.distributed`: joining a job, starting ranks, fleet."""
+"""`paddle.distributed`: joins a job, starts ranks, and holds fleet.
+
+All but `fleet` is dpfuse's own code under Paddle's names. `launch` is Paddle's path of the launcher.
+"""
 
 from importlib import import_module
 from types import ModuleType
@@ -10,7 +13,7 @@ __all__ = ["ParallelEnv", "fleet", "get_rank", "get_world_size", "init_parallel_
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Imported on demand: `python -m dpfuse.paddle.distributed.launch` would complain of a module that is there already.
+    # Import on demand: `python -m dpfuse.paddle.distributed.launch` warns if the module is already imported.
     if name == "launch":
         return import_module("dpfuse.paddle.distributed.launch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The door `python -m dpfuse.paddle.distributed.launch`: dpfuse's launcher under Paddle's path."""
+"""`python -m dpfuse.paddle.distributed.launch`: dpfuse's launcher under Paddle's path."""
 
 import sys
 

@@ -1,4 +1,10 @@
-"""`paddle.static`: programs, executors, scopes."""
+"""`paddle.static`: programs, executors and scopes.
+
+Read `program` first (a graph of named variables), then how one is made: `capture` traces a module, `guard` with
+`variable` records operations. `scope` holds parameters. `replica` runs a program on one device, for `executor` and,
+on several devices, for `parallel_executor` (with `replica_set`, `trainers`, `seeds` and `device_thread`). `feed` and
+`fetch` check what goes in and out.
+"""
 
 from dpfuse.paddle.static.executor import Executor
 from dpfuse.paddle.static.guard import data, default_main_program, default_startup_program, program_guard

@@ -1,4 +1,4 @@
-"""Captures what a module's forward does as a graph, by symbolic tracing."""
+"""Captures a module's forward as a graph, by symbolic tracing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Tracer(fx.Tracer):
 
 
 def captured(module: nn.Module) -> fx.Graph:
-    """The graph of `module.forward`; modules of torch.nn are one operation each.
+    """Return the graph of `module.forward`. Each module of torch.nn is one operation.
 
     Raises:
-        ValueError: it does what tracing cannot follow.
+        ValueError: Tracing cannot follow the forward.
 
     Example:
         >>> import torch
@@ -33,11 +33,11 @@ def captured(module: nn.Module) -> fx.Graph:
     """
     try:
         graph = _Tracer().trace(module)
-    except Exception as error:  # forward is the user's code, and meets proxies where it expects tensors
+    except Exception as error:  # forward is the user's code, and gets proxies instead of tensors
         raise ValueError(
             f"forward of {type(module).__name__} cannot be captured: {error}. Expected torch operations that are the "
-            "same for every value. Decorate what cannot be traced with torch.fx.wrap, or build the program under "
-            "program_guard, where each module is one operation."
+            "same for every value. Decorate functions that cannot be traced with torch.fx.wrap, or build the program "
+            "under program_guard, where each module is one operation."
         ) from error
     for node in graph.nodes:
         if node.op == "call_module":

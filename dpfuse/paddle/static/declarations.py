@@ -1,4 +1,4 @@
-"""What is known of a program's variables without running it. Plain data."""
+"""Descriptions of a program's variables, known without a run. Plain data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["REQUIRED", "Feed", "Objective", "OptimizerFactory", "VariableInfo", 
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-REQUIRED = object()  # default of a feed that has none
+REQUIRED = object()  # stands for the default of a feed without default
 
 
 class VariableKind(Enum):
-    """What a variable of a program is."""
+    """The kind of a program's variable."""
 
     FEED = "feed"  # given to each run
     PARAMETER = "parameter"  # lives in a scope, may be trained
@@ -28,22 +28,22 @@ class VariableKind(Enum):
 
 @dataclass(frozen=True)
 class VariableInfo:
-    """What is known of a variable without running its program."""
+    """Description of a variable."""
 
     name: str
     kind: VariableKind
-    shape: tuple[int | None, ...] | None = None  # None: not known
+    shape: tuple[int | None, ...] | None = None  # None: unknown
     dtype: torch.dtype | None = None
 
     @property
     def persistable(self) -> bool:
-        """Does it live in a scope?"""
+        """Whether the variable lives in a scope."""
         return self.kind in (VariableKind.PARAMETER, VariableKind.BUFFER)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """One input of a program; None stands for what was not declared."""
+    """One input of a program. None means not declared."""
 
     name: str
     shape: tuple[int | None, ...] | None = None
@@ -57,7 +57,7 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """What a program minimises, and how: `optimizer` makes one for the parameters of each replica."""
+    """The loss that a program minimises. `optimizer` makes an optimizer for the parameters of each replica."""
 
     loss: str
     optimizer: OptimizerFactory

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of recorded calls: a module has a mode, a function an argument for it."""
+"""Training and evaluation mode of recorded calls. A module has a mode; a function has an argument for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx, nn
 
 __all__ = ["in_evaluation_mode", "remember_mode", "set_mode"]
 
-MODE = "dpfuse: training"  # key in the meta data of a node
+MODE = "dpfuse: training"  # key in the metadata of a node
 
 DROPOUTS = (
     torch.dropout,
@@ -23,7 +23,7 @@ DROPOUTS = (
     torch.feature_alpha_dropout_,
 )
 
-# Functions written in C++ have no signature: place and name of the argument, and its value in evaluation.
+# Functions written in C++ have no signature: position and name of the argument, and its value in evaluation.
 BUILT_IN: dict[Any, tuple[int, str, Any]] = {
     **dict.fromkeys(DROPOUTS, (2, "train", False)),
     torch.batch_norm: (5, "training", False),
@@ -34,7 +34,9 @@ BUILT_IN: dict[Any, tuple[int, str, Any]] = {
 
 
 def in_evaluation_mode(node: fx.Node) -> None:
-    """Make a recorded call of `F.dropout`, `F.batch_norm` and the like one of evaluation mode; others stay.
+    """Put a recorded call of `F.dropout`, `F.batch_norm` or a similar function in evaluation mode.
+
+    Other calls do not change.
 
     Example:
         >>> import torch
@@ -65,11 +67,11 @@ def in_evaluation_mode(node: fx.Node) -> None:
 
 
 def remember_mode(node: fx.Node, module: nn.Module) -> None:
-    """Note in which mode a module and those inside of it were when its call was recorded."""
+    """Record the mode of a module and of its submodules at the time of its call."""
     node.meta[MODE] = [inner.training for inner in module.modules()]
 
 
 def set_mode(node: fx.Node, module: nn.Module) -> None:
-    """Give a copy of a module the mode of when its call was recorded."""
+    """Give a copy of a module the mode that was recorded with its call."""
     for inner, training in zip(module.modules(), node.meta[MODE], strict=False):
         inner.training = training

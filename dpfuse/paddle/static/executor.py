@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dpfuse import DPFuseError
+from dpfuse.paddle.static.device_thread import on_device
 from dpfuse.paddle.static.feed import checked_feed
 from dpfuse.paddle.static.fetch import fetch_names, unmerged
 from dpfuse.paddle.static.guard import default_main_program
@@ -13,7 +14,6 @@ from dpfuse.paddle.static.places import place_of
 from dpfuse.paddle.static.program import Program
 from dpfuse.paddle.static.replica import Replica
 from dpfuse.paddle.static.scope import Scope, global_scope
-from dpfuse.paddle.static.worker import on_device
 
 __all__ = ["Executor", "program_and_scope"]
 
@@ -22,7 +22,7 @@ class Executor:
     """Runs programs on one device.
 
     Args:
-        place: `CPUPlace()`, `CUDAPlace(0)`, `"cpu"`, `"gpu:0"`; None is the first GPU, else the CPU.
+        place: `CPUPlace()`, `CUDAPlace(0)`, `"cpu"`, `"gpu:0"`; None means the first GPU, or the CPU without GPUs.
 
     Raises:
         TypeError, ValueError: `place` names no device.
@@ -52,24 +52,24 @@ class Executor:
         scope: Scope | None = None,
         return_numpy: bool = True,
     ) -> list[Any]:
-        """Run the whole program once; nothing is left out because it is not fetched.
+        """Run the whole program once, also the operations that are not fetched.
 
-        A startup program initialises the variables of its main programs, which happens only once. A program
-        with `minimize` also runs backward and takes a step of its optimizer.
+        A startup program initialises the variables of its main programs, but only once. A program with `minimize` also
+        runs backward and steps its optimizer.
 
         Args:
-            program: None is `default_main_program()`.
+            program: None means `default_main_program()`.
             feed: an array, a tensor or numbers for each input, by name.
-            fetch_list: names, or variables; parameters are fetched as they are after the step.
-            scope: where the variables live; None is `global_scope()`.
-            return_numpy: whether to return arrays or tensors.
+            fetch_list: names, or variables. Parameters are fetched after the step.
+            scope: holds the variables; None means `global_scope()`.
+            return_numpy: True returns arrays, False tensors.
 
         Returns:
             One value for each of `fetch_list`.
 
         Raises:
-            TypeError, ValueError: wrong arguments, names or shapes; with the nearest names.
-            DPFuseError: the executor is closed, an operation failed, or a variable's name is taken in the scope.
+            TypeError, ValueError: An argument, a name or a shape is wrong; the nearest names are suggested.
+            DPFuseError: The executor is closed, an operation failed, or a variable's name is taken in the scope.
         """
         if self._closed:
             raise DPFuseError("this Executor is closed; expected run() before close(). Make a new one.")
@@ -77,7 +77,7 @@ class Executor:
         for main in program.initialises:
             scope.hold(main, self._device)
         replica = self._replica(program, scope)
-        scope.move(replica.tensors.values(), self._device)  # a run on another device may have taken them away
+        scope.move(replica.tensors.values(), self._device)  # a run on another device may have moved them
         objective = program.objective
         names = fetch_names(fetch_list, program, {*replica.nodes, *replica.tensors}, objective is not None)
         fed = checked_feed(feed, program.feeds)
@@ -90,7 +90,7 @@ class Executor:
         return [values[name] for name in names]
 
     def close(self) -> None:
-        """Let go of everything; the executor cannot run any more."""
+        """Release all memory. The executor cannot run any more."""
         self._closed = True
         self._replicas.clear()
 
@@ -103,10 +103,10 @@ class Executor:
 
 
 def program_and_scope(program: Any, scope: Any) -> tuple[Program, Scope]:
-    """The program and the scope to use, with the defaults in place of None.
+    """Return the program and the scope to use, with the defaults instead of None.
 
     Raises:
-        TypeError: another type.
+        TypeError: An argument has another type.
     """
     program = default_main_program() if program is None else program
     scope = global_scope() if scope is None else scope

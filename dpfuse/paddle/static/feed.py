@@ -1,4 +1,4 @@
-"""What goes into a run: checks fed arrays against a program, and deals them out to devices."""
+"""The inputs of a run: checks fed arrays against a program, and splits them for the devices."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dpfuse import DPFuseError
 from dpfuse.paddle.static.declarations import Feed
 from dpfuse.paddle.static.names import suggestion
 
-__all__ = ["Fed", "checked_feed", "dealt_feed", "given_feed", "to_tensor"]
+__all__ = ["Fed", "checked_feed", "given_feed", "split_feed", "to_tensor"]
 
-Fed = dict[str, Any]  # by name: tensors and arrays as they were given
+Fed = dict[str, Any]  # by name: the given tensors and arrays
 
 
 def given_feed(feed: Any, feed_dict: Any) -> Any:
-    """The feed of a call of run(), which may use the old name of that argument.
+    """Return the feed of a call of run(), which may use the argument's old name.
 
     Raises:
-        ValueError: both names are used.
+        ValueError: Both names are used.
     """
     if feed_dict is None:
         return feed
@@ -34,16 +34,16 @@ def given_feed(feed: Any, feed_dict: Any) -> Any:
 
 
 def checked_feed(feed: Any, feeds: Mapping[str, Feed], what: str = "feed") -> Fed:
-    """A fed dictionary whose names, dtypes and shapes are right; lists have become arrays.
+    """Check names, dtypes and shapes of a feed. Return it with lists converted to arrays.
 
     Args:
-        feed: what the user gave; None is an empty dictionary.
+        feed: the user's feed; None means an empty dictionary.
         feeds: the program's inputs.
-        what: how errors call it.
+        what: the feed's name in errors.
 
     Raises:
-        TypeError: not a dictionary.
-        ValueError: a name is unknown or missing, or a shape or dtype is not the declared one.
+        TypeError: `feed` is no dictionary.
+        ValueError: A name is unknown or missing, or a shape or dtype is not the declared one.
     """
     if feed is None:
         feed = {}
@@ -60,25 +60,25 @@ def checked_feed(feed: Any, feeds: Mapping[str, Feed], what: str = "feed") -> Fe
     return {name: _checked(value, feeds[name], what) for name, value in feed.items()}
 
 
-def dealt_feed(feed: Any, feeds: Mapping[str, Feed], devices: int, kind: str, training: bool) -> list[Fed]:
-    """What each device is fed.
+def split_feed(feed: Any, feeds: Mapping[str, Feed], devices: int, kind: str, training: bool) -> list[Fed]:
+    """Return the feed of each device.
 
-    A dictionary is cut along dim 0 into consecutive chunks of ceil(n / devices) rows, as Paddle 2 does: three
-    rows on two devices are two and one. A list holds one dictionary per device and is dealt out as it is.
+    A dictionary is cut along dim 0 into consecutive chunks of ceil(n / devices) rows, as Paddle 2 does. For example,
+    three rows on two devices are two and one. A list holds one dictionary per device and is not cut.
 
     Args:
-        feed: what the user gave.
+        feed: the user's feed.
         feeds: the program's inputs.
         devices: number of devices.
-        kind: what the devices are, for errors.
-        training: whether all devices must get something; a test program leaves some idle instead.
+        kind: kind of the devices, for errors.
+        training: whether every device must get rows. A test program may leave devices idle.
 
     Returns:
         One dictionary per device in use.
 
     Raises:
-        TypeError, ValueError: as `checked_feed`; a list of another length; arrays of different lengths.
-        DPFuseError: the rows do not reach all devices of a training program.
+        TypeError, ValueError: As for `checked_feed`; or a list has another length, or the arrays' lengths differ.
+        DPFuseError: There are not enough rows for all devices of a training program.
     """
     if isinstance(feed, (list, tuple)):
         for index, one in enumerate(feed):
@@ -111,7 +111,7 @@ def dealt_feed(feed: Any, feeds: Mapping[str, Feed], devices: int, kind: str, tr
 
 
 def to_tensor(value: Any, device: torch.device) -> Tensor:
-    """A copy on `device`, so that a program may overwrite its inputs."""
+    """Return a copy on `device`, so that a program may overwrite its inputs."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     return torch.from_numpy(np.array(value)).to(device)

@@ -1,4 +1,4 @@
-"""What executors hand out: names in, arrays or tensors out, those of several devices merged."""
+"""The results of a run: checks the fetched names, and merges the values of several devices."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["Form", "fetch_names", "merged", "to_numpy", "unmerged"]
 
 
 def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradients: bool) -> list[str]:
-    """The names in `fetch_list`, checked.
+    """Return the names in `fetch_list`, checked.
 
     Args:
-        fetch_list: names, or variables; None is an empty list.
-        program: what is run.
+        fetch_list: names, or variables; None means an empty list.
+        program: the program to run.
         known: names of the program that need no further check.
-        gradients: whether this run computes any.
+        gradients: whether this run computes gradients.
 
     Raises:
         TypeError: `fetch_list` is not a list, or holds something else.
-        ValueError: a name is unknown, with the nearest ones; or a gradient's in a run without gradients.
+        ValueError: A name is unknown (the nearest ones are suggested), or is a gradient in a run without gradients.
     """
     if fetch_list is None:
         return []
@@ -50,39 +50,39 @@ def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradi
 
 
 def merged(values: Sequence[Any], name: str, return_numpy: bool) -> Any:
-    """The values of all devices, one behind the other along dim 0; scalars become a vector.
+    """Return the values of all devices, concatenated along dim 0. Scalars become a vector.
 
     Raises:
-        TypeError: they are no tensors, nor numbers.
-        ValueError: they differ in more than dim 0.
+        TypeError: A value is neither a tensor nor a number.
+        ValueError: The values differ in more than dim 0.
     """
     tensors = [_tensor_of(value, name) for value in values]
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     if len({(row.shape[1:], row.dtype) for row in rows}) > 1:
         raise ValueError(
             f"the values of {name!r} have shapes {[tuple(row.shape) for row in rows]} on the devices and cannot be "
-            "merged; expected the same sizes but for dim 0. Pass return_merged=False."
+            "merged; expected the same sizes except for dim 0. Pass return_merged=False."
         )
     whole = torch.cat([row.to(rows[0].device) for row in rows])
     return to_numpy(whole, name) if return_numpy else whole
 
 
 def unmerged(value: Any, name: str, return_numpy: bool) -> Any:
-    """One device's value, copied: the next run may overwrite what it was computed in.
+    """Return a copy of one device's value, because the next run may overwrite its memory.
 
     Raises:
-        TypeError: it is no tensor, nor a number.
+        TypeError: The value is neither a tensor nor a number.
     """
     tensor = _tensor_of(value, name)
     return to_numpy(tensor, name) if return_numpy else tensor.clone()
 
 
 class Form:
-    """In which form the values of several devices are handed out.
+    """The form in which the values of several devices are returned.
 
     Args:
-        return_numpy: as arrays, or as tensors.
-        return_merged: one behind the other, or as a list.
+        return_numpy: True returns arrays, False tensors.
+        return_merged: True concatenates the values, False returns a list.
     """
 
     def __init__(self, return_numpy: bool, return_merged: bool) -> None:
@@ -90,10 +90,10 @@ class Form:
         self._return_merged = return_merged
 
     def of(self, name: str, values: Sequence[Any]) -> Any:
-        """The values of `name` on the devices, copied.
+        """Return copies of the values of `name` on the devices.
 
         Raises:
-            TypeError, ValueError: as `merged` and `unmerged`.
+            TypeError, ValueError: As for `merged` and `unmerged`.
         """
         if self._return_merged:
             return merged(values, name, self._return_numpy)
@@ -101,10 +101,10 @@ class Form:
 
 
 def to_numpy(tensor: Tensor, name: str) -> np.ndarray[Any, Any]:
-    """A copy of a tensor as an array.
+    """Return a copy of a tensor as an array.
 
     Raises:
-        TypeError: numpy has no such dtype.
+        TypeError: Numpy has no such dtype.
     """
     try:
         return tensor.detach().cpu().clone().numpy()

@@ -1,4 +1,4 @@
-"""The programs that are being built: the default ones, the guard that replaces them, and their inputs."""
+"""The programs under construction: the default programs, the guard that replaces them, and their inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _startup.initialises.add(_main)
 
 
 def default_main_program() -> Program:
-    """The program that is being built, or that executors run where they are given none.
+    """Return the program under construction. Executors run it if they are given none.
 
     Example:
         >>> from dpfuse.paddle import static
@@ -34,7 +34,7 @@ def default_main_program() -> Program:
 
 
 def default_startup_program() -> Program:
-    """The program that initialises the variables of the one that is being built.
+    """Return the program that initialises the variables of the program under construction.
 
     Example:
         >>> from dpfuse.paddle import static
@@ -46,18 +46,18 @@ def default_startup_program() -> Program:
 
 @contextmanager
 def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
-    """Build `main_program` inside of the `with` block.
+    """Build `main_program` inside the `with` block.
 
-    There, what is done to the variables that `data` makes is recorded, and a module called with a variable is
-    one operation of the program. Modules and functions that meet no variable work as always.
+    The block records all operations on the variables that `data` makes. A module called with a variable is one
+    operation of the program. Modules and functions without variables work as usual.
 
     Args:
-        main_program: what is built, and what `default_main_program()` returns meanwhile.
-        startup_program: the program that initialises its variables when an executor runs it; None leaves that
-            to the current one. A variable that was not initialised so is when it is first needed.
+        main_program: the program to build. `default_main_program()` returns it inside the block.
+        startup_program: the program that initialises the variables when an executor runs it; None means the current
+            one. Variables that were not initialised are initialised on first use.
 
     Raises:
-        TypeError: not programs.
+        TypeError: An argument is no Program.
 
     Example:
         >>> import torch
@@ -87,19 +87,19 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
 
 
 def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype = "float32") -> Variable:
-    """An input of the program that is being built.
+    """Add an input to the program under construction.
 
     Args:
-        name: what to feed it by.
-        shape: sizes of its dimensions; None or -1 for one that may differ from run to run.
-        dtype: what is fed must have it: a name such as `"float32"`, or a torch dtype.
+        name: its key in a feed.
+        shape: sizes of its dimensions; None or -1 for a size that may differ from run to run.
+        dtype: dtype of the fed values: a name such as `"float32"`, or a torch dtype.
 
     Returns:
         The variable.
 
     Raises:
-        TypeError, ValueError: an argument is not of this kind, or the name is taken.
-        DPFuseError: outside of `program_guard`.
+        TypeError, ValueError: An argument is invalid, or the name is taken.
+        DPFuseError: The call is outside `program_guard`.
 
     Example:
         >>> from dpfuse.paddle import static

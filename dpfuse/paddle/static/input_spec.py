@@ -1,4 +1,4 @@
-"""InputSpec, the description of a tensor that a network takes: shape, dtype, name. Holds no data."""
+"""InputSpec, the description of a network's input: shape, dtype and name. Holds no data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["InputSpec", "dtype_of"]
 
 
 def dtype_of(dtype: Any, name: str = "dtype") -> torch.dtype:
-    """The torch dtype that is meant by `dtype`: one itself, its name, or numpy's.
+    """Return the torch dtype for `dtype`: a torch dtype, a name, or a numpy dtype.
 
     Raises:
-        TypeError, ValueError: nothing that torch knows; `name` is how the text calls the argument.
+        TypeError, ValueError: Torch has no such dtype. The text calls the argument `name`.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -32,15 +32,15 @@ def dtype_of(dtype: Any, name: str = "dtype") -> torch.dtype:
 
 
 class InputSpec:
-    """What one input or label of a network looks like.
+    """The description of one input or label of a network.
 
     Args:
-        shape: sizes, the batch first; None or -1 where any size is possible.
+        shape: sizes, the batch first; None or -1 for any size.
         dtype: of torch or numpy, or a name.
-        name: what the input is called; the key in batches that are dicts.
+        name: the input's name; the key in batches that are dicts.
 
     Raises:
-        TypeError, ValueError: a size that is no integer or below -1, an unknown dtype.
+        TypeError, ValueError: A size is no integer or below -1, or the dtype is unknown.
 
     Example:
         >>> from dpfuse.paddle.static import InputSpec
@@ -59,25 +59,25 @@ class InputSpec:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, name: str | None = None) -> InputSpec:
-        """The description of `tensor`."""
+        """Return the description of `tensor`."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}; use from_numpy for arrays")
         return cls(tuple(tensor.shape), tensor.dtype, name)
 
     @classmethod
     def from_numpy(cls, ndarray: np.ndarray[Any, Any], name: str | None = None) -> InputSpec:
-        """The description of `ndarray`."""
+        """Return the description of `ndarray`."""
         return cls(ndarray.shape, ndarray.dtype, name)
 
     def batch(self, batch_size: int | None) -> InputSpec:
-        """Put a batch dimension in front, in place; returns the spec itself."""
+        """Add a batch dimension in front, in place. Return the spec itself."""
         self.shape = _checked([batch_size, *self.shape])
         return self
 
     def unbatch(self) -> InputSpec:
-        """Take the first dimension away, in place; returns the spec itself."""
+        """Remove the first dimension, in place. Return the spec itself."""
         if not self.shape:
-            raise ValueError("unbatch: the shape is (), which has no dimension to take away")
+            raise ValueError("unbatch: the shape is (), which has no dimension to remove")
         self.shape = self.shape[1:]
         return self
 

@@ -1,4 +1,4 @@
-"""Names of a program's variables: those given automatically, gradients', and what a wrong one was meant to be."""
+"""Names of a program's variables: automatic names, names of gradients, and suggestions for wrong names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRAD = "@GRAD"  # NAME@GRAD is the gradient of NAME
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """A sentence with the known names nearest to `name`, or with some of them.
+    """Return a sentence with the known names nearest to `name`, or with some known names.
 
     Example:
         >>> from dpfuse.paddle.static.names import suggestion
@@ -33,16 +33,16 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 
 def automatic_names(graph: fx.Graph, chosen: Mapping[str, fx.Node], taken: Iterable[str]) -> dict[str, fx.Node]:
-    """What the values that a graph computes are called unless somebody chooses a name.
+    """Return the automatic names of the values that a graph computes.
 
     Args:
         graph: the graph.
-        chosen: nodes by names that somebody chose.
+        chosen: nodes by names that the user chose.
         taken: names of other variables.
 
     Returns:
-        Nodes by name: the path of the module, or the name of the function, that computes them; with a number
-        where that is taken.
+        Nodes by name. The name is the path of the module, or the name of the function, that computes the value. A
+        number is added if the name is taken.
 
     Example:
         >>> from torch import fx, nn

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from dpfuse import DPFuseError, reduce_replicas
+from dpfuse.paddle.static.device_thread import on_device
 from dpfuse.paddle.static.executor import program_and_scope
-from dpfuse.paddle.static.feed import Fed, dealt_feed, given_feed
+from dpfuse.paddle.static.feed import Fed, given_feed, split_feed
 from dpfuse.paddle.static.fetch import Form, fetch_names
 from dpfuse.paddle.static.names import GRAD
 from dpfuse.paddle.static.places import cpu_places, cuda_places
@@ -23,47 +24,46 @@ from dpfuse.paddle.static.scope import Scope
 from dpfuse.paddle.static.seeds import Seed, seeds_of
 from dpfuse.paddle.static.strategies import BuildStrategy, ExecutionStrategy
 from dpfuse.paddle.static.trainers import Trainers
-from dpfuse.paddle.static.worker import on_device
 
 __all__ = ["ParallelExecutor"]
 
-BUCKET_SIZE = 128 << 20  # bytes, as the manual path
+BUCKET_SIZE = 128 << 20  # bytes, as for fused_allreduce_gradients
 
 
 class ParallelExecutor:
     """Runs a program on every GPU of this process, or on CPU_NUM CPU devices, each on its share of the data.
 
-    Each device has a replica of the program's variables; the first one's live in the scope. They run at the
-    same time. In a training program, one that has a `loss_name`, the gradients of all devices are averaged in
-    fused buffers (`dpfuse.reduce_replicas`), and each device updates its own variables, so that parameters
-    stay equal. The mean is over devices, whatever their numbers of rows. Buffers such as the statistics of
-    batch norm are each device's own. A parameter that somebody wrote into between two runs, say to load a
-    checkpoint, is given to all devices again before the next one.
+    Each device has a replica of the program's variables. The replica of the first device lives in the scope. Replicas
+    run at the same time. A training program has a `loss_name`: the gradients of all devices are averaged in fused
+    buffers (`dpfuse.reduce_replicas`), and each device updates its own variables, so that parameters stay equal. The
+    mean is over devices, also if their numbers of rows differ. Each device has its own buffers, such as the statistics
+    of batch norm. If the user writes to a parameter between two runs, for example to load a checkpoint, all devices get
+    it before the next run.
 
-    Random operations draw from their device's generator. CPU devices share one generator, in whatever order
-    they come: for repeatable results set `ExecutionStrategy.num_threads = 1`.
+    Random operations use their device's generator. CPU devices share one generator in any order: for repeatable results
+    set `ExecutionStrategy.num_threads = 1`.
 
     Args:
-        use_cuda: run on the visible GPUs (those of FLAGS_selected_gpus, where that is set), or on as many CPU
+        use_cuda: True runs on the visible GPUs (those of FLAGS_selected_gpus, if it is set). False runs on as many CPU
             devices as the environment variable CPU_NUM says.
         loss_name: name of the loss, a tensor of one element; None runs forward only.
-        main_program: what to run, as it is now; None is `default_main_program()`.
-        share_vars_from: an executor whose variables, on all devices, this one uses. Needed to test what is
-            being trained: without it, all devices but the first keep the values of this moment.
-        exec_strategy: how it runs.
+        main_program: the program to run, in its present form; None means `default_main_program()`.
+        share_vars_from: an executor; this one uses its variables on all devices. Pass it to test a program that is
+            being trained: without it, all devices except the first keep the present values.
+        exec_strategy: how the executor runs.
         build_strategy: how gradients are averaged.
-        num_trainers: number of processes that train together, each with the same number of devices. They must
-            have joined a process group, whose rank and size are `trainer_id` and `num_trainers`; variables
-            become those of trainer 0, and gradients the mean over all devices of all of them.
+        num_trainers: number of processes that train together, each with the same number of devices. They must have
+            joined a process group with the rank `trainer_id` and the size `num_trainers`. All trainers get trainer 0's
+            variables, and gradients are averaged over all devices of all trainers.
         trainer_id: number of this process.
-        scope: where the variables live; None is `global_scope()`, or that of `share_vars_from`.
+        scope: holds the variables; None means `global_scope()`, or the scope of `share_vars_from`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: no GPU is visible; CPU_NUM, `loss_name` or the trainers' numbers are wrong;
-            `share_vars_from` has other devices or variables.
-        DPFuseError: trainers without a process group, or with different programs; or a variable's name is
-            taken in the scope.
+        TypeError: An argument has another type.
+        ValueError: No GPU is visible; CPU_NUM, `loss_name` or the trainers' numbers are wrong; or `share_vars_from` has
+            other devices or variables.
+        DPFuseError: The trainers have no process group or different programs, or a variable's name is taken in the
+            scope.
 
     Example:
         >>> import os, numpy, torch
@@ -118,7 +118,7 @@ class ParallelExecutor:
         if share_vars_from is None:
             self._trainers.share(self._set.replicas[0], self.device_count)
             self._set.distribute()
-        # Whose first device's variables are given to the other devices when somebody has changed them.
+        # If the variables of its first device were changed, its other devices get them.
         self._origin: ReplicaSet = self._set if share_vars_from is None else share_vars_from._origin
         self._follows = share_vars_from is not None or loss_name is not None or self.device_count == 1
         self._warned = False
@@ -130,12 +130,12 @@ class ParallelExecutor:
 
     @property
     def device_count(self) -> int:
-        """Number of devices, each of which has a replica."""
+        """Number of devices. Each has a replica."""
         return len(self._devices)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Each device's optimizer, say to change the learning rate of all of them; empty without `minimize`."""
+        """Each device's optimizer, for example to change all learning rates; empty without `minimize`."""
         return [replica.optimizer for replica in self._set.replicas if replica.optimizer is not None]
 
     def run(
@@ -146,33 +146,34 @@ class ParallelExecutor:
         return_numpy: bool = True,
         return_merged: bool = True,
     ) -> list[Any]:
-        """Run the whole program once on each device; nothing is left out because it is not fetched.
+        """Run the whole program once on each device, also the operations that are not fetched.
 
         Args:
-            fetch_list: names, or variables: inputs, intermediate values, parameters, buffers, and the
-                gradients `NAME@GRAD` of parameters (averaged) and of intermediate values (each device's own).
-                Parameters are fetched as they are after the step.
-            feed: a dictionary, which is cut along dim 0 into chunks of ceil(n / devices) rows; or a list with
-                one dictionary per device, which may differ in rows. A test program leaves devices idle if
-                there are fewer chunks.
+            fetch_list: names, or variables: inputs, intermediate values, parameters, buffers, and the gradients
+                `NAME@GRAD` of parameters (averaged) and of intermediate values (of each device). Parameters are fetched
+                after the step.
+            feed: a dictionary, which is cut along dim 0 into chunks of ceil(n / devices) rows; or a list with one
+                dictionary per device, with any numbers of rows. A test program leaves devices idle if there are fewer
+                chunks.
             feed_dict: the old name of `feed`.
-            return_numpy: whether to return arrays or tensors.
-            return_merged: whether to put the devices' values one behind the other along dim 0 (numbers become
-                a vector of one per device), or to return a list of them.
+            return_numpy: True returns arrays, False tensors.
+            return_merged: True concatenates the devices' values along dim 0 (numbers become a vector with one element
+                per device). False returns a list.
 
         Returns:
             One value, or list of values, for each of `fetch_list`.
 
         Raises:
-            TypeError, ValueError: wrong arguments, names, lengths, shapes; with the nearest names. Nothing ran.
-            DPFuseError: a batch too small to reach all devices of a training program; or an operation failed
-                on a device or another trainer: then no device takes a step.
+            TypeError, ValueError: An argument, name, length or shape is wrong; the nearest names are suggested. Nothing
+                ran.
+            DPFuseError: The batch is too small for all devices of a training program, or an operation failed on a
+                device or another trainer. Then no device steps.
         """
         replicas: Sequence[Replica] = ()
         training = self._loss is not None
         try:
             names = fetch_names(fetch_list, self._program, self._known, training)
-            fed, seeds = self._dealt(given_feed(feed, feed_dict))
+            fed, seeds = self._split_feed(given_feed(feed, feed_dict))
             self._look_at_variables()
             replicas = self._set.replicas[: len(fed)]
             self._on_each(
@@ -180,7 +181,7 @@ class ParallelExecutor:
                 replicas,
             )
             if training:
-                # The seeds hold the factor, so what remains is a sum.
+                # The seeds include the factor, so gradients are only added up.
                 bucket_size = BUCKET_SIZE if self._build.fuse_all_reduce_ops else 0
                 reduce_replicas([replica.trainable for replica in replicas], scale=1.0, bucket_size=bucket_size)
         except Exception as error:
@@ -200,7 +201,7 @@ class ParallelExecutor:
         try:
             values = {name: form.of(name, [replica.value(name) for replica in replicas]) for name in before}
         finally:
-            # Whatever is wrong with a fetch: the other trainers take this step, too.
+            # Step even if a fetch fails, because the other trainers step, too.
             self._on_each(Replica.update, replicas)
             self._origin.mark()
             self._runs += 1
@@ -210,10 +211,10 @@ class ParallelExecutor:
         return [values[name] for name in names]
 
     def drop_local_exe_scopes(self) -> None:
-        """Let go of the last run's intermediate values and gradients, on all devices, now.
+        """Release the last run's intermediate values and gradients on all devices.
 
-        It happens by itself after every `ExecutionStrategy.num_iteration_per_drop_scope` runs. What is fetched
-        does not depend on it.
+        The executor also does this after every `ExecutionStrategy.num_iteration_per_drop_scope` runs. It does not
+        change fetched values.
         """
         for replica in self._set.replicas:
             replica.drop()
@@ -222,10 +223,10 @@ class ParallelExecutor:
         for replica in replicas:
             replica.drop()
         if replicas:
-            self._origin.mark()  # buffers may have changed, which are each device's own
+            self._origin.mark()  # the devices' own buffers may have changed
 
     def _on_each(self, function: Callable[[Replica], None], replicas: Sequence[Replica]) -> None:
-        """Call `function` for each replica, at the same time; the first device's error is raised when all ended."""
+        """Call `function` for each replica at the same time. When all have ended, raise the first device's error."""
         call = on_device(function)
         if len(replicas) == 1:
             call(replicas[0])
@@ -235,18 +236,18 @@ class ParallelExecutor:
         if errors:
             raise errors[0]
 
-    def _dealt(self, feed: Any) -> tuple[list[Fed], list[Seed]]:
-        """What each device in use is fed, and the gradient of the loss there."""
+    def _split_feed(self, feed: Any) -> tuple[list[Fed], list[Seed]]:
+        """Return the feed of each device in use, and the gradient of the loss there."""
         training = self._loss is not None
         seeds: list[Seed] = [1.0] * self.device_count
         if self._loss is not None:
             strategy = self._build.gradient_scale_strategy
             feed, seeds = seeds_of(feed, f"{self._loss}{GRAD}", strategy, self.device_count, self._trainers.count)
-        return dealt_feed(feed, self._feeds, self.device_count, self._devices[0].type.upper(), training), seeds
+        return split_feed(feed, self._feeds, self.device_count, self._devices[0].type.upper(), training), seeds
 
     def _look_at_variables(self) -> None:
         for scope, replica in zip(self._set.scopes, self._set.replicas, strict=True):
-            scope.move(replica.tensors.values(), replica.device)  # a run on another device may have taken them away
+            scope.move(replica.tensors.values(), replica.device)  # a run on another device may have moved them
         if not self._origin.is_changed():
             return
         if self._follows:
@@ -254,9 +255,8 @@ class ParallelExecutor:
         elif not self._warned:
             self._warned = True
             warnings.warn(
-                "the variables of this ParallelExecutor have changed on its first device since it was made, and its "
-                "other devices do not follow: what it computes there is out of date. Pass share_vars_from=the "
-                "executor that trains.",
+                "the variables of this ParallelExecutor have changed on its first device since it was made, but not on "
+                "its other devices: their results are out of date. Pass share_vars_from=the executor that trains.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -284,7 +284,7 @@ class ParallelExecutor:
                 "the same module"
             )
         if scope is not other._set.scopes[0]:
-            raise ValueError("scope is not that of share_vars_from; expected the same one. Leave it out.")
+            raise ValueError("scope is not the scope of share_vars_from; expected the same scope. Leave it out.")
 
 
 def _setting(name: str, value: Any, kind: type[Any]) -> Any:

@@ -14,7 +14,7 @@ __all__ = ["CPUPlace", "CUDAPlace", "cpu_places", "cuda_places", "place_of"]
 
 
 def CPUPlace() -> torch.device:  # noqa: N802 - Paddle's name
-    """The CPU.
+    """Return the CPU as a device.
 
     Example:
         >>> from dpfuse.paddle.static import CPUPlace
@@ -25,7 +25,7 @@ def CPUPlace() -> torch.device:  # noqa: N802 - Paddle's name
 
 
 def CUDAPlace(id: int) -> torch.device:  # noqa: N802 - Paddle's name
-    """The visible GPU number `id`.
+    """Return the visible GPU number `id` as a device.
 
     Example:
         >>> from dpfuse.paddle.static import CUDAPlace
@@ -36,14 +36,14 @@ def CUDAPlace(id: int) -> torch.device:  # noqa: N802 - Paddle's name
 
 
 def cpu_places(device_count: int | None = None) -> list[torch.device]:
-    """Several CPU devices, each of which gets a replica.
+    """Return several CPU devices. Each gets a replica.
 
     Args:
-        device_count: how many; None asks the environment variable CPU_NUM. Where that is not set, one device
-            is used, the variable is set to 1, and one warning says so.
+        device_count: their number; None reads the environment variable CPU_NUM. If that is not set, there is one
+            device, the variable is set to 1, and a warning is shown once.
 
     Raises:
-        TypeError, ValueError: `device_count` or CPU_NUM is not a whole number above 0.
+        TypeError, ValueError: `device_count` or CPU_NUM is not an integer above 0.
 
     Example:
         >>> from dpfuse.paddle.static import cpu_places
@@ -60,14 +60,14 @@ def cpu_places(device_count: int | None = None) -> list[torch.device]:
 
 
 def cuda_places(device_ids: Sequence[int] | None = None) -> list[torch.device]:
-    """GPUs, each of which gets a replica.
+    """Return GPUs. Each gets a replica.
 
     Args:
-        device_ids: indices among the visible GPUs; None takes those that FLAGS_selected_gpus names (a
-            launched rank has it), else all.
+        device_ids: indices among the visible GPUs. None means those of FLAGS_selected_gpus, which the launcher sets, or
+            else all.
 
     Raises:
-        ValueError: there is no GPU, or one of the indices is not visible.
+        ValueError: There is no GPU, or an index is not visible.
 
     Example:
         >>> from dpfuse.paddle.static import cuda_places
@@ -93,10 +93,10 @@ def cuda_places(device_ids: Sequence[int] | None = None) -> list[torch.device]:
 
 
 def place_of(place: Any) -> torch.device:
-    """The device that a user named: None, a torch device, `"cpu"`, `"gpu:0"` or `"cuda:0"`.
+    """Return the device for a user's value: None, a torch device, `"cpu"`, `"gpu:0"` or `"cuda:0"`.
 
     Raises:
-        TypeError, ValueError: it names none, or a GPU that is not visible.
+        TypeError, ValueError: The value names no device, or a GPU that is not visible.
 
     Example:
         >>> from dpfuse.paddle.static.places import place_of
@@ -124,7 +124,7 @@ def _cpu_num() -> int:
         os.environ["CPU_NUM"] = "1"
         warnings.warn(
             "CPU_NUM is not set: the program runs on one CPU device, and CPU_NUM is now 1. Set it to the number of "
-            "CPU devices that shall each get a replica.",
+            "CPU devices; each gets a replica.",
             UserWarning,
             stacklevel=4,
         )

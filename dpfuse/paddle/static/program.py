@@ -28,22 +28,22 @@ __all__ = ["Program"]
 class Program:
     """A graph of named variables that executors run.
 
-    `Program(module)` captures `module.forward` by symbolic tracing: the arguments of forward are the feeds,
-    and layers give their path as the name of what they compute (`"fc1"`, `"layer1.conv"`), functions their
-    own name (`"relu"`, `"relu_1"`); where forward returns a dictionary, its keys are names, too. `Program()`
-    is empty, to be built under `program_guard`. In both, parameters and buffers have dotted names, and
-    `NAME@GRAD` is the gradient of a parameter or of an intermediate value.
+    `Program(module)` captures `module.forward` by symbolic tracing. The arguments of forward are the feeds. The result
+    of a layer is named by its path (`"fc1"`, `"layer1.conv"`), the result of a function by the function (`"relu"`,
+    `"relu_1"`). If forward returns a dictionary, its keys are names, too. `Program()` is empty; build it under
+    `program_guard`. In both, parameters and buffers have dotted names, and `NAME@GRAD` is the gradient of a parameter
+    or of an intermediate value.
 
-    Tracing cannot follow control flow on values: put such a part into a module and build the program under
-    `program_guard`, where each module is one operation. Modules keep the mode, training or
-    evaluation, and Python branches on `self.training` the way, that they had when the program was captured.
+    Tracing cannot follow control flow that depends on values. Put such a part into a module and build the program under
+    `program_guard`, where each module is one operation. Modules keep the mode (training or evaluation) that they had
+    when the program was captured. The same holds for Python branches on `self.training`.
 
     Args:
         module: the module to capture; None makes an empty program.
 
     Raises:
         TypeError: `module` is not a module.
-        ValueError: `module` cannot be traced, or a name would mean two things.
+        ValueError: `module` cannot be traced, or a name is ambiguous.
 
     Example:
         >>> import torch
@@ -79,15 +79,15 @@ class Program:
         self.objective: Objective | None = None
         self.for_test = False
         self.recorder = Recorder(self)
-        self.initialises: WeakSet[Program] = WeakSet()  # the programs whose startup program this is
-        self._named: dict[str, fx.Node] = {}  # names that were chosen; a node may have several
+        self.initialises: WeakSet[Program] = WeakSet()  # the main programs of this startup program
+        self._named: dict[str, fx.Node] = {}  # names that the user chose; a node may have several
         self._feeds: dict[fx.Node, Feed] = {}
         if module is not None:
             self._name_inputs_and_outputs(module)
 
     @classmethod
     def capture(cls, module: nn.Module) -> Program:
-        """The same as `Program(module)`."""
+        """Return `Program(module)`."""
         if module is None:
             raise TypeError("module must be an nn.Module, got None")
         return cls(module)
@@ -99,7 +99,7 @@ class Program:
 
     @property
     def variables(self) -> dict[str, Tensor]:
-        """The parameters and buffers that the graph uses, by dotted name; a tied one under each of its names."""
+        """The parameters and buffers that the graph uses, by dotted name. A tied one has several names."""
         modules = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
         tensors = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         found: dict[str, Tensor] = {}
@@ -110,32 +110,32 @@ class Program:
                     found[name] = tensor
         for name in sorted(tensors - found.keys()):
             value = _attribute(self.root, name)
-            if isinstance(value, Tensor):  # a plain tensor attribute, which modules do not list
+            if isinstance(value, Tensor):  # a tensor attribute that is neither parameter nor buffer
                 found[name] = value
         return found
 
     @property
     def nodes(self) -> dict[str, fx.Node]:
-        """The feeds and intermediate values, by each of their names."""
+        """The feeds and intermediate values by name. A node may have several names."""
         return {**{name: node for node, name in self._names().items()}, **self._automatic_names(), **self._named}
 
     @property
     def stamp(self) -> tuple[Any, ...]:
-        """Differs after every change of the graph, its names or the module's tensors."""
+        """A value that changes with every change of the graph, its names or the module's tensors."""
         return len(self.graph.nodes), *self._named, self.objective, *map(id, self.variables.values())
 
     def minimize(self, loss: str | Variable, optimizer: OptimizerFactory) -> None:
-        """Make this a training program: each run ends with a step of an optimizer on the gradients of `loss`.
+        """Make this a training program: each run ends with an optimizer step on the gradients of `loss`.
 
         Args:
-            loss: a variable, or its name; its value must have one element.
-            optimizer: called with the list of trainable parameters, once for each device, must return a
-                `torch.optim.Optimizer`; a class such as `torch.optim.Adam` will do.
+            loss: a variable, or its name. Its value must have one element.
+            optimizer: a function, called once per device with the list of trainable parameters. It returns a
+                `torch.optim.Optimizer`. A class such as `torch.optim.Adam` also works.
 
         Raises:
             TypeError: `optimizer` cannot be called.
-            ValueError: there is no such variable.
-            DPFuseError: the program is a test program or has a loss already.
+            ValueError: There is no such variable.
+            DPFuseError: The program is a test program, or already has a loss.
         """
         if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
             raise TypeError(
@@ -145,18 +145,18 @@ class Program:
         if self.for_test:
             raise DPFuseError("minimize() on a program cloned for test; expected the training program")
         if self.objective is not None:
-            raise DPFuseError(f"the program minimises {self.objective.loss!r} already; expected one minimize() each")
+            raise DPFuseError(f"the program already minimises {self.objective.loss!r}; expected one minimize() each")
         self.objective = Objective(self.computed(loss, "loss"), optimizer)
 
     def clone(self, for_test: bool = False) -> Program:
-        """A copy of the graph as it is now, with the same names and the same variables.
+        """Return a copy of the present graph, with the same names and variables.
 
         Args:
-            for_test: modules run in evaluation mode, functions such as `F.dropout` and `F.batch_norm` get
-                `training=False`, and the optimizer is left out.
+            for_test: True runs modules in evaluation mode, gives functions such as `F.dropout` and `F.batch_norm` the
+                argument `training=False`, and leaves out the optimizer.
 
         Returns:
-            The copy. In one scope it shares parameters and buffers with this program.
+            The copy. In the same scope it shares parameters and buffers with this program.
         """
         other = Program()
         other.root = self.root
@@ -172,7 +172,7 @@ class Program:
         return other
 
     def list_vars(self) -> list[VariableInfo]:
-        """All variables: feeds, parameters, buffers, intermediate values."""
+        """Return all variables: feeds, parameters, buffers, intermediate values."""
         listed = [VariableInfo(feed.name, VariableKind.FEED, feed.shape, feed.dtype) for feed in self._feeds.values()]
         for name, tensor in self.variables.items():
             kind = VariableKind.PARAMETER if isinstance(tensor, nn.Parameter) else VariableKind.BUFFER
@@ -181,11 +181,11 @@ class Program:
         return listed + [VariableInfo(name, VariableKind.INTERMEDIATE) for name in computed]
 
     def check_name(self, name: Any, what: str) -> None:
-        """Raise if `name` is no variable, nor the gradient of one.
+        """Raise if `name` is neither a variable nor the gradient of a variable.
 
         Raises:
-            TypeError: it is not even a string.
-            ValueError: with the nearest names.
+            TypeError: `name` is no string.
+            ValueError: There is no such variable; the nearest names are suggested.
         """
         if not isinstance(name, str):
             raise TypeError(f"{what} must be a variable or its name, got {name!r} of type {type(name).__name__}")
@@ -195,10 +195,10 @@ class Program:
             raise ValueError(f"{what} {name!r} is no variable of the program. {suggestion(name, names)}")
 
     def computed(self, variable: str | Variable, what: str) -> str:
-        """The name of an intermediate value, checked.
+        """Return the name of an intermediate value, checked.
 
         Raises:
-            TypeError, ValueError: as `check_name`; or it is something else, such as a parameter.
+            TypeError, ValueError: As for `check_name`; or `variable` is something else, such as a parameter.
         """
         name = variable.name if isinstance(variable, Variable) else variable
         self.check_name(name, what)
@@ -207,14 +207,14 @@ class Program:
         return name
 
     def name_of(self, node: fx.Node) -> str:
-        """The name of a node's value; the first one chosen, where there are several."""
+        """Return the name of a node's value. If there are several, return the one that is shown."""
         return self._names()[node]
 
     def rename(self, node: fx.Node, name: str) -> None:
-        """Give a node's value a name of its own; those that it had are still understood.
+        """Give a node's value a name. Its earlier names remain valid.
 
         Raises:
-            TypeError, ValueError: `name` is not a string, is empty, ends like a gradient's or is taken.
+            TypeError, ValueError: `name` is not a string, is empty, is taken or ends like the name of a gradient.
         """
         if not isinstance(name, str):
             raise TypeError(f"the name of a variable must be a string, got {name!r}")
@@ -226,16 +226,16 @@ class Program:
             )
         if node in self._feeds:
             raise ValueError(
-                f"feed {self._feeds[node].name!r} cannot be called {name!r}; its name is what it is fed by"
+                f"feed {self._feeds[node].name!r} cannot be renamed to {name!r}; its name is the key in a feed"
             )
         self._named.pop(name, None)
-        self._named = {name: node, **self._named}  # first, so that it is the one that is shown
+        self._named = {name: node, **self._named}  # the first name is shown
 
     def add_feed(self, feed: Feed) -> Variable:
         """Append an input.
 
         Raises:
-            ValueError: its name is taken.
+            ValueError: The name is taken.
         """
         if feed.name.endswith(GRAD) or feed.name in self.nodes or feed.name in self.variables:
             raise ValueError(
@@ -268,7 +268,7 @@ class Program:
         return "\n".join(lines)
 
     def _names(self) -> dict[fx.Node, str]:
-        """One name of each feed and each intermediate value, in the order of the graph."""
+        """Return one name of each feed and each intermediate value, in the order of the graph."""
         chosen = {node: feed.name for node, feed in self._feeds.items()}
         for name, node in self._named.items():
             chosen.setdefault(node, name)
@@ -277,7 +277,7 @@ class Program:
         return {node: chosen.get(node) or automatic[node] for node in computed}
 
     def _automatic_names(self) -> dict[str, fx.Node]:
-        """What intermediate values are called unless somebody chooses a name."""
+        """Return the automatic names of intermediate values."""
         return automatic_names(self.graph, self._named, {*self.feeds, *self.variables})
 
     def _name_inputs_and_outputs(self, module: nn.Module) -> None:
@@ -285,9 +285,9 @@ class Program:
         for node in [node for node in self.graph.nodes if node.op == "placeholder"]:
             name = str(node.target)
             if name.startswith("*"):
-                raise ValueError(f"{what} takes {name}; expected arguments with a name each, to feed them by")
+                raise ValueError(f"{what} takes {name}; expected only named arguments, because feeds have names")
             if name in self.variables:
-                raise ValueError(f"{what} calls an argument {name!r} as a parameter; expected different names")
+                raise ValueError(f"{what} has an argument {name!r} with a parameter's name; expected different names")
             self._feeds[node] = Feed(name, default=node.args[0] if node.args else REQUIRED)
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         if isinstance(output.args[0], dict):

@@ -22,20 +22,20 @@ __all__ = ["Replica"]
 class Replica:
     """A program on one device, with its variables in one scope.
 
-    Modules are copies of the program's, made around the tensors of the scope, so that replicas can run at the
-    same time and test programs in another mode than training programs.
+    The modules are copies of the program's modules, with the tensors of the scope. So replicas can run at the same
+    time, and test programs can run in another mode than training programs.
 
     Args:
-        program: what is run; later changes of it are not seen.
-        scope: where its variables live.
-        device: where it runs.
+        program: the program to run. Later changes of it have no effect.
+        scope: holds its variables.
+        device: the device on which it runs.
         index: number of the device, for errors.
 
     Attributes:
         nodes: feeds and intermediate values of the program, by name.
-        tensors: parameters and buffers, by name; a tied one under each of its names.
-        trainable: the parameters with requires_grad, each under its first name.
-        optimizer: of a training program, that of the scope.
+        tensors: parameters and buffers, by name. A tied one has several names.
+        trainable: the parameters with requires_grad, by their first names.
+        optimizer: the scope's optimizer of a training program.
     """
 
     def __init__(self, program: Program, scope: Scope, device: torch.device, index: int = 0) -> None:
@@ -55,7 +55,7 @@ class Replica:
         self._modules = _modules_of(program, self.tensors)
         self._order = [node for node in program.graph.nodes if node.op != "output"]
         self._last_used_by = _last_uses(self._order)
-        self._trains = False  # whether the gradients are the last run's
+        self._trains = False  # whether the gradients are those of the last run
         self._kept: dict[fx.Node, Any] = {}
         self._versions: dict[fx.Node, int] = {}
 
@@ -67,16 +67,16 @@ class Replica:
         loss: str | None = None,
         seed: float | Tensor = 1.0,
     ) -> None:
-        """Run the whole program forward and, where there is a loss, backward.
+        """Run the whole program forward and, if there is a loss, backward.
 
         Args:
             feed: arrays and tensors by name, already checked.
-            names: what will be asked of `value`; other intermediate values are let go as soon as possible.
+            names: the names with which `value` will be called. Other intermediate values are freed early.
             loss: name of the loss; None runs forward only, without gradients.
             seed: gradient of the loss.
 
         Raises:
-            DPFuseError: an operation failed; names it and the device.
+            DPFuseError: An operation failed. The text names it and the device.
         """
         self.drop()
         self._trains = loss is not None
@@ -91,10 +91,10 @@ class Replica:
             self._backward(loss, seed)
 
     def value(self, name: str) -> Any:
-        """The current value of a variable, or of a gradient, that `run` was told of.
+        """Return the present value of a variable or of a gradient. `run` must have had the name.
 
         Raises:
-            DPFuseError: the value was overwritten in place, or there is no such gradient.
+            DPFuseError: The value was overwritten in place, or there is no such gradient.
         """
         base = name.removesuffix(GRAD)
         node = self.nodes.get(base)
@@ -102,8 +102,8 @@ class Replica:
             tensor = self._kept[node]
             if tensor._version != self._versions[node]:
                 raise DPFuseError(
-                    f"{name!r} cannot be fetched: a later operation overwrote it in place. Use the version of that "
-                    "operation that is not in-place, or fetch its result."
+                    f"{name!r} cannot be fetched: a later operation overwrote it in place. Use an out-of-place version "
+                    "of that operation, or fetch its result."
                 )
         value = self.tensors[base] if node is None else self._kept[node]
         if base == name:
@@ -111,18 +111,18 @@ class Replica:
         gradient = value.grad if isinstance(value, Tensor) else None
         if gradient is None:
             raise DPFuseError(
-                f"{name!r} cannot be fetched: the loss does not depend on {base!r}, or it needs no gradient, as feeds, "
-                "buffers and frozen parameters. Fetch gradients of what the loss is computed from."
+                f"{name!r} cannot be fetched: the loss does not depend on {base!r}, or that needs no gradient, like "
+                "feeds, buffers and frozen parameters. Fetch gradients of values from which the loss is computed."
             )
         return gradient
 
     def update(self) -> None:
-        """A step of the optimizer."""
+        """Step the optimizer."""
         if self.optimizer is not None:
             self.optimizer.step()
 
     def drop(self) -> None:
-        """Let go of everything that the last run left behind: intermediate values and gradients."""
+        """Release the intermediate values and gradients of the last run."""
         self._kept, self._versions = {}, {}
         if self._trains:
             self._clear_gradients()
@@ -153,7 +153,7 @@ class Replica:
         self._take_assigned_buffers()
 
     def _take_assigned_buffers(self) -> None:
-        """A module may assign a buffer anew instead of writing into it; the scope's stays the one in use."""
+        """Copy buffers that a module has replaced into the scope's tensors, and give the module these tensors again."""
         for path, module in self._modules.items():
             for owner_path, owner in module.named_modules(prefix=path):
                 for name, buffer in owner._buffers.items():
@@ -185,7 +185,7 @@ class Replica:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise DPFuseError(
                 f"loss {name!r} has {got}, or depends on no trainable parameter; expected a tensor of one element that "
-                "does. Reduce it with mean() or sum()."
+                "depends on one. Reduce it with mean() or sum()."
             )
         if isinstance(seed, Tensor):
             gradient = seed.to(loss.device, loss.dtype).reshape(loss.shape)
@@ -201,7 +201,7 @@ class Replica:
 
 
 def _modules_of(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, nn.Module]:
-    """Copies of the modules that the program calls, in which each parameter and buffer is the scope's."""
+    """Return copies of the modules that the program calls, with the scope's parameters and buffers."""
     memo: dict[int, Any] = {id(origin): tensors[name] for name, origin in program.variables.items()}
     modules: dict[str, nn.Module] = {}
     for node in program.graph.nodes:
@@ -213,7 +213,7 @@ def _modules_of(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, nn
 
 
 def _last_uses(order: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Per node, the values that nothing behind it needs."""
+    """Return for each node the values that no later node needs."""
     freed: dict[fx.Node, list[fx.Node]] = {node: [] for node in order}
     seen: set[fx.Node] = set()
     for node in reversed(order):

@@ -1,4 +1,4 @@
-"""The replicas of one program, one per device, and how their variables are kept equal. Runs nothing."""
+"""The replicas of one program, one per device. Keeps their variables equal; runs nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _State = tuple[int, int, bool]  # writes so far, address, requires_grad
 
 
 class ReplicaSet:
-    """One replica per device; that of the first device lives in the user's scope.
+    """One replica per device. The replica of the first device lives in the user's scope.
 
     Args:
-        program: what the replicas run.
+        program: the program that the replicas run.
         scopes: one per device.
-        devices: the devices; the same one may occur several times.
+        devices: the devices; one device may occur several times.
 
     Attributes:
         replicas: by device.
@@ -38,19 +38,19 @@ class ReplicaSet:
         self._seen: dict[str, _State] = {}
 
     def is_changed(self) -> bool:
-        """Did somebody else write into the first device's variables since the last `distribute` or `mark`?
+        """Whether the first device's variables were written since the last `distribute` or `mark`.
 
-        Writing through `tensor.data` cannot be noticed.
+        A write to `tensor.data` is not detected.
         """
         return self._seen != self._state()
 
     def mark(self) -> None:
-        """Take the state after a run of these replicas as the one to compare with."""
+        """Store the present state for the next comparison."""
         self._seen = self._state()
 
     @torch.no_grad()
     def distribute(self) -> None:
-        """Give all devices what changed on the first one since then: variables, and its optimizer's state."""
+        """Copy changed variables and the optimizer's state from the first device to all devices."""
         first, *others = self.replicas
         changed = [name for name, state in self._state().items() if state != self._seen.get(name)]
         for replica in others:
@@ -59,7 +59,7 @@ class ReplicaSet:
                 replica.tensors[name].requires_grad_(first.tensors[name].requires_grad)
             trained = not first.trainable.keys().isdisjoint(changed)
             if trained and first.optimizer is not None and replica.optimizer is not None:
-                # Loading keeps tensors that are on the right device as they are, and replicas must not share them.
+                # Loading does not copy tensors that are on the right device, and replicas must not share them.
                 replica.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         self.mark()
 

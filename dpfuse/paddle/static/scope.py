@@ -1,4 +1,4 @@
-"""Scopes: where the parameters and buffers of programs live between runs. Knows no executor."""
+"""Scopes: they hold the parameters and buffers of programs between runs. Knows no executor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Scope", "ScopeVariable", "global_scope", "scope_guard"]
 class ScopeVariable:
     """A named tensor of a scope; `numpy.array(variable)` copies its value.
 
-    Paddle separates a variable from the tensor in it; here both are this object.
+    In Paddle a variable and its tensor are two objects. Here both are this object.
 
     Example:
         >>> import numpy
@@ -40,31 +40,31 @@ class ScopeVariable:
     def __init__(self, name: str) -> None:
         self.name = name
         self._tensor: Tensor | None = None
-        self.owner: weakref.ref[nn.Module] | None = None  # the module whose variable this is
+        self.owner: weakref.ref[nn.Module] | None = None  # the module of this variable
 
     @property
     def tensor(self) -> Tensor:
         """The torch tensor itself.
 
         Raises:
-            DPFuseError: nothing was set yet.
+            DPFuseError: The variable has no value yet.
         """
         if self._tensor is None:
             raise DPFuseError(f"variable {self.name!r} of the scope has no value yet; expected set() before")
         return self._tensor
 
     def get_tensor(self) -> ScopeVariable:
-        """This object, which has Paddle's methods of a tensor."""
+        """Return this object, which has the methods of Paddle's tensors."""
         return self
 
     def set(self, value: Any) -> None:
-        """Overwrite the value, on the device where it is.
+        """Overwrite the value on its device.
 
         Args:
-            value: an array, a tensor or numbers; of the shape of what it overwrites.
+            value: an array, a tensor or numbers, with the shape of the old value.
 
         Raises:
-            ValueError: the shape is another one.
+            ValueError: The shape differs.
         """
         new = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
         if self._tensor is None:
@@ -79,15 +79,15 @@ class ScopeVariable:
             self._tensor.copy_(new)
 
     def hold(self, tensor: Tensor, owner: nn.Module) -> None:
-        """Make this the variable `tensor` of a program."""
+        """Use `tensor` of the program's module `owner` as the value."""
         self._tensor, self.owner = tensor, weakref.ref(owner)
 
     def shape(self) -> list[int]:
-        """Sizes of the dimensions."""
+        """Return the sizes of the dimensions."""
         return list(self.tensor.shape)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A copy of the value."""
+        """Return a copy of the value."""
         return to_numpy(self.tensor, self.name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -96,11 +96,11 @@ class ScopeVariable:
 
 
 class Scope:
-    """Named variables in which programs run.
+    """Named variables for the runs of programs.
 
-    In the global scope a program's variables are the parameters and buffers of its module themselves, so that
-    the module is trained when an executor has run. In any other scope they are copies, taken when the scope
-    first meets the program. Programs that were cloned, or captured from the same module, share them.
+    In the global scope a program's variables are the parameters and buffers of its module, so a run trains the module.
+    In any other scope they are copies, made when the scope first gets the program. Programs that were cloned, or
+    captured from the same module, share the variables.
 
     Example:
         >>> import torch
@@ -116,28 +116,28 @@ class Scope:
     def __init__(self) -> None:
         self._variables: dict[str, ScopeVariable] = {}
         self._optimizers: WeakKeyDictionary[Objective, torch.optim.Optimizer] = WeakKeyDictionary()
-        # Per module, id of its tensor -> that tensor, and ours. Holding the first keeps the id from being reused.
+        # Per module: id of its tensor -> this tensor and our copy. The reference prevents another use of the id.
         self._copies: WeakKeyDictionary[nn.Module, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
     def find_var(self, name: str) -> ScopeVariable | None:
-        """The variable called `name`, or None."""
+        """Return the variable `name`, or None."""
         return self._variables.get(name)
 
     def var(self, name: str) -> ScopeVariable:
-        """The variable called `name`; it is made if there is none."""
+        """Return the variable `name`. Make it if there is none."""
         return self._variables.setdefault(name, ScopeVariable(name))
 
     def local_var_names(self) -> list[str]:
-        """The names of all variables."""
+        """Return the names of all variables."""
         return list(self._variables)
 
     def hold(self, program: Program, device: torch.device) -> dict[str, Tensor]:
-        """The program's parameters and buffers in this scope, by name, on `device`.
+        """Return the program's parameters and buffers in this scope, by name, on `device`.
 
-        They are made if need be, and moved there, as `module.to(device)` would.
+        Missing ones are made. All are moved to the device, as `module.to(device)` does it.
 
         Raises:
-            DPFuseError: another program's variable has such a name; or a parameter is still lazy.
+            DPFuseError: A variable of another program has such a name, or a parameter is still lazy.
         """
         copies = self._copies.setdefault(program.root, {})
         held: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ class Scope:
             self._check_free(name, program.root)
             if is_lazy(origin):
                 raise DPFuseError(
-                    f"{name!r} has no shape yet; expected a module that has seen a batch, since it is lazy"
+                    f"{name!r} has no shape yet, because it is lazy; expected a module that has run on a batch"
                 )
         for name, origin in origins.items():
             if id(origin) not in copies:
@@ -158,21 +158,21 @@ class Scope:
         return held
 
     def move(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Move variables to `device`, unless they are there, and the state of their optimizers with them."""
+        """Move variables and the state of their optimizers to `device`, unless they are there."""
         away = [tensor for tensor in tensors if tensor.device != device]
         for tensor in away:
             tensor.grad = None
             tensor.data = tensor.data.to(device)
         if away:
             for optimizer in self._optimizers.values():
-                optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are
+                optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the parameters' device
 
     def optimizer(self, objective: Objective, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of a training program in this scope; it keeps its state from one executor to the next.
+        """Return the optimizer of a training program in this scope. Executors share it with its state.
 
         Raises:
-            TypeError: what the program's factory returns is no optimizer.
-            DPFuseError: there are no parameters.
+            TypeError: The program's factory does not return an optimizer.
+            DPFuseError: There are no parameters.
         """
         if objective not in self._optimizers:
             if not parameters:
@@ -195,12 +195,12 @@ class Scope:
     def _check_free(self, name: str, root: nn.Module) -> None:
         if self._is_free(name, root):
             return
-        gc.collect()  # programs are cyclic: one that nobody holds may still be there
+        gc.collect()  # programs have reference cycles: a deleted program may still exist
         if self._is_free(name, root):
             return
         raise DPFuseError(
-            f"the scope already has a variable {name!r}, which does not belong to this program; expected names that "
-            "only programs of one module share. Run one of them in a scope of its own: `with scope_guard(Scope()):`."
+            f"the scope already has a variable {name!r} of another program; expected names that only programs of one "
+            "module share. Run one of the programs in another scope: `with scope_guard(Scope()):`."
         )
 
     def _is_free(self, name: str, root: nn.Module) -> bool:
@@ -209,7 +209,7 @@ class Scope:
 
 
 class _GlobalScope(Scope):
-    """Holds the tensors of modules themselves, and no longer than the modules live."""
+    """Holds the tensors of the modules themselves, for as long as the modules live."""
 
     def _made_of(self, origin: Tensor) -> Tensor:
         return origin
@@ -233,7 +233,7 @@ _scope: Scope = _GlobalScope()
 
 
 def global_scope() -> Scope:
-    """The scope in which executors run programs unless they are given another one.
+    """Return the scope in which executors run programs by default.
 
     Example:
         >>> from dpfuse.paddle import static
@@ -245,10 +245,10 @@ def global_scope() -> Scope:
 
 @contextmanager
 def scope_guard(scope: Scope) -> Iterator[None]:
-    """Make `scope` the global scope inside of the `with` block.
+    """Make `scope` the global scope inside the `with` block.
 
     Raises:
-        TypeError: not a scope.
+        TypeError: `scope` is no Scope.
 
     Example:
         >>> from dpfuse.paddle import static

@@ -1,4 +1,4 @@
-"""What backward starts with on each device: the gradient of the loss."""
+"""Seeds: the gradient of the loss with which backward starts on each device."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Seed = float | Tensor
 def seeds_of(
     feed: Any, name: str, strategy: BuildStrategy.GradientScaleStrategy, devices: int, trainers: int
 ) -> tuple[Any, list[Seed]]:
-    """Split a feed into what the program is fed and the gradient of the loss on each device.
+    """Split a feed into the program's feed and the gradient of the loss on each device.
 
     Args:
-        feed: what the user gave: a dictionary or a list of them, not yet checked.
-        name: what the gradient of the loss is fed by.
-        strategy: where it comes from. Gradients are summed over devices and trainers, so that
-            1 / their number gives the mean.
-        devices: devices of this process.
-        trainers: processes.
+        feed: the user's feed: a dictionary or a list of dictionaries, not yet checked.
+        name: key of the loss's gradient in the feed.
+        strategy: source of that gradient. Gradients are summed over devices and trainers, so 1 / their number gives the
+            mean.
+        devices: number of devices of this process.
+        trainers: number of processes.
 
     Returns:
         The feed without that gradient, and one seed per device.
 
     Raises:
-        ValueError: another number of seeds than of devices was fed.
+        ValueError: The number of fed seeds is not the number of devices.
 
     Example:
         >>> from dpfuse.paddle.static import BuildStrategy
@@ -50,7 +50,7 @@ def seeds_of(
             seeds += torch.as_tensor(part[name], dtype=torch.float64).reshape(-1)
     if len(seeds) != devices:
         raise ValueError(
-            f"feed has {len(seeds)} values of {name!r}, expected one for each of the {devices} devices, since "
+            f"feed has {len(seeds)} values of {name!r}, expected one for each of the {devices} devices, because "
             "gradient_scale_strategy is Customized"
         )
     rest = [

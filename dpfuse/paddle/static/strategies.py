@@ -1,4 +1,4 @@
-"""ExecutionStrategy and BuildStrategy: the settings of ParallelExecutor, each of which does what it says."""
+"""ExecutionStrategy and BuildStrategy: the settings of ParallelExecutor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["BuildStrategy", "ExecutionStrategy"]
 
-# What Paddle has and dpfuse has not, with Paddle's default: reading and setting that default is harmless.
+# Settings that only Paddle has, with Paddle's defaults. They may be read, and set to their defaults.
 WITHOUT_EFFECT: dict[str, Any] = {
     "build_cinn_pass": False,
     "debug_graphviz_path": "",
@@ -34,7 +34,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 
 
 class _Settings:
-    """Attributes that may be assigned to, each with a check; no others."""
+    """A fixed set of attributes. Each assignment is checked."""
 
     _defaults: dict[str, Any]
 
@@ -63,14 +63,14 @@ class ExecutionStrategy(_Settings):
     """How `ParallelExecutor` runs.
 
     Attributes:
-        num_threads: how many devices run at the same time; 0 is all of them. With 1 they run one after the
-            other, which makes random operations on CPU devices repeatable.
-        num_iteration_per_drop_scope: after how many runs the intermediate values and gradients of the last
-            run are let go.
+        num_threads: number of devices that run at the same time; 0 means all. With 1 they run one after the other,
+            which makes random operations on CPU devices repeatable.
+        num_iteration_per_drop_scope: after every so many runs, the intermediate values and gradients of the last run
+            are released.
 
     Raises:
-        AttributeError: another attribute is set.
-        TypeError, ValueError: not a whole number, or too small a one.
+        AttributeError: Another attribute is set.
+        TypeError, ValueError: A value is no integer, or too small.
 
     Example:
         >>> from dpfuse.paddle import static
@@ -88,7 +88,7 @@ class ExecutionStrategy(_Settings):
     def _check(self, name: str, value: Any) -> None:
         least = 0 if name == "num_threads" else 1
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
+            raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -97,19 +97,19 @@ class BuildStrategy(_Settings):
     """How `ParallelExecutor` averages gradients.
 
     Attributes:
-        fuse_all_reduce_ops: gradients of several parameters travel in one buffer (True), or each alone.
-        gradient_scale_strategy: what the gradient of the loss is on each device: 1 / number of devices, which
-            gives the mean (`GradientScaleStrategy.CoeffNumDevice`); 1, which gives the sum (`One`); or what is
-            fed as `LOSS@GRAD`, one value per device (`Customized`).
-        reduce_strategy: `ReduceStrategy.AllReduce` or `Reduce`; every device updates all parameters in both,
-            which gives the same result.
+        fuse_all_reduce_ops: True sends the gradients of several parameters in one buffer, False each alone.
+        gradient_scale_strategy: the gradient of the loss on each device. `GradientScaleStrategy.CoeffNumDevice` is
+            1 / number of devices, which gives the mean. `One` is 1, which gives the sum. `Customized` is the fed value
+            of `LOSS@GRAD`, one per device.
+        reduce_strategy: `ReduceStrategy.AllReduce` or `Reduce`. With both, every device updates all parameters, which
+            gives the same result.
 
-    Settings of Paddle that have no effect here raise when they are set to something else than their default.
+    Settings of Paddle that have no effect here raise when they are set to another value than their default.
 
     Raises:
-        AttributeError: there is no such setting.
-        TypeError: a value of another type.
-        ValueError: a setting without effect.
+        AttributeError: There is no such setting.
+        TypeError: A value has another type.
+        ValueError: The setting has no effect here.
 
     Example:
         >>> from dpfuse.paddle import static
@@ -120,17 +120,17 @@ class BuildStrategy(_Settings):
     """
 
     class GradientScaleStrategy(Enum):
-        """What backward starts with on each device."""
+        """The gradient of the loss on each device."""
 
         CoeffNumDevice = auto()  # 1 / number of devices: the gradients are means
         One = auto()  # 1: the gradients are sums
-        Customized = auto()  # what is fed as LOSS@GRAD
+        Customized = auto()  # the fed value of LOSS@GRAD
 
     class ReduceStrategy(Enum):
-        """How Paddle spreads the work of the update; the result is the same."""
+        """How Paddle distributes the work of the update; the result is the same."""
 
         AllReduce = auto()  # every device updates every parameter
-        Reduce = auto()  # in Paddle, every device updates some, and sends them
+        Reduce = auto()  # in Paddle, every device updates some parameters and sends them
 
     fuse_all_reduce_ops: bool
     gradient_scale_strategy: GradientScaleStrategy

@@ -1,4 +1,4 @@
-"""Several processes that train one program, each on devices of its own. Speaks to them through dpfuse's names."""
+"""Several processes that train one program, each on its own devices. Uses only dpfuse's public names."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Trainers"]
 
 
 class Trainers:
-    """The processes of a job of `num_trainers`, of which this one is `trainer_id`.
+    """The processes of a job.
 
     Args:
         num_trainers: number of processes; 1 needs no process group.
         trainer_id: this process's number.
 
     Raises:
-        TypeError, ValueError: not numbers, out of range, or not those of the process group.
-        DPFuseError: there is no process group.
+        TypeError, ValueError: A number is no integer, is out of range, or does not fit the process group.
+        DPFuseError: There is no process group.
     """
 
     def __init__(self, num_trainers: int, trainer_id: int) -> None:
         for what, value in (("num_trainers", num_trainers), ("trainer_id", trainer_id)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{what} must be a whole number, got {value!r}")
+                raise TypeError(f"{what} must be an integer, got {value!r}")
         if num_trainers < 1 or not 0 <= trainer_id < num_trainers:
             raise ValueError(
                 f"got num_trainers={num_trainers} and trainer_id={trainer_id}; expected at least one trainer, numbered "
@@ -51,15 +51,15 @@ class Trainers:
             )
 
     def share(self, replica: Replica, device_count: int) -> None:
-        """Overwrite a replica's variables with those of trainer 0, after comparing what the trainers run.
+        """Compare the trainers' programs, and overwrite a replica's variables with those of trainer 0.
 
         Raises:
-            DPFuseError: on every trainer: they hold different variables, or different numbers of devices.
+            DPFuseError: The trainers have different variables or numbers of devices. Every trainer raises.
         """
         if self.count == 1 or not replica.trainable:
             return
-        # Construction of DataParallel compares names, shapes and dtypes, and broadcasts. It is given copies,
-        # since it also hooks the parameters, and the executor averages by itself.
+        # The constructor of DataParallel compares names, shapes and dtypes, and broadcasts. It gets copies, because it
+        # also adds hooks to parameters, and the executor averages gradients itself.
         held = nn.Module()
         held.register_buffer("devices per trainer", torch.zeros(device_count, device=replica.device))
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -82,7 +82,7 @@ class Trainers:
         """Add up the gradients of all trainers' first replicas, and give the sum to every replica.
 
         Raises:
-            DPFuseError: on every trainer: one of them failed before, or has other gradients.
+            DPFuseError: A trainer has failed, or has other gradients. Every trainer raises.
         """
         if self.count == 1:
             return
@@ -95,7 +95,7 @@ class Trainers:
                     target.grad.copy_(source.grad)
 
     def report(self, error: Exception) -> None:
-        """Tell the other trainers, who wait in `sum_gradients`, that this one failed; raises `error` itself."""
+        """Report that this trainer failed to the other trainers, which wait in `sum_gradients`. Raise `error`."""
         if self.count > 1:
             dpfuse.fused_allreduce_gradients(_raising(error))
 

@@ -1,4 +1,4 @@
-"""Variables of a program that is being built: whatever is done to one is recorded instead of done."""
+"""Variables of a program under construction: operations on them are recorded instead of executed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder", "Variable", "modules_recorded"]
 
-_count: Counter[str] = Counter()  # of automatic names; one for the process, so that programs share no name by chance
+_count: Counter[str] = Counter()  # of automatic names; one per process, so that no two programs use the same name
 
 
 class Variable(fx.Proxy):
-    """One value of a program that is built under `program_guard`.
+    """One value of a program under `program_guard`.
 
     torch functions, operators, methods and modules can be applied to it; each is recorded, and its result is
     again a `Variable`. Its value exists only while an executor runs the program.
 
     Attributes:
-        name: what to fetch it by. Given automatically; assign to it to choose another one.
-        shape: of a variable made by `data`: the declared one, with -1 for what is not known. The shape of
-            other variables is read when the program runs, so it can be computed with, but not looked at.
-        dtype: likewise.
+        name: the name for a fetch. It is set automatically; assign another name if you like.
+        shape: for a variable made by `data`, the declared shape, with -1 for unknown sizes. For other variables it is
+            an operation of the program: you can compute with it, but it has no value yet.
+        dtype: as for `shape`.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ class Variable(fx.Proxy):
         return fx.proxy.Attribute(self, "dtype") if feed is None or feed.dtype is None else feed.dtype
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises: a program has no backward of its own."""
+        """Raise an error: `minimize` or a loss name adds backward to a program."""
         raise DPFuseError(
             f"backward() of variable {self.name!r} cannot be recorded; expected program.minimize(loss, optimizer), or "
             "ParallelExecutor(loss_name=...) for gradients without an optimizer"
@@ -82,11 +82,11 @@ class Variable(fx.Proxy):
 
 
 class Recorder(fx.proxy.GraphAppendingTracer):
-    """Appends what is done to variables to a program's graph, and registers what it meets there.
+    """Appends operations on variables to a program's graph, and registers their modules and tensors there.
 
     Attributes:
         program: the program.
-        active: under how many `program_guard`s of the program we are.
+        active: number of active `program_guard`s of the program.
     """
 
     def __init__(self, program: Program) -> None:
@@ -96,7 +96,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
         self._tensors: dict[int, fx.Node] = {}
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variable:
-        """Record one call of a module; what happens inside of it is not recorded."""
+        """Record one call of a module, without the operations inside it."""
         result = self.create_proxy("call_module", self._registered(module), args, kwargs)
         remember_mode(result.node, module)
         return result  # type: ignore[return-value]
@@ -107,8 +107,8 @@ class Recorder(fx.proxy.GraphAppendingTracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if not self.active:
             raise DPFuseError(
-                "an operation on a Variable was met outside of `with program_guard(program):` of its own program; "
-                "expected one inside. Build the whole program under one guard, and read values by fetching them."
+                "an operation on a Variable was called outside `with program_guard(program):` of its program; expected "
+                "it inside. Build the whole program under one guard, and fetch values to read them."
             )
         return super().create_node(kind, *args, **kwargs)
 
@@ -125,13 +125,13 @@ class Recorder(fx.proxy.GraphAppendingTracer):
         return super().create_arg(a)
 
     def to_bool(self, obj: fx.Proxy) -> NoReturn:
-        raise DPFuseError(f"{_no_control_flow(obj)} Use torch.where, or put the branch into a module of its own.")
+        raise DPFuseError(f"{_no_control_flow(obj)} Use torch.where, or put the branch into a module.")
 
     def iter(self, obj: fx.Proxy) -> NoReturn:
-        raise DPFuseError(f"{_no_control_flow(obj)} Index it, or put the loop into a module of its own.")
+        raise DPFuseError(f"{_no_control_flow(obj)} Index it, or put the loop into a module.")
 
     def _registered(self, module: nn.Module) -> str:
-        """The path of a module below the program's root, where it is put if it is new."""
+        """Return the path of a module below the program's root. Add it there if it is new."""
         root = self.program.root
         for path, known in root.named_modules(remove_duplicate=False):
             if known is module:
@@ -141,7 +141,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
         return name
 
     def _held(self, tensor: Tensor) -> str:
-        """The path of a tensor below the program's root, where it is put if it is new."""
+        """Return the path of a tensor below the program's root. Add it there if it is new."""
         root = self.program.root
         for path, known in chain(
             root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
@@ -155,7 +155,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
             raise DPFuseError(
                 f"a tensor of shape {tuple(tensor.shape)} with requires_grad=True, which is no parameter, was used in "
                 "a program; expected an nn.Parameter itself, or a tensor without gradient. Compute with parameters "
-                "inside of a module, or detach() it."
+                "inside a module, or detach() it."
             )
         else:
             name = _unique("constant", root)
@@ -165,7 +165,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
 
 @contextmanager
 def modules_recorded() -> Iterator[None]:
-    """Modules that are called with a `Variable` record that call; all others work as before."""
+    """Record calls of modules with a `Variable` inside the block. Other calls work as usual."""
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -191,6 +191,6 @@ def _unique(kind: str, root: nn.Module) -> str:
 
 def _no_control_flow(obj: fx.Proxy) -> str:
     return (
-        f"variable {obj.node.name!r} decides over control flow, but has a value only when the program runs; expected "
+        f"variable {obj.node.name!r} controls a branch or loop, but has a value only when the program runs; expected "
         "operations that are the same for every value."
     )

@@ -8,7 +8,7 @@ HOW = sys.argv[1]
 
 
 class Late:
-    """Speaks when the interpreter takes its modules apart."""
+    """Prints when the interpreter destroys its modules."""
 
     def __del__(self) -> None:
         sys.__stdout__.write("teardown\n")

@@ -1,4 +1,4 @@
-"""A collective inside the autograd graph. The only file of fleet that calls one."""
+"""A collective inside the autograd graph. The only file of fleet that calls a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["sum_over_ranks"]
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of all ranks' tensors, as a part of the autograd graph of every rank."""
+    """Return the sum of all ranks' tensors, as part of the autograd graph of every rank."""
     result: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 

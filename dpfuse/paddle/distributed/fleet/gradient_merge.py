@@ -1,4 +1,4 @@
-"""Gradient merging: where an optimizer is in its cycle of k iterations. Touches no gradient and calls no collective."""
+"""Gradient merging: counts an optimizer's cycle of k iterations. Touches no gradient and calls no collective."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["GradientMerge", "follow_optimizers"]
 
 
 class GradientMerge:
-    """Counts the iterations of one optimizer, and tells its models in which of them to communicate.
+    """Counts the iterations of one optimizer, and tells its models in which iterations to communicate.
 
-    An iteration ends with the optimizer's `step()`, so forwards that nobody steps after, such as those of
-    a validation, do not count.
+    An iteration ends with the optimizer's `step()`. So forwards without a step, such as those of a validation, do not
+    count.
 
     Args:
-        optimizer: the one that holds the parameters.
+        optimizer: holds the parameters.
         k_steps: iterations per cycle; 1 merges nothing.
-        avg: whether the optimizer takes the mean over the cycle, or the sum.
+        avg: True uses the mean over the cycle, False the sum.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, k_steps: int = 1, avg: bool = True) -> None:
@@ -36,22 +36,22 @@ class GradientMerge:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Iterations of the cycle: those that have ended, all. Optimizers over one model must agree on it."""
+        """Ended iterations and all iterations of the cycle. It must be equal for all optimizers over one model."""
         return self._done, self.k_steps
 
     @property
     def pending(self) -> bool:
-        """Whether gradients have accumulated that the optimizer has not used yet."""
+        """Whether there are accumulated gradients that the optimizer has not used yet."""
         return self._done > 0
 
     def advance(self) -> bool:
-        """End an iteration. Returns whether it was the last of its cycle."""
+        """End an iteration. Return whether it was the last of its cycle."""
         was_last = self._is_last
         self._begin(0 if was_last else self._done + 1)
         return was_last
 
     def restart(self) -> None:
-        """Begin a cycle, wherever the present one is."""
+        """Begin a new cycle."""
         self._begin(0)
 
     @property
@@ -62,7 +62,7 @@ class GradientMerge:
         self._done = iteration
         for model in list(self._models):
             if model.reducer is not None:
-                # A forward that no backward followed must not decide over a backward of another iteration.
+                # A forward without a backward must not affect a backward of another iteration.
                 model.reducer.forget_forwards()
             follow_optimizers(model)
 
@@ -74,7 +74,7 @@ def follow_optimizers(model: dpfuse.DataParallel) -> list[GradientMerge]:
     """Let a model communicate in the last iterations of the optimizers that hold its parameters.
 
     Returns:
-        Their cycles. Where these do not agree, the model communicates in the last iteration of each.
+        The cycles of these optimizers. If they differ, the model communicates in the last iteration of each.
     """
     ids = {id(param) for param in model.parameters()}
     merges = [

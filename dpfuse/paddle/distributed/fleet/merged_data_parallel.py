@@ -1,4 +1,4 @@
-"""The model under gradient merging: its optimizers decide when it communicates, and nobody else."""
+"""The model under gradient merging: only its optimizers decide when it communicates."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["MergedDataParallel"]
 
 
 class MergedDataParallel(DataParallel):
-    """A `DataParallel` that communicates in the last iteration of its optimizers' cycle only.
+    """A `DataParallel` that communicates only in the last iteration of its optimizers' cycle.
 
-    Who these are is asked again at every forward, so the order in which model, optimizers and copies of the
-    model are made does not matter.
+    Every forward looks up the optimizers again. So model, optimizers and copies of the model may be made in any order.
 
     Args:
         As for `dpfuse.paddle.DataParallel`.
@@ -33,19 +32,19 @@ class MergedDataParallel(DataParallel):
         """The module's forward.
 
         Raises:
-            DPFuseError: with gradients enabled, if no optimizer of `fleet.distributed_optimizer` holds the
-                parameters, or if those that do have not all stepped equally often; and what
-                `DataParallel.forward` raises.
+            DPFuseError: Gradients are enabled, and no optimizer of `fleet.distributed_optimizer` holds the parameters,
+                or the optimizers that hold them differ in their numbers of steps. Also the errors of
+                `DataParallel.forward`.
         """
         if torch.is_grad_enabled():
             self._check_cycles()
         return super().forward(*inputs, **kwargs)
 
     def no_sync(self, enabled: bool = True) -> NoReturn:
-        """Not with gradient merging.
+        """Raise an error: gradient merging decides when the model communicates.
 
         Raises:
-            DPFuseError: always.
+            DPFuseError: Always.
         """
         raise DPFuseError(
             "no_sync() was called, but gradient_merge decides when this model communicates. Leave no_sync() out, or "
@@ -57,11 +56,11 @@ class MergedDataParallel(DataParallel):
         if not merges:
             raise DPFuseError(
                 "gradient_merge is on, but no optimizer of fleet.distributed_optimizer holds this model's parameters, "
-                "so nobody would count its iterations. Wrap the optimizer, or leave gradient_merge off."
+                "so its iterations would not be counted. Wrap the optimizer, or leave gradient_merge off."
             )
         if len({merge.position for merge in merges}) > 1:
             raise DPFuseError(
-                f"the optimizers over this model are at different places: {'; '.join(sorted(map(str, merges)))}. "
+                f"the optimizers over this model are at different iterations: {'; '.join(sorted(map(str, merges)))}. "
                 "gradient_merge needs all of them to step in every iteration: step each before the next forward with "
-                "gradients enabled, delete those that are not in use, or call restart() of each to begin a new cycle."
+                "gradients enabled, delete the unused ones, or call restart() of each to begin a new cycle."
             )

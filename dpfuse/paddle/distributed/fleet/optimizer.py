@@ -16,30 +16,30 @@ __all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Passes everything on to the optimizer it wraps; with gradient merging, steps and clears once per cycle.
+    """Passes all calls to the optimizer that it wraps. With gradient merging, it steps and clears once per cycle.
 
-    State, parameter groups and hooks are those of the inner optimizer, so schedulers and scalers may be given
-    either of the two. With gradient merging, a scheduler that steps in every iteration takes this one, scalers
-    are refused, and `step()` of the inner one raises DPFuseError. Gradients are averaged over the ranks by the
-    model, before `step()`.
+    State, parameter groups and hooks are those of the inner optimizer. So schedulers and scalers may be given either
+    of the two. With gradient merging, a scheduler that steps in every iteration needs this optimizer. Scalers are
+    rejected, and `step()` of the inner optimizer raises DPFuseError. The model averages gradients over the ranks before
+    `step()`.
 
     Args:
-        optimizer: the optimizer to wrap, `inner_opt` from then on.
+        optimizer: the optimizer to wrap; it becomes `inner_opt`.
         k_steps: iterations per cycle; 1 steps at every call.
-        avg: whether gradients are averaged over a cycle, or summed.
+        avg: True averages gradients over a cycle, False adds them up.
 
-    Source: `fleet.distributed_optimizer`, whose optimizer has the attribute `_inner_opt`.
+    Source: `fleet.distributed_optimizer`. Its optimizer also has the attribute `_inner_opt`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, k_steps: int = 1, avg: bool = True) -> None:
-        # Without the base class's constructor: groups, state and hooks are found in the inner optimizer.
+        # The base class's constructor is not called: groups, state and hooks are those of the inner optimizer.
         self._inner_opt = optimizer
         self._merge = GradientMerge(optimizer, k_steps, avg)
         self._guard = _StepGuard()
         if k_steps > 1:
             hook = optimizer.register_step_pre_hook(self._guard)
             finalize(self, hook.remove).atexit = False
-        # A GradScaler then reports itself to step() instead of changing gradients that are still accumulating.
+        # With this flag a GradScaler passes itself to step() instead of changing gradients that still accumulate.
         self._step_supports_amp_scaling = k_steps > 1
 
     @property
@@ -59,22 +59,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: as in torch; not with gradient merging.
 
         Returns:
-            What the inner optimizer returns; None where it was not called.
+            The result of the inner optimizer; None if it was not called.
 
         Raises:
-            DPFuseError: a closure, or a GradScaler, together with gradient merging.
+            DPFuseError: A closure or a GradScaler is used with gradient merging.
         """
         merge = self._merge
         if merge.k_steps == 1:
             return self._inner_opt.step(closure) if closure is not None else self._inner_opt.step()
-        # torch leaves its marks on an optimizer whose step() raises, and a later step() would find them.
+        # GradScaler sets these attributes before step() and deletes them after it. An error would leave them set.
         marks = [self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__]
         if closure is not None or marks:
             what = "a GradScaler" if closure is None else "a closure"
             raise DPFuseError(
                 f"gradient_merge got {what} to step with, which would act on gradients that are still accumulating. "
-                "Leave gradient_merge off and accumulate by hand, under model.no_sync(); or go on without it, after "
-                "restart(), which drops the gradients."
+                "Leave gradient_merge off and accumulate by hand, under model.no_sync(); or call restart(), which "
+                "drops the gradients, and continue without it."
             )
         if not merge.advance():
             return None
@@ -88,18 +88,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._guard.is_open = False
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
-        """Drop the gradients, unless they are still being merged; `restart()` drops them in any case.
+        """Drop the gradients, unless they are still being merged. `restart()` always drops them.
 
         Args:
-            set_to_zero: True keeps gradients of zeros, which is what Paddle does; None is torch's default.
+            set_to_zero: True sets gradients to zero, as Paddle does. The default sets them to None, as torch does.
         """
         if not self._merge.pending:
             self._inner_opt.zero_grad(set_to_none=not set_to_zero)
 
     def restart(self, set_to_zero: bool = False) -> None:
-        """Drop the gradients, those merged so far too, and begin a new cycle.
+        """Drop all gradients, also the merged ones, and begin a new cycle.
 
-        For a cycle that cannot be completed, after an exception in its backward for instance. To be called on every
+        Use it for a cycle that cannot be completed, for example after an exception in its backward. Call it on every
         rank, and for every optimizer over the model.
 
         Args:
@@ -109,20 +109,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clear_grad(set_to_zero)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """torch's name for `clear_grad`."""
+        """Call `clear_grad` under torch's name."""
         self.clear_grad(set_to_zero=not set_to_none)
 
     def minimize(self, loss: Tensor) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
-        """`step()`, after the `loss.backward()` that has to come before it, as in Paddle's dynamic mode.
+        """Call `step()`. As in Paddle's dynamic mode, call `loss.backward()` before it.
 
         Args:
-            loss: what backward was called on.
+            loss: the loss of the backward.
 
         Returns:
             (an empty list, for Paddle's operators; pairs of parameter and gradient).
 
         Raises:
-            DPFuseError: no parameter has a gradient.
+            DPFuseError: No parameter has a gradient.
         """
         pairs = [(param, param.grad) for param in self._params() if param.grad is not None]
         if not pairs:
@@ -131,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [], pairs
 
     def get_lr(self) -> float:
-        """The learning rate (of the first parameter group)."""
+        """Return the learning rate of the first parameter group."""
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, value: float) -> None:
@@ -139,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `value` is not a number.
-            DPFuseError: a scheduler sets it.
+            DPFuseError: A scheduler sets the learning rate.
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"value must be a number, got {value!r} of type {type(value).__name__}")
@@ -152,17 +152,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 group["lr"] = float(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Return the inner optimizer's state dict."""
         return self._inner_opt.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the inner optimizer."""
+        """Load a state dict into the inner optimizer."""
         self._inner_opt.load_state_dict(state_dict)
 
     set_state_dict = load_state_dict
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the inner optimizer."""
+        """Add a parameter group to the inner optimizer."""
         self._inner_opt.add_param_group(param_group)
 
     def _params(self) -> list[Tensor]:
@@ -173,7 +173,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 class _StepGuard:
-    """Hook of an inner optimizer: refuses steps that do not come from the wrapper, which it keeps no reference to."""
+    """Hook of an inner optimizer. It rejects steps that do not come from the wrapper, and holds no reference to it."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -183,5 +183,5 @@ class _StepGuard:
             raise DPFuseError(
                 f"step() of {type(optimizer).__name__} was called, but gradient_merge counts the iterations of the "
                 "optimizer that fleet.distributed_optimizer returned for it. Call step() of that one; a GradScaler "
-                "does not go with gradient_merge."
+                "cannot be used with gradient_merge."
             )

@@ -1,4 +1,4 @@
-"""Role makers: Paddle's objects that say whether a job is collective. Here every process is a worker."""
+"""Role makers: Paddle's objects for the kind of a job. Here every job is collective, and every process is a worker."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["PaddleCloudRoleMaker"]
 
 
 class PaddleCloudRoleMaker:
-    """Tells `fleet.init` that the environment says which rank this is; the same as no role maker at all.
+    """Tells `fleet.init` to read this process's rank from the environment, which it also does without a role maker.
 
     Args:
-        is_collective: must be True by the time of `fleet.init`; there is no parameter-server mode.
+        is_collective: `fleet.init` needs True, because there is no parameter-server mode.
 
     Example:
         >>> from dpfuse.paddle.distributed import fleet

@@ -1,4 +1,4 @@
-"""What `fleet.init` decided, and the models made since. One per process, replaced by the next init."""
+"""The state of fleet: the strategy of `fleet.init`, and the models made since. Each `fleet.init` replaces it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Session:
     """The strategy in force, and the models made under it.
 
     Args:
-        strategy: a copy that nobody else changes.
+        strategy: a private copy.
     """
 
     def __init__(self, strategy: DistributedStrategy) -> None:
@@ -37,7 +37,7 @@ class Session:
 
     @property
     def k_steps(self) -> int:
-        """Iterations that make a step."""
+        """Number of iterations per step."""
         return int(self.strategy.gradient_merge_configs["k_steps"]) if self.strategy.gradient_merge else 1
 
 
@@ -50,21 +50,21 @@ def init(
     strategy: DistributedStrategy | None = None,
     log_level: int | str = "INFO",
 ) -> None:
-    """Join the job and set the strategy; to be called before models and optimizers are made.
+    """Join the job and set the strategy. Call it before models and optimizers are made.
 
-    Where the environment speaks of no job, the program runs on one process, and one warning says so. A
-    second call replaces the strategy for whatever is made after it.
+    If the environment describes no job, the program runs on one process, with one warning. A second call replaces the
+    strategy for all models and optimizers made after it.
 
     Args:
         role_maker: None, or `PaddleCloudRoleMaker(is_collective=True)`.
-        is_collective: must be True where there is no role maker.
-        strategy: settings; None is `DistributedStrategy()`. A copy is taken.
+        is_collective: must be True if there is no role maker.
+        strategy: settings; None means `DistributedStrategy()`. It is copied.
         log_level: of the logger "dpfuse"; a number of the module `logging`, or its name.
 
     Raises:
-        ValueError: parameter-server mode; an unknown log level; a `dp_degree` that is not the number of
-            ranks; an environment without sense.
-        TypeError: an argument of the wrong type.
+        ValueError: Parameter-server mode is requested, the log level is unknown, `dp_degree` is not the number of
+            ranks, or the environment is invalid.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -107,18 +107,18 @@ def init(
 
 
 def distributed_model(model: nn.Module) -> DataParallel:
-    """Wrap a model so that its gradients are averaged over the ranks, as the strategy says.
+    """Wrap a model so that its gradients are averaged over the ranks with the settings of the strategy.
 
     Args:
-        model: the same on every rank; as for `dpfuse.paddle.DataParallel`. With `sync_batch_norm` its
-            BatchNorm layers are replaced, in place.
+        model: the same on every rank, as for `dpfuse.paddle.DataParallel`. With `sync_batch_norm` its BatchNorm layers
+            are replaced in place.
 
     Returns:
-        The wrapper; on a single process it passes calls through.
+        The wrapper. On a single process it passes calls through.
 
     Raises:
-        DPFuseError: `fleet.init` has not been called; the ranks' strategies differ; and what
-            `DataParallel` raises.
+        DPFuseError: `fleet.init` has not been called, or the ranks' strategies differ. Also the errors of
+            `DataParallel`.
 
     Source: `paddle.distributed.fleet.distributed_model`.
     """
@@ -127,14 +127,13 @@ def distributed_model(model: nn.Module) -> DataParallel:
     agree(repr(strategy), "the strategies of fleet", "Set the same DistributedStrategy on every rank.")
     if strategy.sync_batch_norm and isinstance(model, nn.Module):
         on_cpu = all(param.device.type == "cpu" for param in model.parameters())
-        # A group of its own: a rank that leaves parameters unused sends their buckets later than the others, so
-        # one order of both kinds of all-reduces does not exist. NCCL's groups are better not mixed, so torch's
-        # layer keeps the default one.
+        # A separate group: a rank with unused parameters sends their buckets later than other ranks, so both kinds of
+        # all-reduces have no common order. With NCCL several groups are a risk, so torch's layer keeps the default.
         own_group = dist.new_group() if dist.is_initialized() and on_cpu else None
         model = SyncBatchNorm.convert_sync_batchnorm(model, own_group)
     fuses = strategy.fuse_all_reduce_ops
     with warnings.catch_warnings():
-        # fleet.init has said so.
+        # fleet.init has already warned.
         warnings.filterwarnings("ignore", "there is no process group", UserWarning)
         wrapper = (MergedDataParallel if session.k_steps > 1 else DataParallel)(
             model,
@@ -151,18 +150,18 @@ def distributed_model(model: nn.Module) -> DataParallel:
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
 ) -> DistributedOptimizer:
-    """Give a torch optimizer Paddle's methods, and gradient merging where the strategy asks for it.
+    """Give a torch optimizer Paddle's methods, and gradient merging if the strategy has it.
 
     Args:
-        optimizer: over the model's parameters; before or after `distributed_model`.
-        strategy: replaces the one of `fleet.init`. A copy is taken.
+        optimizer: over the model's parameters. Call this function before or after `distributed_model`.
+        strategy: replaces the strategy of `fleet.init`. It is copied.
 
     Returns:
-        An optimizer that passes everything on to `optimizer`.
+        An optimizer that passes all calls to `optimizer`.
 
     Raises:
-        TypeError: `optimizer` is not one of torch, or has been here before; `strategy` is no strategy.
-        DPFuseError: `fleet.init` has not been called; a model was made under another strategy before.
+        TypeError: `optimizer` is no torch optimizer, or is already distributed; or `strategy` is no strategy.
+        DPFuseError: `fleet.init` has not been called, or a model was made under another strategy.
 
     Source: `paddle.distributed.fleet.distributed_optimizer`.
     """

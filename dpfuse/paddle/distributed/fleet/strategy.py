@@ -1,4 +1,4 @@
-"""DistributedStrategy: what a user wants of fleet. Knows no model, no optimizer and no process group."""
+"""DistributedStrategy: the settings of fleet. Knows no model, no optimizer and no process group."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ __all__ = ["DistributedStrategy"]
 
 
 class DistributedStrategy:
-    """Paddle's settings for distributed training; those of data parallelism work, in eager mode.
+    """Paddle's settings for distributed training. Those of data parallelism work, in eager mode.
 
-    All of Paddle's fields can be read. Those that are not listed here can be set to their default only.
-    A `_configs` field takes a dict with some of its keys and keeps the others; what is read cannot be changed
-    in place, so lists are read as tuples.
+    All of Paddle's fields can be read. The fields that are not listed here accept only their default. A `_configs`
+    field takes a dict with some of its keys and keeps the other keys. Values that were read cannot be changed in place,
+    so lists are read as tuples.
 
     Args (fields, with their defaults):
-        fuse_grad_size_in_MB (32): a bucket is sent once its gradients reach this many MB (1048576 bytes); a
-            number, 0 and fractions are fine.
+        fuse_grad_size_in_MB (32): a bucket is complete when its gradients reach this many MB (1048576 bytes). 0 and
+            fractions are allowed.
         last_comm_group_size_MB (1.0): the same for the bucket that is sent last; above 0.
         fuse_all_reduce_ops (True): False sends every gradient alone.
         find_unused_parameters (False): True if parameters without gradient are expected.
-        fp16_allreduce (False): True sends gradients of every dtype but float64 as float16. Those of bfloat16
-            have a wider range: they overflow beyond 65504, and vanish below 3e-8.
+        fp16_allreduce (False): True sends gradients of every dtype except float64 as float16. bfloat16 has a wider
+            range: its values overflow above 65504, and become 0 below 3e-8.
         sync_batch_norm (False): True lets BatchNorm layers use mean and variance over all ranks' batches.
-        gradient_merge (False), gradient_merge_configs ({"k_steps": 1, "avg": True}): True accumulates the
-            gradients of `k_steps` iterations. Only the last of them communicates, and only then does the
-            optimizer of `fleet.distributed_optimizer` step and clear, by their mean, or their sum if `avg` is
-            False. Clear gradients through that optimizer only, and let all optimizers over one model step in
-            every iteration.
-        gradient_scale_configs ({"scale_strategy": "avg", "scale_gradient": False}): "avg" takes the mean over
-            the ranks, "sum" the sum. "customized" is the sum too: scale the loss yourself. `scale_gradient`
-            says where Paddle divides, before or after merging; the mean is the same.
+        gradient_merge (False), gradient_merge_configs ({"k_steps": 1, "avg": True}): True accumulates the gradients of
+            `k_steps` iterations. Only the last of them communicates. Then the optimizer of
+            `fleet.distributed_optimizer` steps with their mean (their sum if `avg` is False), and clears them. Clear
+            gradients only through that optimizer, and let all optimizers over one model step in every iteration.
+        gradient_scale_configs ({"scale_strategy": "avg", "scale_gradient": False}): "avg" takes the mean over the
+            ranks, "sum" the sum. "customized" is also the sum: scale the loss yourself. `scale_gradient` sets whether
+            Paddle divides before or after merging; the mean is the same.
         hybrid_configs: `dp_degree` may be -1 or the number of ranks; the other degrees are 1.
 
     Raises (on assignment):
-        ValueError: a value out of range, or of a field that is not supported.
-        TypeError: a value of the wrong type.
-        AttributeError: no such field, or no such key in a `_configs` dict; the nearest name is suggested.
+        ValueError: A value is out of range, or belongs to an unsupported field.
+        TypeError: A value has the wrong type.
+        AttributeError: There is no such field, or no such key in a `_configs` dict; the nearest name is suggested.
 
     Example:
         >>> from dpfuse.paddle.distributed import fleet
@@ -73,7 +72,7 @@ class DistributedStrategy:
         object.__setattr__(self, "_values", copy.deepcopy(SUPPORTED))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy in the making has no values yet
+        if name.startswith("_"):  # while it is copied, it has no values yet
             raise AttributeError(name)
         value = self._values[name] if name in self._values else _unsupported(name)
         return MappingProxyType(value) if isinstance(value, dict) else value

@@ -1,6 +1,6 @@
-"""The fields of Paddle's DistributedStrategy with their defaults. Data only; strategy.py knows what they mean.
+"""The fields of Paddle's DistributedStrategy with their defaults. Data only; `strategy` knows their meaning.
 
-Lists are tuples here, for all strategies share them.
+Lists are tuples here, because all strategies share them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ UNSUPPORTED: dict[str, Any] = {
     "without_graph_optimization": True,
 }
 
-# What to use in place of an unsupported field; its `_configs` too.
+# What to use instead of an unsupported field, or of its `_configs`.
 INSTEAD = {
     "a_sync": "there is no parameter-server mode",
     "amp": "use torch.autocast and torch.amp.GradScaler",

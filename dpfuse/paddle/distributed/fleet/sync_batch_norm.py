@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks' batches, on the CPU too, where torch has none. Knows nothing of fleet."""
+"""Batch normalisation over all ranks' batches, also on the CPU, where torch has none. Knows nothing of fleet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, which also runs on the CPU: twice an all-reduce in forward, and in backward.
+    """torch's SyncBatchNorm, which also runs on the CPU: two all-reduces in forward, and two in backward.
 
-    Statistics weigh every sample alike, whatever the ranks' batch sizes are.
+    Every sample has the same weight, also if the ranks' batch sizes differ.
 
     Example:
         >>> import torch
@@ -31,15 +31,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Replace all BatchNorm layers of `module`, in place, keeping parameters and buffers.
+        """Replace all BatchNorm layers of `module` in place, and keep parameters and buffers.
 
         Args:
             module: the model.
-            process_group: of the statistics; None is the default group. One that nothing else uses keeps the
-                order apart from that of the gradients' all-reduces.
+            process_group: of the statistics; None means the default group. With a separate group, these all-reduces
+                need no common order with those of the gradients.
 
         Returns:
-            `module`, or its replacement where it is a BatchNorm layer itself.
+            `module`, or its replacement if it is a BatchNorm layer itself.
         """
         converted: nn.Module = super().convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
         for layer in converted.modules():
@@ -66,7 +66,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         mean = sums[:-1] / count
         centered = x - mean.view(shape)
-        # From the deviations: a difference of large sums would cancel.
+        # Use the deviations: the difference of large sums would lose precision.
         var = sum_over_ranks(centered.square().sum(samples), group) / count
         if self.track_running_stats:
             self._update_running_stats(mean.detach(), var.detach() * (count / (count - 1)))
@@ -88,5 +88,5 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A group cannot be copied; a copy normalises over the default one.
+        # A group cannot be copied. A copy uses the default group.
         return {**self.__dict__, "process_group": None}

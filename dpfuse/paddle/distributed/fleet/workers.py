@@ -1,4 +1,4 @@
-"""Who is who: the ranks of a job, as fleet calls them. Every rank is a worker; there are no servers."""
+"""The ranks of a job under fleet's names. Every rank is a worker; there are no servers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
 
 
 def worker_index() -> int:
-    """This process's rank."""
+    """Return this process's rank."""
     return get_rank()
 
 
 def worker_num() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return get_world_size()
 
 
@@ -33,38 +33,38 @@ def is_first_worker() -> bool:
 
 
 def is_worker() -> bool:
-    """True: every process trains."""
+    """Return True: every process trains."""
     return True
 
 
 def is_server() -> bool:
-    """False: there is no parameter-server mode."""
+    """Return False: there is no parameter-server mode."""
     return False
 
 
 def server_num() -> int:
-    """0: there is no parameter-server mode."""
+    """Return 0: there is no parameter-server mode."""
     return 0
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
-    """The ranks' addresses, as far as the environment names them.
+    """Return the ranks' addresses from the environment.
 
     Args:
-        to_string: True joins them by commas.
+        to_string: True joins them with commas.
 
     Returns:
-        `host:port` by rank; empty where the environment has none.
+        `host:port` by rank; empty if the environment has none.
     """
     endpoints = ParallelEnv().trainer_endpoints
     return ",".join(endpoints) if to_string else endpoints
 
 
 def barrier_worker() -> None:
-    """Wait for all ranks; nothing on a single process.
+    """Wait for all ranks. On a single process, return at once.
 
     Raises:
-        DPFuseError: the environment announces several ranks, and there is no process group yet.
+        DPFuseError: The environment announces several ranks, and there is no process group yet.
     """
     if worker_num() > 1 and world_size() == 1:
         raise DPFuseError(

@@ -1,4 +1,4 @@
-"""`paddle.distributed.fleet.utils`."""
+"""`paddle.distributed.fleet.utils`, with `hybrid_parallel_util`: gradients averaged by hand."""
 
 from dpfuse.paddle.distributed.fleet.utils import hybrid_parallel_util
 

@@ -1,4 +1,4 @@
-"""`paddle.distributed.fleet.utils.hybrid_parallel_util`: averaging gradients by hand, under Paddle's signatures."""
+"""`paddle.distributed.fleet.utils.hybrid_parallel_util`: averages gradients by hand, with Paddle's signatures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def fused_allreduce_gradients(parameter_list: Iterable[Tensor], hcg: Any) -> Non
     """Average the gradients of `parameter_list` over the ranks, in place, in fused buffers.
 
     Args:
-        parameter_list: parameters; those that are frozen or without gradient are skipped.
-        hcg: None for all ranks; or an object whose `get_data_parallel_group()` is the process group.
+        parameter_list: parameters. Frozen parameters and those without gradient are skipped.
+        hcg: None for all ranks, or an object with `get_data_parallel_group()`, which returns the process group.
 
     Raises:
-        TypeError: `hcg` is something else; and what `dpfuse.fused_allreduce_gradients` raises.
+        TypeError: `hcg` is something else. Also the errors of `dpfuse.fused_allreduce_gradients`.
 
     Example:
         >>> import torch
@@ -47,16 +47,16 @@ def fused_allreduce_gradients_with_group(
     bucket_size: int = 128 * 1024 * 1024,
     scale: float | None = None,
 ) -> None:
-    """The same over a process group, with a bucket size and a factor.
+    """Average gradients over a process group, with a bucket size and a factor.
 
     Args:
-        parameter_list: parameters; those that are frozen or without gradient are skipped.
-        group: process group; None is the default group.
-        bucket_size: bytes after which a buffer is closed; a change of dtype closes it too.
+        parameter_list: parameters. Frozen parameters and those without gradient are skipped.
+        group: process group; None means the default group.
+        bucket_size: a buffer is complete when it has this many bytes, or when the dtype changes.
         scale: factor on each rank's gradient before the sum; None gives the mean, 1.0 the sum.
 
     Raises:
-        What `dpfuse.fused_allreduce_gradients` raises.
+        The errors of `dpfuse.fused_allreduce_gradients`.
 
     Source: Paddle's function of this name.
     """

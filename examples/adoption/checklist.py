@@ -1,4 +1,4 @@
-"""How the examples of this folder report: one line per check, the same verdict on every rank, an exit code."""
+"""Reports the checks of the examples in this folder: one line per check, and an exit code, equal on every rank."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-__all__ = ["Verdict", "same_bits"]
+__all__ = ["Checklist", "same_bits"]
 
 
-class Verdict:
-    """Collects checks. What fails on one rank has failed."""
+class Checklist:
+    """Collects checks. A check that fails on one rank has failed."""
 
     def __init__(self) -> None:
         self._failed = 0
 
     def check(self, what: str, fact: bool) -> None:
-        """Note, and print on rank 0, whether `fact` is true on every rank. All ranks must call it."""
+        """Record whether `fact` is true on every rank, and print it on rank 0. All ranks must call it."""
         flag = torch.tensor(int(fact))
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         passed = bool(flag.item())
@@ -28,13 +28,13 @@ class Verdict:
 
     def end(self) -> None:
         """Leave the process group, and the program with code 1 if a check has failed."""
-        dist.barrier()  # a launcher ends the other ranks when one fails, and rank 0 must not be cut short
+        dist.barrier()  # a launcher ends all ranks when one fails, but rank 0 must finish its report
         dist.destroy_process_group()
         sys.exit(1 if self._failed else 0)
 
 
 def same_bits(ours: Iterable[torch.Tensor | float], theirs: Iterable[torch.Tensor | float]) -> bool:
-    """Are there as many, at least one, and each equal to the last bit? Numbers count as float64."""
+    """Whether both have the same number of values, at least one, with equal bits. Numbers count as float64."""
     pairs = list(zip(list(ours), list(theirs), strict=True))
     return bool(pairs) and all(_bytes(a) == _bytes(b) for a, b in pairs)
 

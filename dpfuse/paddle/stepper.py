@@ -1,4 +1,4 @@
-"""The engine under Model: one network, its wrapper, optimizer, loss and precision. Knows steps, but no loader."""
+"""Runs Model's steps: one network with its wrapper, optimizer, loss and precision. Knows no loader."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dpfuse.paddle.data_parallel import DataParallel
 from dpfuse.paddle.gathered import any_rank, broadcast, world_size
 from dpfuse.paddle.precision import MixedPrecision
 
-__all__ = ["Engine"]
+__all__ = ["Stepper"]
 
 
-class Engine:
-    """Forward, backward and optimizer steps of one network on this rank's device.
+class Stepper:
+    """Runs forward, backward and optimizer steps of one network on this rank's device.
 
-    On several ranks the network's gradients are averaged by a DataParallel around it.
+    On several ranks a DataParallel around the network averages its gradients.
 
     Args:
-        network: the bare module. It is moved to the current GPU if there is one and it is on the CPU.
+        network: the bare module. If it is on the CPU and there is a GPU, it is moved to the current GPU.
 
     Raises:
-        TypeError: not a module, or one that is wrapped already.
+        TypeError: `network` is no module, or is already wrapped.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -49,16 +49,16 @@ class Engine:
         self.loss: Any = None
         self.precision = MixedPrecision(enabled=False)
         self.accumulated = 0  # backwards since the last step
-        self.epochs = 0  # that training has gone through
+        self.epochs = 0  # trained epochs
         self.parallel: DataParallel | None = None
-        self._known: list[nn.Parameter] = []  # kept, so that no other takes an address of theirs
+        self._known: list[nn.Parameter] = []  # references, so that no new parameter gets an id of these
         self._known_as: list[tuple[Any, ...]] | None = None
         self.wrap()
 
     def wrap(self) -> None:
-        """Make sure that all ranks have rank 0's network, and that what is trainable now is averaged. A collective.
+        """Give all ranks rank 0's network, and wrap it for its trainable parameters. Every rank must call it.
 
-        Nothing is sent if the parameters are those that they were.
+        If the parameters have not changed, ranks only exchange that fact.
         """
         if world_size() == 1:
             return
@@ -66,8 +66,8 @@ class Engine:
         facts = [(name, id(param), param.dtype, param.requires_grad) for name, param in params.items()]
         if not any_rank(facts != self._known_as, "the check for changes of the network"):
             return
-        self.parallel = None  # takes its hooks off the parameters
-        # What only some ranks have frozen is told by the wrapper, on all ranks, if all of them wrap.
+        self.parallel = None  # removes its hooks from the parameters
+        # If only some ranks have frozen a parameter, the wrapper raises on all ranks. So all of them must wrap.
         if any_rank(any(param.requires_grad for param in params.values()), "the check for trainable parameters"):
             self.parallel = DataParallel(self.network)
         else:
@@ -75,23 +75,23 @@ class Engine:
         self._known, self._known_as = list(params.values()), facts
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers (running statistics) of rank 0. A collective."""
+        """Give all ranks the buffers (running statistics) of rank 0. Every rank must call it."""
         broadcast(self.network.named_buffers(), "the network's buffers")
 
     def prepare(self, optimizer: Any, loss: Any, amp_configs: Any) -> None:
-        """Take what training needs.
+        """Check and set optimizer, loss and precision.
 
         Raises:
-            TypeError, ValueError: something that cannot be used.
+            TypeError, ValueError: An argument cannot be used.
         """
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         closure = None if optimizer is None else inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise TypeError(
-                f"optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which Model has "
-                "not; expected one that steps without, such as torch.optim.SGD. Write the loop yourself, around "
-                "dpfuse.DataParallel."
+                f"optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which Model does "
+                "not have; expected an optimizer that steps without a closure, such as torch.optim.SGD. Or write the "
+                "loop yourself, with dpfuse.DataParallel."
             )
         if loss is not None and (isinstance(loss, type) or not callable(loss)):
             raise TypeError(
@@ -100,7 +100,7 @@ class Engine:
         if isinstance(loss, nn.Module):
             if world_size() > 1 and any(param.requires_grad for param in loss.parameters()):
                 raise ValueError(
-                    f"the loss {type(loss).__name__} has trainable parameters, whose gradients would not be averaged "
+                    f"the loss {type(loss).__name__} has trainable parameters. Their gradients would not be averaged "
                     "over the ranks; make it a part of the network"
                 )
             loss.to(self.device)
@@ -108,23 +108,23 @@ class Engine:
         self.optimizer, self.loss, self.precision = optimizer, loss, precision
 
     def check_ready(self) -> None:
-        """Raises DPFuseError where training lacks something."""
+        """Raise DPFuseError if the optimizer or the loss is missing."""
         if self.optimizer is None or self.loss is None:
             raise DPFuseError("training needs an optimizer and a loss; call model.prepare(optimizer, loss) first")
 
     def to_device(self, items: Sequence[Any]) -> list[Tensor]:
-        """Tensors of tensors, arrays or numbers, on the device.
+        """Return tensors, arrays or numbers as tensors on the device.
 
         Raises:
-            TypeError: an item is none of these.
+            TypeError: An item is none of these.
         """
-        # Copies from pinned memory need not be waited for; from other memory they are.
+        # Only copies from other than pinned memory make the host wait.
         return [_tensor(item).to(self.device, non_blocking=True) for item in items]
 
     def train(
         self, inputs: Sequence[Tensor], labels: Sequence[Tensor], update: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Forward and backward of one batch, and a step if `update`; without one, nothing is communicated.
+        """Run forward and backward of one batch, and a step if `update`. Without a step, nothing is communicated.
 
         Returns:
             (outputs, losses) of this rank.
@@ -144,25 +144,25 @@ class Engine:
         return [output.detach() for output in outputs], [loss.detach() for loss in losses]
 
     def step(self) -> None:
-        """One step of the optimizer with the averaged gradients, which are dropped then."""
+        """Step the optimizer with the averaged gradients, and drop them."""
         assert self.optimizer is not None
         self.precision.step(self.optimizer)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.network.zero_grad()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         self.accumulated = 0
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The network's outputs in full precision and without gradients. Communicates nothing."""
+        """Return the network's outputs in full precision, without gradients and without communication."""
         with torch.no_grad():
             return _tensors(self.network(*inputs), "the network")
 
     def losses(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
-        """What the loss returns, in a list; empty without a loss."""
+        """Return the losses as a list, empty without a loss."""
         if self.loss is None:
             return []
         losses = _tensors(self.loss(*outputs, *labels), "the loss")

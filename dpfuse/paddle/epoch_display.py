@@ -1,4 +1,4 @@
-"""What the person at the screen sees of an epoch: a bar (rich's) on a terminal, lines elsewhere. Knows no model."""
+"""Prints the progress of an epoch: a bar (of rich) on a terminal, lines elsewhere. Knows no model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["EpochDisplay"]
 
 
 class EpochDisplay:
-    """The steps of one epoch.
+    """Prints the steps of one epoch.
 
     Args:
         steps: their number; None if unknown.
         log_freq: steps from one line to the next; the last step has a line too.
-        bar: whether to draw a bar where that is possible: rich is installed and the output is a terminal.
+        bar: whether to draw a bar if rich is installed and the output is a terminal.
     """
 
     def __init__(self, steps: int | None, log_freq: int, bar: bool) -> None:
@@ -30,7 +30,7 @@ class EpochDisplay:
         self._bar: Any = _bar(steps) if bar and sys.stdout.isatty() else None
 
     def show(self, step: int, values: Mapping[str, Any]) -> None:
-        """`step` steps are done."""
+        """Show that `step` steps are done."""
         self._last = (step, values)
         if self._bar is not None:
             self._bar.update(0, completed=step, description=_text(values))
@@ -38,13 +38,13 @@ class EpochDisplay:
             self._line()
 
     def finish(self) -> None:
-        """The epoch is over; the last step is shown if it was not yet."""
+        """End the display. Show the last step if it was not shown."""
         if self._bar is None and self._last[0] > self._shown:
             self._line()
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -65,7 +65,7 @@ def _bar(steps: int | None) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
         return None
-    # Redrawn seldom: whatever is drawn takes its time from training.
+    # Few redraws, because each one takes time from training.
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, refresh_per_second=4)
     bar.add_task("", total=steps)

@@ -1,4 +1,4 @@
-"""Callback, the hooks of `Model`, and the list that calls them. Communicates nothing."""
+"""Callback, the base class with `Model`'s hooks, and the list that calls them. Communicates nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Logs = dict[str, Any] | None
 
 
 class Callback:
-    """Base of all callbacks: override what is needed. Every rank calls its own.
+    """Base class of all callbacks. Override the hooks that you need. Every rank calls its own callbacks.
 
-    `self.model` is the Model, `self.params` a dict with batch_size, steps, verbose, metrics (names) and, in
-    fit, epochs and save_dir. `logs` of a batch hold the losses under "loss" (a list), the metrics by name, "step" and
+    `self.model` is the Model. `self.params` is a dict with batch_size, steps, verbose, metrics (names) and, in fit,
+    epochs and save_dir. The `logs` of a batch hold the losses under "loss" (a list), the metrics by name, "step" and
     "batch_size".
 
     Example:
@@ -35,57 +35,57 @@ class Callback:
     params: dict[str, Any]
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Called before anything else."""
+        """Called before all other hooks."""
         self.params = params
 
     def set_model(self, model: Model) -> None:
-        """Called before anything else."""
+        """Called before all other hooks."""
         self.model = model
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Training begins."""
+        """Called when training begins."""
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """Training has ended; `logs` are those of the last epoch."""
+        """Called when training has ended, with the `logs` of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """A training epoch begins."""
+        """Called when a training epoch begins."""
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """A training epoch has ended; its evaluation follows."""
+        """Called when a training epoch has ended, before its evaluation."""
 
     def on_train_batch_begin(self, step: int, logs: Logs = None) -> None:
-        """A training batch is there."""
+        """Called before a training batch."""
 
     def on_train_batch_end(self, step: int, logs: Logs = None) -> None:
-        """Its gradients are there, and the step is done if one was due."""
+        """Called after a training batch, and after the optimizer's step if there was one."""
 
     def on_eval_begin(self, logs: Logs = None) -> None:
-        """Evaluation begins; `logs` hold "steps" and "metrics" (names)."""
+        """Called when evaluation begins; `logs` hold "steps" and "metrics" (names)."""
 
     def on_eval_end(self, logs: Logs = None) -> None:
-        """Evaluation has ended; `logs` hold the results."""
+        """Called when evaluation has ended; `logs` hold the results."""
 
     def on_eval_batch_begin(self, step: int, logs: Logs = None) -> None:
-        """A batch is there."""
+        """Called before a batch is evaluated."""
 
     def on_eval_batch_end(self, step: int, logs: Logs = None) -> None:
-        """It is evaluated; `logs` hold the results so far."""
+        """Called after a batch was evaluated; `logs` hold the results so far."""
 
     def on_predict_begin(self, logs: Logs = None) -> None:
-        """Prediction begins; `logs` hold "steps"."""
+        """Called when prediction begins; `logs` hold "steps"."""
 
     def on_predict_end(self, logs: Logs = None) -> None:
-        """Prediction has ended."""
+        """Called when prediction has ended."""
 
     def on_predict_batch_begin(self, step: int, logs: Logs = None) -> None:
-        """A batch is there."""
+        """Called before the outputs of a batch are computed."""
 
     def on_predict_batch_end(self, step: int, logs: Logs = None) -> None:
-        """Its outputs are there."""
+        """Called after the outputs of a batch were computed."""
 
     def close(self) -> None:
-        """`fit`, `evaluate` or `predict` is over, by whatever way: give up what is still held."""
+        """Called at the end of `fit`, `evaluate` or `predict`, also after an exception: release all resources."""
 
 
 class CallbackList:
@@ -93,11 +93,11 @@ class CallbackList:
 
     Args:
         callbacks: one or several.
-        model: what they are told of.
-        params: the same.
+        model: passed to each callback.
+        params: passed to each callback.
 
     Raises:
-        TypeError: something else than a Callback.
+        TypeError: An object is no Callback.
     """
 
     def __init__(self, callbacks: Iterable[Callback], model: Model, params: dict[str, Any]) -> None:
@@ -112,6 +112,6 @@ class CallbackList:
             callback.set_model(model)
 
     def call(self, hook: str, *args: Any) -> None:
-        """`hook` of all, such as "on_train_begin"."""
+        """Call `hook`, such as "on_train_begin", of all callbacks."""
         for callback in self._callbacks:
             getattr(callback, hook)(*args)

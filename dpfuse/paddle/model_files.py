@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse import DPFuseError
-from dpfuse.paddle.engine import Engine
 from dpfuse.paddle.serialization import load, save, written_whole
 from dpfuse.paddle.static.input_spec import InputSpec
+from dpfuse.paddle.stepper import Stepper
 
 __all__ = ["export", "prefix_of", "restore", "store"]
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdscaler", ".pt2")
 EPOCHS = "trained_epochs"  # in the optimizer's file, beside its state
-ANY_SIZE = 32  # of a dimension of any size but the batch's, in the example that an export is traced with
+ANY_SIZE = 32  # in the example inputs of an export: size of a free dimension other than the batch
 
 
 def prefix_of(path: Any) -> str:
-    """`path` without the ending of one of the files.
+    """Return `path` without the suffix of one of the files.
 
     Raises:
-        TypeError, ValueError: no path, or one that names no file.
+        TypeError, ValueError: `path` is no path, or names no file.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a path such as 'checkpoint/model', got {path!r}")
@@ -36,29 +36,29 @@ def prefix_of(path: Any) -> str:
     for suffix in SUFFIXES:
         text = text.removesuffix(suffix)
     if not os.path.basename(text):
-        raise ValueError(f"path: got {os.fspath(path)!r}, expected folder/name, where name begins the files' names")
+        raise ValueError(f"path: got {os.fspath(path)!r}, expected folder/name, the begin of the files' names")
     return text
 
 
-def store(engine: Engine, prefix: str) -> None:
-    """Write what training needs to go on."""
-    save(engine.network.state_dict(), f"{prefix}.pdparams")
-    if engine.optimizer is not None:
-        save({**engine.optimizer.state_dict(), EPOCHS: engine.epochs}, f"{prefix}.pdopt")
-    if engine.precision.scaler is not None:
-        save(engine.precision.scaler.state_dict(), f"{prefix}.pdscaler")
+def store(stepper: Stepper, prefix: str) -> None:
+    """Write the files from which training can continue."""
+    save(stepper.network.state_dict(), f"{prefix}.pdparams")
+    if stepper.optimizer is not None:
+        save({**stepper.optimizer.state_dict(), EPOCHS: stepper.epochs}, f"{prefix}.pdopt")
+    if stepper.precision.scaler is not None:
+        save(stepper.precision.scaler.state_dict(), f"{prefix}.pdscaler")
 
 
-def restore(engine: Engine, prefix: str, skip_mismatch: bool, reset_optimizer: bool) -> None:
-    """Read it back, on this rank; parameters that the file has beyond the network's are ignored.
+def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer: bool) -> None:
+    """Read the files of `store` on this rank. Ignore parameters that the network does not have.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a parameter is missing or has another shape, and `skip_mismatch` is False; the optimizer's state is
-            of another optimizer, or broken. Nothing is loaded then.
+        FileNotFoundError: A file is missing.
+        ValueError: A parameter is missing or has another shape, and `skip_mismatch` is False; or the optimizer's state
+            does not fit or is broken. Then nothing is loaded.
     """
     saved = load(f"{prefix}.pdparams")
-    expected = engine.network.state_dict()
+    expected = stepper.network.state_dict()
     if not isinstance(saved, Mapping):
         raise ValueError(f"{prefix}.pdparams holds a {type(saved).__name__}; expected a dict of parameters by name")
     if not any(key in saved for key in expected):
@@ -73,19 +73,19 @@ def restore(engine: Engine, prefix: str, skip_mismatch: bool, reset_optimizer: b
         warnings.warn(f"not loaded: {'; '.join(problems.values())}", UserWarning, stacklevel=3)
         reset_optimizer = True
     epochs = 0
-    if engine.optimizer is not None and not reset_optimizer:
-        epochs = _restore_optimizer(engine, engine.optimizer, prefix)
-    elif engine.optimizer is not None:
-        engine.optimizer.state.clear()
+    if stepper.optimizer is not None and not reset_optimizer:
+        epochs = _restore_optimizer(stepper, stepper.optimizer, prefix)
+    elif stepper.optimizer is not None:
+        stepper.optimizer.state.clear()
     elif not reset_optimizer and Path(f"{prefix}.pdopt").is_file():
         warnings.warn(
-            f"{prefix}.pdopt is not loaded, as there is no optimizer yet; call prepare before load to go on training, "
-            "or pass reset_optimizer=True",
+            f"{prefix}.pdopt is not loaded, because there is no optimizer yet; call prepare before load to continue "
+            "training, or pass reset_optimizer=True",
             UserWarning,
             stacklevel=3,
         )
-    engine.epochs = epochs
-    engine.network.load_state_dict({key: saved[key] for key in expected if key not in problems}, strict=False)
+    stepper.epochs = epochs
+    stepper.network.load_state_dict({key: saved[key] for key in expected if key not in problems}, strict=False)
 
 
 def _mismatch(key: str, value: Any, saved: Mapping[str, Any]) -> str | None:
@@ -98,17 +98,17 @@ def _mismatch(key: str, value: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _restore_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, prefix: str) -> int:
-    """Load the states of optimizer and loss scale, both or none; the number of epochs that they were trained for."""
-    remedy = "The model has an optimizer; pass reset_optimizer=True to load the parameters alone."
-    scaler = engine.precision.scaler
+def _restore_optimizer(stepper: Stepper, optimizer: torch.optim.Optimizer, prefix: str) -> int:
+    """Load the states of optimizer and loss scale, both or none. Return the number of trained epochs."""
+    remedy = "The model has an optimizer; pass reset_optimizer=True to load only the parameters."
+    scaler = stepper.precision.scaler
     before = optimizer.state_dict(), None if scaler is None else scaler.state_dict()
     try:
         state = dict(load(f"{prefix}.pdopt"))
         epochs = int(state.pop(EPOCHS, 0))
         scale = load(f"{prefix}.pdscaler") if scaler is not None and Path(f"{prefix}.pdscaler").is_file() else None
         optimizer.load_state_dict(state)
-        # Another optimizer's file loads without an error, and ends the first step with one.
+        # The state of another optimizer loads without an error, but the first step would raise.
         missing = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
         if missing:
             raise ValueError(f"{missing[0]!r} is missing")
@@ -128,12 +128,12 @@ def _restore_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, prefix:
 
 
 def export(network: nn.Module, inputs: Sequence[Any], device: torch.device, prefix: str) -> None:
-    """Write the forward, by torch.export, for inference without the network's source.
+    """Write the forward with torch.export, for inference without the network's source.
 
-    The first dimension of every input may be of any size if its spec says so; it is the batch, the same for all.
+    The first dimension of every input is the batch. It may have any size if its spec says so, equal for all inputs.
 
     Raises:
-        DPFuseError: there are no specs of the inputs.
+        DPFuseError: There are no specs of the inputs.
     """
     specs = [spec for spec in inputs if isinstance(spec, InputSpec)]
     if not specs or len(specs) != len(inputs):

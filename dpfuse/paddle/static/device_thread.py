@@ -1,4 +1,4 @@
-"""What a device's thread needs to work as the thread that called run(). Knows no program."""
+"""Gives a device's thread the settings of the thread that called run(). Knows no program."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["on_device"]
 
 
 def on_device(function: Callable[[Replica], None]) -> Callable[[Replica], None]:
-    """`function`, for another thread: autocast, the current device and its stream are settings of a thread.
+    """Wrap `function` for another thread. Autocast, the current device and its stream are settings of a thread.
 
     Args:
-        function: what to call.
+        function: the function to call.
 
     Returns:
-        A function that gives its thread the settings that this thread has now, for the replica's device.
+        A function that gives its thread the present settings of this thread, for the replica's device.
     """
     autocast = {
         kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if kind == "cpu" or torch.cuda.is_available()
     }
-    # With streams of this thread, what it does afterwards comes after what the devices' threads did.
+    # The devices' threads use the streams of this thread, so its later work comes after theirs.
     streams = {}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         streams = {index: torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())}

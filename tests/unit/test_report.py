@@ -1,0 +1,417 @@
+"""What the report tells: each bit through any dtype, factor and number of ranks, and when the host may read it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpfuse.engine import collective
+from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report, _hash
+from dpfuse.engine.window import Field, Window
+
+CPU = torch.device("cpu")
+PARAMS = 3
+BITS = {"color": 3, "size": 6}  # of each field
+
+
+class Group:
+    """The rank and the size of a process group, which is all that a report asks for."""
+
+    def __init__(self, rank, size):
+        self.rank = lambda: rank
+        self.size = lambda: size
+
+
+def make_report(rank=0, size=2, told=None, *, elsewhere=False, dtype=torch.float32, params=PARAMS):
+    """A report whose fields say what is in `told`, which may change."""
+    told = {} if told is None else told
+    window = Window()
+    window.elsewhere = elsewhere
+    fields = [Field(name, lambda name=name: told.get(name, 0), str, "", bits) for name, bits in BITS.items()]
+    return Report(Group(rank, size), params, fields, window, dtype, CPU)
+
+
+def sum_over_ranks(reports, outcomes, dtype=torch.float32, scale=0.5):
+    """What all ranks send, added up in the dtype that travels; every rank has received the sum."""
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.zeros(reports[0].numel, dtype=dtype)
+    for report, outcome in zip(reports, outcomes, strict=True):
+        source = report.source(outcome)
+        assert source.shape == total.shape
+        total += (source.to(compute) * scale).to(dtype)
+    for report in reports:
+        report.landed(total)
+    return total
+
+
+def readings(outcomes, told=None, **how):
+    """What each of so many ranks reads."""
+    told = told or [{}] * len(outcomes)
+    reports = [make_report(rank, len(outcomes), values) for rank, values in enumerate(told)]
+    sum_over_ranks(reports, outcomes, **how)
+    return [report.read(outcome, wait=True, gather=False) for report, outcome in zip(reports, outcomes, strict=True)]
+
+
+def outcome(**what):
+    return Outcome(**{name: frozenset(value) if name == "frozen" else value for name, value in what.items()})
+
+
+# --- Every bit, through any sum ---
+
+rank_states = st.fixed_dictionaries(
+    {
+        "color": st.integers(0, 7),
+        "size": st.integers(0, 63),
+        "elsewhere": st.sampled_from([False, False, True]),
+        "failed": st.sampled_from([False, False, False, True]),
+        "changed": st.sampled_from([False, False, False, True]),
+        "frozen": st.sampled_from([(), (), (0,), (1, 2)]),
+    }
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    every=st.lists(rank_states, min_size=2, max_size=6),
+    same=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([1.0, 1 / 2, 1 / 3, 1 / 7, 1 / 1000, 1 / 60000, -1.0, 0.9, 1e4]),
+)
+def test_all_ranks_read_what_each_has_told(every, same, dtype, scale):
+    if same:  # else hardly ever all is well
+        every = [{**one, **{name: every[0][name] for name in (*BITS, "frozen")}} for one in every]
+    frozen = {one["frozen"] for one in every}
+    assume(len({_hash(one) for one in frozen}) == len(frozen))
+    here = [one for one in every if not one["elsewhere"]]
+    assume(len(here) == len(every) or (here and not any(one["changed"] for one in every)))
+    reports = [make_report(rank, len(every), one, elsewhere=one["elsewhere"]) for rank, one in enumerate(every)]
+    outcomes = [outcome(**{name: one[name] for name in ("failed", "changed", "frozen")}) for one in every]
+    sum_over_ranks(reports, outcomes, dtype, scale)
+    failed = {rank for rank, one in enumerate(every) if one["failed"]}
+    changed = {rank for rank, one in enumerate(every) if one["changed"]}
+    numbered = failed | changed
+    expected = Reading(
+        any_failed=bool(failed),
+        any_well=len(failed) < len(every),
+        any_changed=bool(changed),
+        any_unchanged=len(changed) < len(every),
+        differing=tuple(name for name in (*BITS, "frozen") if len({one[name] for one in here}) > 1),
+        rank=next(iter(numbered)) if len(numbered) == 1 else None,
+    )
+    for rank, (report, own) in enumerate(zip(reports, outcomes, strict=True)):
+        reading = report.read(own, wait=True, gather=False)
+        assert reading == (ALL_WELL if expected.all_well else expected)
+        assert reading.failed() == (sorted(failed) if len(numbered) == 1 else [])
+        assert reading.changed() == (sorted(changed) if len(numbered) == 1 else [])
+        if rank not in numbered:
+            assert bool(report.alarm()) is not expected.all_well
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6, -1e6, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_that_overflows_or_nearly_vanishes_tells_the_same(dtype, scale):
+    well = readings([outcome() for _ in range(4)], dtype=dtype, scale=scale)
+    assert well == [ALL_WELL] * 4
+    every = readings([outcome(), outcome(), outcome(failed=True), outcome()], dtype=dtype, scale=scale)
+    assert every == [Reading(any_failed=True, rank=2)] * 4
+
+
+@pytest.mark.parametrize("name", ["color", "size"])
+def test_the_last_of_many_ranks_differs_in_one_bit_in_sixteen_bits(name):
+    """Sums of so many equal numbers absorb one more in 16 bits, but no sum of them becomes zero."""
+    size = 60000
+    for bit in range(BITS[name]):
+        report, other = make_report(0, size), make_report(size - 1, size, {name: 1 << bit})
+        one = (report.source(outcome()).float() / size).bfloat16()
+        total = one * (size - 1) + (other.source(outcome()).float() / size).bfloat16()
+        report.landed(total)
+        assert report.read(outcome(), wait=True, gather=False).differing == (name,)
+
+
+def test_a_field_is_compared_modulo_its_bits():
+    assert readings([outcome(), outcome()], [{"color": 1}, {"color": 9}]) == [ALL_WELL] * 2
+    assert readings([outcome(), outcome()], [{"color": 1}, {"color": 8}])[0].differing == ("color",)
+
+
+def test_ranks_without_inputs_are_compared_with_no_rank():
+    reports = [make_report(0, 3, {"size": 5}), make_report(1, 3, {}, elsewhere=True), make_report(2, 3, {"size": 5})]
+    outcomes = [outcome(frozen=[1]), outcome(), outcome(frozen=[1])]
+    sum_over_ranks(reports, outcomes)
+    assert [report.read(own, wait=True, gather=False) for report, own in zip(reports, outcomes, strict=True)] == [
+        ALL_WELL
+    ] * 3
+
+
+def test_one_rank_is_named_and_several_are_not():
+    size = 60000
+    for failed, named in (([40001], [40001]), ([0], [0]), ([3, 40001], []), ([1, 2, 3], [])):
+        total = make_report(0, size).source(outcome()) * (size - len(failed))
+        for rank in failed:
+            total = total + make_report(rank, size).source(outcome(failed=True))
+        report = make_report(7, size)
+        report.source(outcome())
+        report.landed(total)
+        reading = report.read(outcome(), wait=True, gather=False)
+        assert (reading.any_failed, reading.failed(), reading.changed()) == (True, named, [])
+
+
+@pytest.mark.parametrize("what", [{"failed": True}, {"late": [1]}, {"error": ValueError("planted")}])
+def test_whatever_went_wrong_on_a_rank_is_a_failure(what):
+    assert readings([outcome(**what), outcome()]) == [Reading(any_failed=True, rank=0)] * 2
+
+
+def test_where_all_ranks_failed_or_changed_that_is_known():
+    assert readings([outcome(failed=True)] * 2)[0] == Reading(any_failed=True, any_well=False)
+    assert readings([outcome(changed=True)] * 2)[0] == Reading(any_changed=True, any_unchanged=False)
+
+
+def test_no_set_of_frozen_parameters_looks_like_none():
+    assert _hash(frozenset()) == 0
+    hashes = [_hash(frozenset(range(count))) for count in range(1, 1000)]
+    assert 0 not in hashes
+    assert len(set(hashes)) > 900
+    assert _hash([3, 1]) == _hash(frozenset([1, 3]))
+
+
+def test_the_same_report_is_sent_again_until_something_changes():
+    told = {"size": 1}
+    report = make_report(told=told)
+    usual = report.source(outcome())
+    assert report.source(outcome()) is usual
+    told["size"] = 2
+    assert report.source(outcome()).equal(make_report(told={"size": 2}).source(outcome()))
+    before = report.source(outcome()).clone()
+    for what in ({"failed": True}, {"changed": True}, {"missing": [0]}):
+        report.source(outcome(**what))
+    assert report.source(outcome()).equal(before), "what happens in one backward is not told in the next"
+
+
+# --- Its size ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("params", [0, 1, 1000])
+def test_its_size_depends_on_the_parameters_alone_and_is_at_most_a_kilobyte_besides(dtype, params):
+    fields = [Field(name, int, str, "", bits) for name, bits in (("wrapper", 6), ("handling", 4))]
+    fields += Window().fields()
+    sizes = {Report(Group(0, size), params, fields, Window(), dtype, CPU).numel for size in (1, 2, 1000, 10000, 60000)}
+    assert len(sizes) == 1
+    assert (sizes.pop() - params) * dtype.itemsize <= 1024
+
+
+# --- Flags of parameters, and numbers of features ---
+
+
+def test_a_parameter_is_used_where_some_rank_has_a_gradient():
+    reports = [make_report(rank) for rank in range(2)]
+    outcomes = [outcome(missing=[0, 1]), outcome(missing=[1, 2])]
+    sum_over_ranks(reports, outcomes)
+    for report, own in zip(reports, outcomes, strict=True):
+        assert report.used_somewhere([0, 1, 2]) == {0, 2}
+        assert report.used_somewhere([1]) == set()
+        assert report.read(own, wait=True, gather=False) == ALL_WELL
+
+
+WEIGHTS = [1 / 3, 16777215.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_features_are_summed_beside_the_rest(dtype):
+    for finders in ([], [1], [0, 1, 2]):
+        reports = [make_report(rank, 3, dtype=dtype) for rank in range(3)]
+        total = torch.zeros(reports[0].numel, dtype=dtype)
+        for rank, report in enumerate(reports):
+            packed = report.source(outcome()) / 3  # as the pack has scaled it
+            report.write_slot(packed, "nonfinite", torch.tensor(float(rank in finders)))
+            report.write_slot(packed, "weight", torch.tensor(WEIGHTS[rank]))
+            total += packed
+        for report in reports:
+            report.landed(total)
+            assert report.slot("nonfinite") == len(finders)
+            assert report.slot("weight").item() == torch.tensor(WEIGHTS).to(dtype).sum().item()
+            assert report.slot("bad_weight") == 0
+            assert report.read(outcome(), wait=True, gather=False) == ALL_WELL
+            assert report.used_somewhere([0, 1]) == {0, 1}
+
+
+def test_a_failure_can_be_written_into_what_is_packed():
+    reports = [make_report(rank) for rank in range(2)]
+    packed = [report.source(outcome()).clone() for report in reports]
+    reports[1].write_failure(packed[1])
+    for report in reports:
+        report.landed(packed[0] + packed[1])
+        assert report.read(outcome(), wait=True, gather=False) == Reading(any_failed=True, rank=1)
+
+
+# --- Details, where every rank reads at the same time ---
+
+
+def test_rows_of_all_ranks_are_gathered_where_something_is_wrong(monkeypatch):
+    told = [{"size": 3}, {"size": 70}, {}]
+    reports = [make_report(rank, 3, told[rank], elsewhere=rank == 2) for rank in range(3)]
+    outcomes = [outcome(frozen=[1, 2]), outcome(error=ValueError("planted")), outcome(changed=True)]
+    rows = []
+    monkeypatch.setattr(collective, "group_device", lambda group: CPU)
+    monkeypatch.setattr(collective, "all_gather", lambda row, group: rows.append(row) or rows)
+    sum_over_ranks(reports, outcomes)
+    read = [report.read(own, wait=True, gather=True) for report, own in zip(reports, outcomes, strict=True)]
+    assert read[-1].rows == ((0, 0, 0, 3, 2), (1, 0, 0, 6, 0), (0, 1, -1, -1, 0))
+    assert (read[-1].failed(), read[-1].changed()) == ([1], [2])
+    assert read[-1].differing == ("size", "frozen")
+    again = [report.read(own, wait=True, gather=True) for report, own in zip(reports, outcomes, strict=True)]
+    assert again == read, "they are gathered once, for every rank reads equally often only once"
+    assert len(rows) == 3
+
+
+def test_nothing_is_gathered_where_all_is_well(monkeypatch):
+    monkeypatch.setattr(collective, "all_gather", None)
+    reports = [make_report(rank) for rank in range(2)]
+    for _ in range(3):
+        sum_over_ranks(reports, [outcome(), outcome()])
+        assert [report.read(outcome(), wait=True, gather=True) for report in reports] == [ALL_WELL] * 2
+
+
+def test_a_rank_alone_reads_only_what_it_knows():
+    report = make_report(0, 1)
+    report.landed(torch.full((report.numel,), math.nan))
+    assert report.read(outcome(), wait=True, gather=True) == ALL_WELL
+    report.landed(report.source(outcome(failed=True)))
+    assert report.read(outcome(failed=True), wait=True, gather=False) == Reading(
+        any_failed=True, any_well=False, rank=0
+    )
+
+
+# --- On CUDA ---
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Copies to pinned memory and events behind them, which note when the host waits; as many as there were copies."""
+    events = []
+
+    class Event:
+        def __init__(self):
+            self.waited = False
+            events.append(self)
+
+        def synchronize(self):
+            self.waited = True
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(record_event=Event))
+    return events
+
+
+def land(report, other_outcome):
+    """A backward in which this rank is well, and the other one as told; what lands is on a GPU."""
+    total = report.source(outcome()) + make_report(1).source(other_outcome)
+    report.landed(total.as_subclass(OnDevice))
+
+
+def test_a_report_on_cuda_is_read_one_backward_later(device):
+    report = make_report()
+    for other, read in [
+        (outcome(), ALL_WELL),
+        (outcome(failed=True), ALL_WELL),
+        (outcome(frozen=[1]), Reading(any_failed=True, rank=1)),
+        (outcome(), Reading(differing=("frozen",))),
+        (outcome(), ALL_WELL),
+    ]:
+        land(report, other)
+        assert report.read(outcome(), wait=False, gather=False) == read
+        assert bool(report.alarm()) is not (other == outcome()), "the device knows at once"
+        assert [event.waited for event in device] == [True] * (len(device) - 1) + [False], "the host did not wait"
+
+
+def test_what_is_still_to_be_read_comes_before_what_is_waited_for(device):
+    report = make_report()
+    land(report, outcome(failed=True))
+    assert report.read(outcome(), wait=False, gather=False) == ALL_WELL
+    land(report, outcome(frozen=[1]))
+    assert report.read(outcome(), wait=True, gather=False) == Reading(any_failed=True, rank=1)
+    assert report.read(outcome(), wait=True, gather=False) == Reading(differing=("frozen",)), "it was read once"
+    assert len(device) == 1
+
+
+def test_a_rank_that_has_failed_reads_its_own_backward(device):
+    report = make_report()
+    land(report, outcome(changed=True))
+    report.read(outcome(), wait=False, gather=False)
+    report.landed((report.source(outcome(failed=True)) + make_report(1).source(outcome())).as_subclass(OnDevice))
+    assert report.read(outcome(failed=True), wait=True, gather=False) == Reading(any_failed=True, rank=0)
+    land(report, outcome())
+    assert report.read(outcome(), wait=False, gather=False) == ALL_WELL, "what was told before is told no more"
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, monkeypatch):
+    report = make_report(1, 3)
+    report.source(outcome())
+    report.landed(torch.full((report.numel,), 0.1))
+    assert not report.unreadable
+    assert not report.read(outcome(), wait=True, gather=False).all_well
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Report, "_interpret", None)  # calling it would wait for the device
+    report.source(outcome())
+    report.landed(torch.full((report.numel,), 0.1))
+    assert report.unreadable
+    assert report.read(outcome(), wait=wait, gather=True) == ALL_WELL
+    assert report.alarm(), "the device knows"
+    assert report.read(outcome(failed=True), wait=wait, gather=True) == Reading(any_failed=True, rank=1)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+UPLOADS = {"index_put_", "copy_", "_to_copy", "lift_fresh"}  # on a GPU they would bring numbers from the host, and wait
+
+
+def test_what_a_captured_graph_packs_is_not_uploaded_and_not_kept(monkeypatch):
+    told = {"color": 1, "size": 2}
+    report = make_report(told=told)
+    kept = report.source(outcome()).clone()
+    told.update(color=4, size=33)
+    with monkeypatch.context() as patch, Operations() as done:
+        patch.setattr("torch.cuda.is_initialized", lambda: True)
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        captured = report.source(outcome(missing=[0, 2]))
+    assert not done.names & UPLOADS
+    assert report._source.equal(kept), "what is captured is written at each replay"
+    with Operations() as done:
+        eager = report.source(outcome())
+    assert not done.names & UPLOADS, "the host would wait whenever a number changes"
+    expected = eager.clone()
+    expected[[-3, -1]] = 0
+    assert captured.equal(expected)
+    assert report.source(outcome(missing=[0, 2])).equal(captured)
+
+
+def test_a_number_that_is_none_is_alarming():
+    reports = [make_report(rank) for rank in range(2)]
+    total = sum_over_ranks(reports, [outcome()] * 2)
+    assert not reports[0].alarm()
+    total[(total == 0).nonzero()[0]] = math.nan
+    assert reports[0].alarm()
