@@ -6,7 +6,8 @@ environment and folder, passes signals on to it, and ends as it ends. A process 
 program that stands for it, and does not end when that one's parent does.
 
 A process is a usual one, with all of torch to import, where it could differ: after options of Python that are not
-known here, and where a variable is set that Python or torch reads early. Standard output is UTF-8 in any case.
+known here, and where a variable is set that Python or torch reads early. Standard output is UTF-8 in any case. At its
+end it does all that Python does, but does not take its modules apart, which takes as long as most programs.
 
 Where the variable PYTHON_EXEC is that command, the processes of a job are warm, too: torchrun starts ranks with it, and
 `multiprocessing` is told to do so.
@@ -38,8 +39,8 @@ def warm_python(preload: str = "torch.distributed.run") -> str:
     """Return the path of the command that stands for `python`.
 
     Args:
-        preload: what the server imports beside dpfuse: what the launcher needs, if nothing else is said. The first
-            call with a name starts a server, which ends with this process.
+        preload: a module that the server imports beside torch and dpfuse: what the launcher needs, if nothing else is
+            said. The first call with a name starts a server, which ends with this process.
     """
     if preload not in _servers:
         _servers[preload] = _start_server(preload)
@@ -240,34 +241,40 @@ def serve(path: str, own: dict[str, str]) -> Request:
     return request
 
 
-def run(words: list[str]) -> None:
-    """Do what Python does with its command line."""
+def run(words: list[str]) -> int:
+    """Do what Python does with its command line; return the exit code."""
     import runpy
     from types import ModuleType
 
     sys.modules["__main__"] = main = ModuleType("__main__")
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
-        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # pdb and others call it as well
-        return
-    if words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        sys.path[0] = ""
-        code = compile(words[1], "<string>", "exec", dont_inherit=True)
-    else:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-        main.__file__ = os.path.abspath(words[0])
-        with open(words[0], "rb") as file:
-            code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
     try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path[0] = os.getcwd()
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # pdb and others call it as well
+            return 0
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.path[0] = ""
+            code = compile(words[1], "<string>", "exec", dont_inherit=True)
+        else:
+            sys.argv = words
+            sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+            main.__file__ = os.path.abspath(words[0])
+            with open(words[0], "rb") as file:
+                code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
         exec(code, main.__dict__)
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+            return 1
+        return (end.code or 0) & 0xFF
     except Exception as error:
         trace = error.__traceback__
         error.__traceback__ = trace and trace.tb_next  # without the frame of this file
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        return 1
+    return 0
 
 
 def _main() -> None:
@@ -275,18 +282,28 @@ def _main() -> None:
     if role == "ask":
         ask(path, words)
     own = dict(os.environ)
+    import atexit
+    import threading
+    from contextlib import suppress
     from importlib import import_module
 
     import numpy
     import torch
 
-    import_module("dpfuse")
-    import_module(words[0])
+    for name in ("dpfuse", "torch._dynamo", words[0]):  # the second takes as long as torch, and optimizers import it
+        import_module(name)
     request = serve(path, own)
     numpy.random.seed()
+    torch.seed()  # at random, as a process of its own begins
     if "OMP_NUM_THREADS" in request.environment:
         torch.set_num_threads(int(request.environment["OMP_NUM_THREADS"]))
-    run(request.program)
+    code = run(request.program)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or a pipe that nothing reads any more
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
