@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from dpfuse.engine import messages
-from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.bucket import FLIGHT, LANDED, GradBucket
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
-from dpfuse.engine.report import Outcome, Reading, Report
+from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine.window import Field, Window
@@ -88,7 +88,9 @@ class _Run:
     forward: bool | None = None  # did a forward since the last synchronised backward ask for one?
     outputs_watched: bool = True
     recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
+    reading: Reading | None = None  # what the ranks have reported
     delivered: bool = False
+    torn: bool = False  # whether a collective, or a user's hook in its place, has raised
     warnings: list[str] = field(default_factory=list)  # to be given once all is delivered, for they may be errors
 
 
@@ -145,9 +147,14 @@ class Reducer:
             marks: how often each parameter becomes ready in a backward.
             rebuilt: whether they are made for the order in which gradients become ready; None leaves it as it is.
         """
+        before = self.rebuilt
         if rebuilt is not None:
             self.rebuilt = rebuilt
-        self._use(buckets, self._params, self._names, marks)
+        try:
+            self._use(buckets, self._params, self._names, marks)
+        except BaseException:
+            self.rebuilt = before
+            raise
 
     def follow(
         self,
@@ -364,31 +371,66 @@ class Reducer:
         if self.phase is LOCAL:
             self._close_local()
             return
-        if not self._any_ready() and not reached_leaves():
+        try:
+            self._close(reached_leaves)
+        except BaseException as error:
+            if self.phase is not IDLE and not self._goes_on_after(error):
+                self._give_up(error)
+                raise
+            if self.phase is IDLE:
+                self.last_error = f"{type(error)}: {error}"
+                raise
+        else:
+            return
+        try:
+            self._close(reached_leaves)
+        except BaseException as error:
+            if self.phase is not IDLE:
+                self._give_up(error)
+            raise
+
+    def _goes_on_after(self, error: BaseException) -> bool:
+        """Whether the rest of `close` can be done, and this error be reported to the peers, who wait for this rank."""
+        run = self._run
+        if isinstance(error, DPFuseError) or not isinstance(error, Exception) or self.phase is CHANGED or run.torn:
+            return False
+        run.outcome.error = run.outcome.error or error
+        return True
+
+    def _give_up(self, error: BaseException) -> None:
+        self.last_error = f"{type(error)}: {error}"
+        self.abandon()
+
+    def _close(self, reached_leaves: Callable[[], bool]) -> None:
+        """Every stage can be repeated after an exception: what was done is not done again."""
+        run = self._run
+        if not run.next and not self._any_ready() and not reached_leaves():
             self._enter(IDLE)
             return
-        wiring = self._wiring
-        wiring.window.gradients_accumulated()
-        try:
+        if run.reading is None:
+            self._wiring.window.gradients_accumulated()
             if self.phase is CHANGED:
                 self._settle_change()
             self._note_stragglers()
-            for order in range(self._run.next, len(self.buckets)):
+            for order in range(run.next, len(self.buckets)):
                 self._send(order, complete=False)
-            self._deliver()
-            if not self.rebuilt:
-                self._rebuild()
-        except BaseException as error:
-            self.last_error = f"{type(error)}: {error}"
-            # What _deliver itself reports has been cleared up; a collective that failed has not.
-            if self.phase is not IDLE:
-                self.abandon()
-            raise
-        self.completed += 1
+            run.reading = self._hear()
+        if not run.reading.all_well:
+            self._fail(run.reading)
+        self._deliver()
+        if not self.rebuilt:
+            self._rebuild()
+        self._complete()
+
+    def _complete(self) -> None:
+        """All is delivered, and the peers wait for nothing."""
         self._choose_sentinels()
         texts = self._run.warnings
-        self._reset()
-        for feature in wiring.features:
+        self._clear_ready()
+        self._wiring.window.begin()
+        self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
+        self._wiring.track.tell(BETWEEN, self.completed)
+        for feature in self._wiring.features:
             feature.delivered()
         for text in texts:
             warnings.warn(text, stacklevel=2)
@@ -418,10 +460,10 @@ class Reducer:
             for bucket in buckets:
                 if bucket.busy:  # not delivered before something went wrong
                     bucket.discard()
-            reading = _report_of(buckets).read(run.outcome, wait=True, gather=self._all_read_now)
+            reading = run.reading or _report_of(buckets).read(run.outcome, wait=True, gather=self._all_read_now)
             run.delivered = not reading.any_failed
         else:
-            reading = Reading()
+            reading = ALL_WELL
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
         if run.delivered and not self._settled_buckets:
             wiring.decline()  # the peers have gone on to the vote on the buckets
@@ -475,17 +517,28 @@ class Reducer:
     def _send_complete(self) -> None:
         # In plan order, never in that of completion: collectives must match on all ranks. The last one goes once
         # backward has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
-        while self._run.next < len(self.buckets) - 1 and self._ready[self._run.next].is_complete:
-            self._send(self._run.next, complete=True)
+        run = self._run
+        try:
+            while run.next < len(self.buckets) - 1 and self._ready[run.next].is_complete:
+                self._send(run.next, complete=True)
+        except Exception as error:
+            if run.torn:
+                raise
+            run.outcome.error = run.outcome.error or error  # the rest is sent when backward has ended
 
     leave_untraced(_send_complete, calls=True, reason="dpfuse sends gradients here")
 
     def _send(self, order: int, *, complete: bool) -> None:
         self._wiring.track.tell(BACKWARD, self.completed, order)
-        ready = self._ready[order]
-        self.buckets[order].send(self._run.outcome, complete=complete or ready.is_complete)
+        ready, bucket, run = self._ready[order], self.buckets[order], self._run
+        if not bucket.busy:
+            try:
+                bucket.send(run.outcome, complete=complete or ready.is_complete)
+            except BaseException:
+                run.torn = not bucket.busy
+                raise
         ready.sent = len(ready.entries)
-        self._run.next = order + 1
+        run.next = order + 1
 
     def _send_empty(self, buckets: Sequence[GradBucket]) -> None:
         for order in range(self._run.next, len(buckets)):
@@ -565,40 +618,59 @@ class Reducer:
         self._change, self.rebuilt, run.next = None, False, 0
         run.outcome.changed, run.outcome.frozen = False, self._frozen
 
-    def _deliver(self) -> None:
-        """Wait for all buckets and hand the gradients over."""
-        run, report, outcome = self._run, self._report, self._run.outcome
-        held: list[GradBucket] = []
+    def _hear(self) -> Reading:
+        """Wait for all buckets, deliver those that need no word of the peers, and read what these report."""
+        report, outcome = self._report, self._run.outcome
         for order, bucket in enumerate(self.buckets):
             if len(self.buckets) > 1:  # else it is where it was when that one was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
-            bucket.wait()
+            if bucket.state is FLIGHT:
+                bucket.wait()
             outcome.error = outcome.error or bucket.error  # a communication hook may fail as late as that
             # Whether a missing gradient exists elsewhere is known once the last bucket has landed.
-            if bucket.missing or not outcome.well:
-                held.append(bucket)
-            else:
+            if bucket.state is LANDED and outcome.well and not bucket.missing:
                 bucket.deliver()
-        missing = outcome.missing
-        if missing and report.unreadable:
-            outcome.error = DPFuseError(messages.unread([self._names[index] for index in sorted(missing)]))
+        if outcome.missing and report.unreadable:
+            names = [self._names[index] for index in sorted(outcome.missing)]
+            outcome.error = DPFuseError(messages.unread(names))
+        return report.read(outcome, wait=self._waits_for_report, gather=self._all_read_now)
+
+    @property
+    def _waits_for_report(self) -> bool:
         # After the first backward the ranks agree on the buckets: a rank that has failed would be missed there.
-        wait = not outcome.well or bool(missing) or self._wiring.strict or not self.rebuilt
-        reading = report.read(outcome, wait=wait, gather=self._all_read_now)
-        if not reading.all_well:
-            for bucket in held:
-                bucket.discard()
-            text, cause = self._explain(reading, outcome.error), outcome.error
+        outcome = self._run.outcome
+        return not outcome.well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
+
+    def _fail(self, reading: Reading) -> None:
+        """Raise the error that every rank raises."""
+        cause = self._run.outcome.error
+        try:
+            text = self._explain(reading, cause)
+            for bucket in self.buckets:
+                if bucket.state is LANDED:
+                    bucket.discard()
+        finally:
             self._reset()
-            raise DPFuseError(text) from cause
-        if held:
-            untouched = set(missing) - report.used_somewhere(missing)
+        raise DPFuseError(text) from cause
+
+    def _deliver(self) -> None:
+        """All is well on every rank: hand over what has waited for that."""
+        run, report = self._run, self._report
+        if run.delivered:
+            return
+        missing = run.outcome.missing
+        held = [bucket for bucket in self.buckets if bucket.state is LANDED]
+        if missing and held:
+            untouched = frozenset(missing) - report.used_somewhere(missing)
             for bucket in held:
                 bucket.deliver(untouched)
             self._warn_of_unused(missing, len(untouched))
-        run.delivered = True
-        if report.unreadable or not wait:
+        for bucket in held:
+            if bucket.state is LANDED:
+                bucket.deliver()
+        if report.unreadable or not self._waits_for_report:
             self._wiring.guard(report.alarm)
+        run.delivered = True
 
     def _rebuild(self) -> None:
         """The first synchronised backward is over: the ranks agree on buckets for its order."""

@@ -118,6 +118,7 @@ class GradSync:
         self._rank_count = group.size()
         self._recorder: BackwardRecorder | None = None
         self._times: BucketObserver | None = None
+        self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = None  # by all ranks, and not in use yet
         self._left: BaseException | None = None  # why this rank has left the group
         self._wrap: Callable[[BackwardListener], BackwardListener] = lambda listener: listener
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
@@ -274,24 +275,31 @@ class GradSync:
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated waits for the
         # old layout. Gradients that are views keep the old buffers alive until they are freed.
-        agreed, counts = votes.order_tensors(order, marks, self.group)
-
-        def build() -> tuple[BucketPlan, list[GradBucket]]:
-            keeps = self.plan.tuned or self._settings.deterministic
-            plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(agreed))
-            return plan, self._make_buckets(plan, self._params, self.reducer.buckets)
-
-        try:
-            votes.agree_on_order(agreed, counts, self.group, self.source)
-            plan, buckets = votes.agree_on_success(build, self.group, BUCKETS)
-        except DPFuseError as error:
-            return error
-        except BaseException as error:
-            self._leave(error)  # in which of the votes is not known
-            raise
-        self.plan, self._marks = plan, counts.tolist()
-        self.reducer.adopt(buckets, self._marks, rebuilt=True)
+        if self._agreed is None:
+            tensors = votes.order_tensors(order, marks, self.group)
+            try:
+                self._agreed = self._agree_on_buckets(*tensors)
+            except DPFuseError as error:
+                return error
+            except BaseException as error:
+                self._leave(error)  # in which of the votes is not known
+                raise
+        plan, buckets, marks = self._agreed
+        self.plan, self._marks = plan, marks
+        self.reducer.adopt(buckets, marks, rebuilt=True)
+        self._agreed = None
         return None
+
+    def _agree_on_buckets(self, order: Tensor, marks: Tensor) -> tuple[BucketPlan, list[GradBucket], list[int]]:
+        """The plan for the order in which gradients became ready, its buckets, and the marks, on all ranks."""
+
+        def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
+            keeps = self.plan.tuned or self._settings.deterministic
+            plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order))
+            return plan, self._make_buckets(plan, self._params, self.reducer.buckets), marks.tolist()
+
+        votes.agree_on_order(order, marks, self.group, self.source)
+        return votes.agree_on_success(build, self.group, BUCKETS)
 
     def _decline(self) -> None:
         votes.agree_on_order(*votes.order_tensors([], [0] * len(self._params), self.group), self.group, self.source)

@@ -174,9 +174,8 @@ class HookedRows(Hooked):
         self._finish(work)
 
     def deliver(self, untouched: Set[int]) -> None:
-        result, self._grad = self._grad, self._without_rows()
         if self._registered not in untouched:
-            self._param.grad = result
+            self._param.grad = self._grad
 
     def _put_back(self, result: Any) -> None:
         _check_tensor(result)

@@ -98,6 +98,7 @@ class InPlace(Exchange):
             for one in self._large:
                 if one.index not in untouched:
                     one.deliver()
+            for one in self._large:
                 one.forget()
 
     def discard(self) -> None:
@@ -127,8 +128,6 @@ class _LargeGradient:
         nbytes: its bytes.
     """
 
-    flat: Tensor
-
     def __init__(self, param: Tensor, bucket: Bucket, place: int, name: str) -> None:
         self.index = bucket.params[place]
         self.name = name
@@ -140,6 +139,8 @@ class _LargeGradient:
         self._slot = KernelSlot(name, 0, tuple(param.shape), dense_stride(param))
         self.nbytes = self._slot.numel * self._dtype.itemsize
         self.in_place = False
+        self._nothing = torch.empty(0, dtype=self._dtype)
+        self.flat = self._nothing
         self._copy: PointerTable | None = None
         self._taken: Tensor | None = None  # the gradient; referenced until all that reads it is ordered
 
@@ -196,8 +197,7 @@ class _LargeGradient:
 
     def forget(self) -> None:
         """Let go of what was taken."""
-        self._taken = None
-        del self.flat
+        self._taken, self.flat = None, self._nothing
 
     def _table_for_copy(self) -> PointerTable:
         if self._copy is None:

@@ -209,10 +209,13 @@ class _OrderedWork(dist.Work):
         ours = self._flat.view(size, -1)[self._group.rank()]
         try:
             self._add_parts(self._parts.view(size, -1), ours)
-        except Exception as error:
-            # The peers wait for this part. Of eight-bit blocks, all bits set are NaN; so are they of floating point.
-            ours.view(torch.uint8).fill_(255)
-            self._error = error
+        except Exception:
+            try:
+                self._add_parts(self._parts.view(size, -1), ours)  # memory may have been short for a moment
+            except Exception as error:
+                # The peers wait for this part. All bits set are NaN, in eight-bit blocks and in floating point.
+                ours.view(torch.uint8).fill_(255)
+                self._error = error
         return collective.start_all_gather_into(self._flat, ours, self._group)
 
 

@@ -78,7 +78,7 @@ class SparseRows(Exchange):
 
     def deliver(self, untouched: Set[int]) -> None:
         """As `Exchange.deliver`: the sum of all ranks' rows becomes the parameter's gradient."""
-        rows, self._rows = self._rows, self._no_rows()
+        rows = self._rows
         if self._index in untouched:
             return
         with torch.no_grad():
