@@ -126,7 +126,7 @@ class GradBucket:
             self._send_zeros_for(error, outcome)
         # Their memory is used again behind everything on this stream; what other streams wrote must outlive the pack.
         self._sources = grads if several_streams else []
-        self._start(buffer.flat)
+        self._start(buffer.flat, outcome)
         parts.feed.sent()
         assert self._work is not None
         parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
@@ -145,7 +145,7 @@ class GradBucket:
         if parts.report is not None:
             self._room_in(flat).copy_(parts.report.source(outcome))
         parts.exchange.empty()
-        self._start(flat)
+        self._start(flat, outcome)
         parts.feed.sent()
 
     def wait(self) -> None:
@@ -260,13 +260,13 @@ class GradBucket:
         buffer = self.parts.buffer
         return buffer.report if flat is buffer.flat else flat[flat.numel() - buffer.report.numel() :]
 
-    def _start(self, flat: Tensor) -> None:
+    def _start(self, flat: Tensor, outcome: Outcome) -> None:
         with ranged("dpfuse::all_reduce", self._label):
-            self._sent, self.state = flat, FLIGHT
             try:
+                self._sent, self.state = flat, FLIGHT
                 self._work = self.parts.exchange.start(flat)  # nothing may come between the start and this
             except BaseException as error:
-                self.state = FREE
+                self.state, outcome.torn = FREE, True
                 if collective.has_raised(error):
                     self._around.leave(error)
                 raise

@@ -90,7 +90,6 @@ class _Run:
     recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
     reading: Reading | None = None  # what the ranks have reported
     delivered: bool = False
-    torn: bool = False  # whether a collective, or a user's hook in its place, has raised
     warnings: list[str] = field(default_factory=list)  # to be given once all is delivered, for they may be errors
 
 
@@ -392,7 +391,12 @@ class Reducer:
     def _goes_on_after(self, error: BaseException) -> bool:
         """Whether the rest of `close` can be done, and this error be reported to the peers, who wait for this rank."""
         run = self._run
-        if isinstance(error, DPFuseError) or not isinstance(error, Exception) or self.phase is CHANGED or run.torn:
+        if (
+            isinstance(error, DPFuseError)
+            or not isinstance(error, Exception)
+            or self.phase is CHANGED
+            or run.outcome.torn
+        ):
             return False
         run.outcome.error = run.outcome.error or error
         return True
@@ -428,8 +432,8 @@ class Reducer:
         texts = self._run.warnings
         self._clear_ready()
         self._wiring.window.begin()
+        self._wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
-        self._wiring.track.tell(BETWEEN, self.completed)
         for feature in self._wiring.features:
             feature.delivered()
         for text in texts:
@@ -522,7 +526,7 @@ class Reducer:
             while run.next < len(self.buckets) - 1 and self._ready[run.next].is_complete:
                 self._send(run.next, complete=True)
         except Exception as error:
-            if run.torn:
+            if run.outcome.torn:
                 raise
             run.outcome.error = run.outcome.error or error  # the rest is sent when backward has ended
 
@@ -532,11 +536,7 @@ class Reducer:
         self._wiring.track.tell(BACKWARD, self.completed, order)
         ready, bucket, run = self._ready[order], self.buckets[order], self._run
         if not bucket.busy:
-            try:
-                bucket.send(run.outcome, complete=complete or ready.is_complete)
-            except BaseException:
-                run.torn = not bucket.busy
-                raise
+            bucket.send(run.outcome, complete=complete or ready.is_complete)
         ready.sent = len(ready.entries)
         run.next = order + 1
 

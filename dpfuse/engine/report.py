@@ -35,6 +35,7 @@ class Outcome:
     error: Exception | None = None  # the first error of this rank
     failed: bool = False  # whether an exception ended it
     changed: bool = False  # whether the model is no longer that of the buckets
+    torn: bool = False  # whether a collective, or a user's hook in its place, has raised
 
     @property
     def well(self) -> bool:

@@ -51,7 +51,22 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
     data = text.encode()
     device = collective.group_device(group)
     header = torch.tensor([len(data), *hashlib.sha256(data).digest(), text.startswith(FAILURE)], dtype=torch.int64)
-    headers = [row.tolist() for row in collective.all_gather(header.to(device), group)]
+    rows: list[torch.Tensor] = []
+    try:
+        rows[:] = collective.all_gather(header.to(device), group)
+        _compare(rows, data, group, what, remedy)
+    except DPFuseError:
+        raise
+    except Exception:
+        if not rows:
+            raise
+        _compare(rows, data, group, what, remedy)  # the peers have gone on: only what lasts may be raised here
+
+
+def _compare(rows: Sequence[torch.Tensor], data: bytes, group: dist.ProcessGroup, what: str, remedy: str) -> None:
+    """Raise DPFuseError where the headers of the ranks' texts differ, or one of them is a failure."""
+    device = rows[0].device
+    headers = [row.tolist() for row in rows]
     differing = next((rank for rank, row in enumerate(headers) if row != headers[0]), None)
     failed = next((rank for rank, row in enumerate(headers) if row[-1]), None)
     if failed is not None:
