@@ -85,7 +85,7 @@ def test_large_private_gradients_are_neither_packed_nor_unpacked(nccl):
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
     assert sum(bucket.parts.exchange.bytes_in_place for bucket in model.reducer.buckets) == 8 * 4 << 20
-    assert sum("_flatten_kernel" in name for name in names) == 1  # of the tail
+    assert sum("_flatten_kernel" in name for name in names) == 1  # of the report
     assert not any("_unflatten_kernel" in name for name in names)
 
 
@@ -180,7 +180,7 @@ def test_communication_is_timed_with_events(nccl):
     with dpfuse.time_communication(model) as times:
         for _ in range(3):
             model(x).sum().backward()
-    assert (times.steps, times.collectives) == (3, 3)
+    assert (times.steps, times.collectives) == (3, 3 * len(model.bucket_plan.buckets))
     assert times.nbytes >= 3 * 4 * 2048 * 2049
     assert times.seconds >= 0
     assert times.exposed >= 0

@@ -217,7 +217,7 @@ def test_a_weight_is_a_factor_of_the_pack_and_nobody_waits_for_it(nccl, views, r
     model(x).square().mean().backward()
     assert all(param.grad.isnan().all() for param in model.parameters())
     model.zero_grad()
-    with pytest.raises(dpfuse.DPFuseError, match="in synchronised backward 7 the ranks 0 to 0 gave"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"in synchronised backward 7 the weights that .* make no mean"):
         model(x).square().mean().backward()
 
 
