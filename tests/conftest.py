@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from multiprocessing.spawn import get_executable
 from typing import Any
 
 import pytest
 
 from tests.ranks import RankPool
+from tests.warm import warm_python
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,12 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return _pools[size].run(function, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def warm_spawn() -> Iterator[None]:
+    """Let spawned processes begin with torch imported. They have other ids than their parent knows."""
+    before = get_executable()
+    multiprocessing.set_executable(warm_python())
+    yield
+    multiprocessing.set_executable(before)

@@ -150,6 +150,7 @@ class Request(NamedTuple):
         """Make these the surroundings of this process; what imports have put into the environment stays."""
         import fcntl
         import multiprocessing
+        import tempfile
         from io import TextIOWrapper
 
         high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 100) for file in self.files]
@@ -162,6 +163,7 @@ class Request(NamedTuple):
         os.environ.clear()
         os.environ.update({**imported, **self.environment})
         os.chdir(self.folder)
+        tempfile.tempdir = None  # which may be another one here
         me, parent, getppid = os.getpid(), self.parent, os.getppid
         os.getppid = lambda: parent if os.getpid() == me else getppid()  # not the server
         if "-u" in self.words:
@@ -206,6 +208,8 @@ def serve(path: str, own: dict[str, str]) -> Request:
             for process in clients:
                 os.kill(process, signal.SIGKILL)
             os._exit(0)
+        if woken in sources:
+            woken.recv(4096)  # before the look at the processes: one that ends after it shall wake us again
         for process, client in list(clients.items()):
             if client in sources:  # closed: whoever asked was killed
                 os.kill(process, signal.SIGKILL)
@@ -216,8 +220,6 @@ def serve(path: str, own: dict[str, str]) -> Request:
                 with suppress(OSError):
                     client.sendall(b"%d\n" % status)
                 client.close()
-        if woken in sources:
-            woken.recv(4096)
         if listener in sources:
             client, _ = listener.accept()
             request = Request.received(client)
@@ -242,7 +244,7 @@ def serve(path: str, own: dict[str, str]) -> Request:
 
 
 def run(words: list[str]) -> int:
-    """Do what Python does with its command line; return the exit code."""
+    """Do what Python does with its command line; return the exit code, or the signal to end by as a negative number."""
     import runpy
     from types import ModuleType
 
@@ -269,11 +271,11 @@ def run(words: list[str]) -> int:
             print(end.code, file=sys.stderr)
             return 1
         return (end.code or 0) & 0xFF
-    except Exception as error:
+    except BaseException as error:
         trace = error.__traceback__
         error.__traceback__ = trace and trace.tb_next  # without the frame of this file
         sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -303,6 +305,9 @@ def _main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or a pipe that nothing reads any more
             stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

@@ -56,6 +56,7 @@ def check_folder(folder, ranks):
     return report
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "new" / "folder"
     # As if it were not installed.
@@ -80,6 +81,7 @@ def test_inside_a_job_its_ranks_are_used_and_one_reports(tmp_path):
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_a_rank_that_fails_ends_all_with_exit_code_1(tmp_path, capsys):
     before = {*multiprocessing.active_children()}
     assert main(["tune", f"{PLACE}:breaks_later", "--out", str(tmp_path), "--nproc_per_node", "2"]) == 1

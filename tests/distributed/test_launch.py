@@ -20,6 +20,7 @@ from tests.distributed.processes import (
     launch,
     listening_addresses,
     pids_in,
+    python,
     run,
     start,
 )
@@ -95,7 +96,8 @@ def test_without_a_count_one_rank_starts_and_a_hint_is_given():
 )
 def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code, text):
     began = time.monotonic()
-    done = launch("--nproc_per_node", 2, SCRIPTS / "fail.py", how, warm=how != "kill")
+    own = how in ("raise", "kill")  # interpreters; for the others, processes will do that have imported torch
+    done = launch("--nproc_per_node", 2, SCRIPTS / "fail.py", how, warm=how != "kill", warm_ranks=not own)
     assert time.monotonic() - began < 20  # most of it is importing torch
     assert done.returncode == code
     last = done.stderr.splitlines()[-1]
@@ -132,7 +134,9 @@ def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(how, cod
 
 
 def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
-    done = launch("--nproc_per_node=2", "--redirects=3", "--log_dir", tmp_path, SCRIPTS / "fail.py", "raise")
+    done = launch(
+        "--nproc_per_node=2", "--redirects=3", "--log_dir", tmp_path, SCRIPTS / "fail.py", "raise", warm_ranks=True
+    )
     assert done.returncode == 1
     assert 'raise ValueError("planted")' in done.stderr
     assert done.stdout == ""
@@ -162,7 +166,7 @@ def test_log_dir_keeps_a_log_per_rank_and_the_first_failure_is_still_reported(ho
 
 def test_a_restart_keeps_the_log_of_the_failed_attempt(tmp_path):
     words = ("--nproc_per_node=1", "--max_restarts=1", "--log_dir", tmp_path, SCRIPT)
-    done = launch(*words, TEST_FAIL_UNTIL_RESTART="1")
+    done = launch(*words, warm_ranks=True, TEST_FAIL_UNTIL_RESTART="1")
     assert done.returncode == 0, done.stderr
     assert [s["sum"] for s in reports((tmp_path / "workerlog.0").read_text())] == [1.0]
     assert "planted: first attempt" in (tmp_path / "workerlog.0.attempt0").read_text()
@@ -178,7 +182,8 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(number):
-    job = start("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
+    words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
+    job = start(*words, warm=number != signal.SIGKILL)
     assert job.stdout is not None
     pids = pids_in(job.stdout.readline() + job.stdout.readline())
     job.send_signal(number)
@@ -234,7 +239,8 @@ def test_a_taken_port_of_several_machines_is_named(rank):
 
 def test_two_machines_meet_by_torchruns_own_flags():
     flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    nodes = [start("-m", "dpfuse.launch", *flags, f"--node_rank={n}", SCRIPT, warm=True) for n in (0, 1)]
+    ranks = {"PYTHON_EXEC": python(warm=True)}
+    nodes = [start("-m", "dpfuse.launch", *flags, f"--node_rank={n}", SCRIPT, warm=True, **ranks) for n in (0, 1)]
     told = [node.communicate(timeout=60) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     seen = reports(told[0][0] + told[1][0])
@@ -277,13 +283,13 @@ def test_a_wrong_command_line_is_refused_with_a_remedy(words, texts, capsys, mon
 
 
 def test_cards_without_gpus_become_ranks_on_the_cpu():
-    done = launch("--gpus", "4,5", SCRIPT)
+    done = launch("--gpus", "4,5", SCRIPT, warm_ranks=True)
     assert [s["backend"] for s in reports(done.stdout)] == ["gloo", "gloo"]
     assert done.stderr.count("no GPU here") == 1
 
 
 def test_ranks_of_a_rank_see_their_own_job():
-    done = launch("--nproc_per_node=2", SCRIPTS / "nested.py")
+    done = launch("--nproc_per_node=2", SCRIPTS / "nested.py", warm_ranks=True)
     outer, inner, torchruns = json.loads(done.stdout)
     assert (outer[0], outer[2]) == (outer[1][1], 2)
     assert (inner[0], len(inner[1]), inner[2]) == (inner[1][0], 1, 1)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from dpfuse.job.launcher import _parse
 from tests.distributed.processes import SCRIPTS, alive, all_gone, pids_in, start
 
 LIMIT = 12.0  # seconds, of which ranks get eight to end by themselves
@@ -42,37 +43,46 @@ def ended(job, pids, within):
         job.communicate(timeout=10)
 
 
-def launched(*words, **variables):
-    return start("-m", "dpfuse.launch", "--nproc_per_node=2", *words, **variables)
+def launched(*words, warm=True, **variables):
+    return start("-m", "dpfuse.launch", "--nproc_per_node=2", *words, warm=warm, **variables)
 
 
 def cases(first, *others):
-    """Every test run has the first case. `make test-all` has the others, which take eight seconds each."""
-    return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
+    """Every test run has the first case, with two seconds to end. `make test-all` has all, with the usual eight."""
+    return [(*first, 2), *(pytest.param(*case, 8, marks=pytest.mark.slow) for case in (first, *others))]
+
+
+def flags(time_to_end):
+    return [] if time_to_end == 8 else [f"--shutdown_timeout={time_to_end}"]
+
+
+def test_ranks_get_eight_seconds_to_end_if_nothing_else_is_said():
+    assert _parse(["--nproc_per_node=2", str(SCRIPT)]).seconds_to_end == 8
 
 
 @pytest.mark.parametrize(
-    ("how", "fault"), cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill"))
+    ("how", "fault", "time_to_end"),
+    cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill")),
 )
-def test_a_peer_failed_and_the_others_will_not_end(how, fault):
-    job = launched(SCRIPT, how, fault)
+def test_a_peer_failed_and_the_others_will_not_end(how, fault, time_to_end):
+    job = launched(*flags(time_to_end), SCRIPT, how, fault)
     pids = started(job)
     seconds, told = ended(job, pids, LIMIT + DELAY)
-    assert seconds > DELAY + 7  # the others got their seconds to end
+    assert seconds > DELAY + time_to_end - 1  # the others got their seconds to end
     assert job.returncode == (1 if fault == "raise" else 137)
     assert "dpfuse.launch: rank 1 " in told
 
 
 @pytest.mark.parametrize(
-    ("how", "number"),
+    ("how", "number", "time_to_end"),
     cases(("ignores", signal.SIGTERM), ("ignores", signal.SIGINT), ("in C", signal.SIGTERM), ("in C", signal.SIGHUP)),
 )
-def test_the_launcher_is_asked_to_end_and_its_ranks_will_not(how, number):
-    job = launched(SCRIPT, how)
+def test_the_launcher_is_asked_to_end_and_its_ranks_will_not(how, number, time_to_end):
+    job = launched(*flags(time_to_end), SCRIPT, how)
     pids = started(job)
     job.send_signal(number)
     seconds, told = ended(job, pids, LIMIT)
-    assert seconds > 7
+    assert seconds > time_to_end - 1
     assert (job.returncode, told.splitlines()[-1]) == (
         128 + number,
         f"dpfuse.launch: got {number.name}; every rank was ended",
@@ -123,7 +133,7 @@ def test_a_restart_leaves_nothing_of_the_attempt_before():
 
 
 def test_what_ranks_leave_behind_after_they_ended_well_is_theirs():
-    job = start("-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "leaves_a_child.py")
+    job = start("-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "leaves_a_child.py", warm=True)
     out, _ = job.communicate(timeout=60)
     (child,) = pids_in(out)
     try:
@@ -134,10 +144,16 @@ def test_what_ranks_leave_behind_after_they_ended_well_is_theirs():
 
 
 @pytest.mark.parametrize(
-    ("how", "fault"), cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill"))
+    ("how", "fault"),
+    [
+        ("in C", "raise"),
+        pytest.param("in C", "kill", marks=pytest.mark.slow),
+        pytest.param("ignores", "raise", marks=pytest.mark.slow),
+        pytest.param("ignores", "kill", marks=pytest.mark.slow),
+    ],
 )
 def test_spawn_ends_ranks_that_will_not_end(how, fault):
-    job = start(SCRIPTS / "spawn_stubborn.py", how, fault)
+    job = start(SCRIPTS / "spawn_stubborn.py", how, fault, warm=True)
     _, told = ended(job, started(job), LIMIT + DELAY)
     assert job.returncode == 1
     assert "spawn: rank 1 " in told
@@ -163,7 +179,7 @@ def test_nobody_outlives_a_parent_that_cannot_end_its_ranks(number):
 
 
 def test_nobody_outlives_a_launcher_that_is_killed():
-    job = launched(SCRIPT, "idle")
+    job = launched(SCRIPT, "idle", warm=False)
     pids = started(job, 4)
     job.send_signal(signal.SIGKILL)
     ended(job, pids, LIMIT)

@@ -15,7 +15,7 @@ import dpfuse
 from dpfuse.engine import votes
 from dpfuse.job import interfaces, launcher, spawn
 from dpfuse.job.launcher import main
-from tests.distributed.processes import ROOT, SCRIPTS, pids_in, start
+from tests.distributed.processes import ROOT, SCRIPTS, pids_in, python, start
 from tests.distributed.processes import launch as launched
 from tests.distributed.scripts import functions
 
@@ -141,6 +141,7 @@ def hostile(rank, size, marker):
     return told
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_a_pickle_from_a_peer_is_text(tmp_path):
     marker = str(tmp_path / "marker")
     context = spawn(functions.in_a_job, args=(hostile, marker), nprocs=2)
@@ -153,6 +154,7 @@ def test_a_pickle_from_a_peer_is_text(tmp_path):
     assert not os.path.exists(marker)
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_spawn_reads_nothing_from_a_folder_that_others_can_write_to(tmp_path, monkeypatch):
     """torch's own error files lie in the common one, and their names are known once the ranks run."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -203,7 +205,7 @@ def test_folders_of_the_launcher_are_the_users_own_and_go_with_it(tmp_path):
 
 def test_two_jobs_on_one_machine_do_not_meet():
     words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "join.py")
-    jobs = [start(*words, job, warm=True) for job in ("a", "b")]
+    jobs = [start(*words, job, warm=True, PYTHON_EXEC=python(warm=True)) for job in ("a", "b")]
     told = [job.communicate(timeout=60) for job in jobs]
     for name, job, (out, err) in zip("ab", jobs, told, strict=True):
         assert job.returncode == 0, err

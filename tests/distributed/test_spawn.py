@@ -45,6 +45,7 @@ def test_every_rank_returns_its_value_and_the_parents_environment_stays():
     assert dict(os.environ) == before
 
 
+@pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_ranks_know_themselves_by_paddles_variables(start_method, monkeypatch):
     # As if spawned by a rank of a larger job.
@@ -71,6 +72,7 @@ def test_ranks_know_themselves_by_paddles_variables(start_method, monkeypatch):
         assert len(set(endpoints)) == 2
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_join_false_returns_at_once_and_large_results_wait_in_their_queue():
     context = spawn(functions.large_result, nprocs=2, join=False)
     assert context.join(timeout=0.01) is False
@@ -80,6 +82,7 @@ def test_join_false_returns_at_once_and_large_results_wait_in_their_queue():
     assert torch.equal(context.return_queues[0].get(), torch.zeros(1_000_000))
 
 
+@pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_plain_torch_initialisation_works_inside(start_method):
     context = spawn(functions.plain_torch, nprocs=2, start_method=start_method)
@@ -113,7 +116,9 @@ def test_nothing_listens_beyond_loopback():
         ("raise-while-peer-ignores-sigterm", "raised ValueError: planted"),
     ],
 )
-def test_a_failing_rank_ends_the_others_and_is_named(how, text, tmp_path):
+def test_a_failing_rank_ends_the_others_and_is_named(how, text, tmp_path, request):
+    if how != "kill":
+        request.getfixturevalue("warm_spawn")
     began = time.monotonic()
     with pytest.raises(DPFuseError, match=rf"spawn: rank 1 \(pid \d+\) {text}") as caught:
         spawn(functions.fails, args=(how, str(tmp_path)), nprocs=2)
@@ -138,6 +143,7 @@ def test_no_folder_is_left(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("dpfuse-spawn-*"))
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_a_failed_rank_has_no_value():
     context = spawn(functions.no_result, nprocs=1, join=False)
     with pytest.raises(DPFuseError, match="rank 0 left no return value: it ended with exit code 1"):
@@ -148,7 +154,7 @@ def test_a_failed_rank_has_no_value():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_a_parent_that_is_ended(number, tmp_path):
-    parent = start(SCRIPTS / "spawn_and_wait.py", tmp_path)
+    parent = start(SCRIPTS / "spawn_and_wait.py", tmp_path, warm=number != signal.SIGKILL)
     try:
         deadline = time.monotonic() + 30
         while len(pids_left(tmp_path)) < 2 and time.monotonic() < deadline:

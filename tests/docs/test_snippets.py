@@ -122,7 +122,7 @@ DOCSTRINGS = docstring_examples()
 
 
 @pytest.mark.parametrize("example", DOCSTRINGS, ids=lambda example: example.name)
-@pytest.mark.usefixtures("own_job")
+@pytest.mark.usefixtures("own_job", "warm_spawn")
 def test_a_docstring_shows_what_happens(example, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     runner = doctest.DocTestRunner()
