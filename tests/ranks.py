@@ -75,7 +75,7 @@ class RankPool:
         pool = RankPool(2); pool.run(function, "argument"); pool.ask_to_end(); pool.close()
     """
 
-    def __init__(self, size: int, preload: str = "dpfuse") -> None:
+    def __init__(self, size: int, preload: str = "tests.preload") -> None:
         self.size = size
         self.healthy = True
         self._folder = tempfile.TemporaryDirectory(prefix="dpfuse-test-")

@@ -66,7 +66,7 @@ def test_a_rank_that_is_a_forward_ahead_with_its_buffers_is_a_deadlock():
     job = Job("ahead", 3)
     for rank, told in enumerate(job.finish()):
         seconds, text = error_of(told)
-        assert seconds < 3 + 3
+        assert seconds < 3 + 5
         assert "all ranks have waited for 3 s, which is stall_timeout, but not for the same" in text, rank
     assert job.codes == [1, 1]
 
@@ -113,15 +113,14 @@ def test_a_frozen_rank_is_reported_and_given_up():
     told = job.finish(but=1)
     assert job.codes == [1, -signal.SIGKILL]
     seconds, text = error_of(told[0])
-    assert 3 < seconds < 6
+    assert 3 < seconds < 4 + 5  # on a busy machine, a heartbeat comes late
     assert "rank 1 sent no heartbeat for 4 s, which is stall_timeout" in text
-    warning = re.search(
-        r"dpfuse: after [23] s (rank 0 still waits|ranks 0-1 still wait) for others:", told[0]
-    )  # at half the limit
+    warning = re.search(r"dpfuse: after (\d+) s (rank 0 still waits|ranks 0-1 still wait) for others:", told[0])
     assert warning, told[0]
+    assert 2 <= int(warning[1]) < 4 + 5  # from half the limit on
     warned = warning.start()
     assert "rank 1 has sent no heartbeat for 4 s: it runs no Python" in told[0]
-    assert "in the backward of step 4, for 2 s, at stall.py:" in told[0][warned:]
+    assert re.search(r"in the backward of step 4, for \d+ s, at stall\.py:", told[0][warned:])
 
 
 @pytest.mark.slow
@@ -138,7 +137,7 @@ def test_a_rank_that_stays_in_a_collective_of_its_own_is_a_deadlock():
     job = Job("barrier", 2)
     told = job.finish()
     seconds, text = error_of(told[0])
-    assert seconds < 2 + 3
+    assert seconds < 2 + 5
     assert "all ranks have waited for 2 s, which is stall_timeout, but not for the same" in text
     assert "rank 1 is between steps, before step 4 and is blocked in torch.distributed's barrier" in told[0]
     assert job.codes == [1, 1]
