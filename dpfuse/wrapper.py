@@ -20,6 +20,7 @@ from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.registered_memory import can_register
+from dpfuse.engine.timing import CommunicationTimes
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
@@ -34,7 +35,7 @@ from dpfuse.model.options import SyncOptions
 if TYPE_CHECKING:
     from dpfuse.tune import Tuning
 
-__all__ = ["SyncedModule", "loss_scale_of"]
+__all__ = ["SyncedModule", "loss_scale_of", "time_communication"]
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 
@@ -415,3 +416,36 @@ def loss_scale_of(model: SyncedModule) -> LossScale | None:
         return None
     sync.attach_factors()
     return sync.factors.loss_scale
+
+
+@contextmanager
+def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
+    """Measure the communication of every synchronised backward inside the context, on this rank.
+
+    Costs a few microseconds per bucket, and nothing outside the context.
+
+    Args:
+        model: a wrapped model. One that only passes calls through gives zeros.
+
+    Returns:
+        The totals of this rank: `steps`, `collectives`, `nbytes`, `seconds` (buckets in flight at the same time
+        count each) and `exposed` (seconds that communication added to backward).
+
+    Example:
+        >>> import torch, dpfuse
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+        >>> with dpfuse.time_communication(model) as times:
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> times.steps, times.collectives
+        (1, 1)
+        >>> dist.destroy_process_group()
+    """
+    times = CommunicationTimes()
+    model.observe(times)
+    try:
+        yield times
+    finally:
+        model.observe(None)
+        times.finish()

@@ -1,1 +1,6 @@
-"""To be written."""
+"""The engine: averages the gradients of some parameters while backward runs. It imports nothing of dpfuse but errors.
+
+Read `plan` (sizes in, buckets out), `autograd` (ready hooks, the end of a backward), `reducer` with `ready` (when a
+bucket is sent), `bucket` with `protocols`, `buffer`, `delivery`, `feeds` and `exchanges` (what it is made of), and
+`collective`. `assembly` makes the buckets, `sync` wires everything, `report` is what the ranks tell each other.
+"""

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.completion import call_when_landed
-from dpfuse.engine.protocols import BucketObserver
 
-__all__ = ["CommunicationTimes", "time_communication"]
-
-
-class Observed(Protocol):
-    """A wrapped model, which reports how its buckets travel."""
-
-    def observe(self, times: BucketObserver | None) -> None:
-        """Report every bucket's way to `times`, or to nothing."""
+__all__ = ["CommunicationTimes"]
 
 
 @dataclass
@@ -80,36 +70,3 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-@contextmanager
-def time_communication(model: Observed) -> Iterator[CommunicationTimes]:
-    """Measure the communication of every synchronised backward inside the context, on this rank.
-
-    Costs a few microseconds per bucket, and nothing outside the context.
-
-    Args:
-        model: a wrapped model. One that only passes calls through gives zeros.
-
-    Returns:
-        The totals of this rank: `steps`, `collectives`, `nbytes`, `seconds` (buckets in flight at the same time
-        count each) and `exposed` (seconds that communication added to backward).
-
-    Example:
-        >>> import torch, dpfuse
-        >>> import torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
-        >>> with dpfuse.time_communication(model) as times:
-        ...     model(torch.ones(3, 4)).sum().backward()
-        >>> times.steps, times.collectives
-        (1, 1)
-        >>> dist.destroy_process_group()
-    """
-    times = CommunicationTimes()
-    model.observe(times)
-    try:
-        yield times
-    finally:
-        model.observe(None)
-        times.finish()

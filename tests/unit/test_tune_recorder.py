@@ -86,7 +86,9 @@ def recorded(group, synchronises=True, **options):
     recorder = listener.recorder = BackwardRecorder(listener, 3, on_cuda=False, **options)
     watch.listener = recorder
     params = [model.first, model.second, model.unused]
-    ReadyHooks(params, recorder.stamped([listener.mark(name) for name in ("first", "second", "unused")]))
+    hooks = ReadyHooks(False, recorder.stamped)
+    hooks.put_on(params)
+    hooks.install(dict(enumerate(listener.mark(name) for name in ("first", "second", "unused"))))
     return model, watch, listener, recorder
 
 
@@ -182,7 +184,9 @@ def test_an_unannounced_backward_is_opened_by_its_first_ready_mark(group):
     marks = [lambda param: watch.begin() for _ in range(3)]
     for param in (model.first, model.second):
         param._post_accumulate_grad_hooks.clear()
-    ReadyHooks([model.first, model.second, model.unused], recorder.stamped(marks))
+    hooks = ReadyHooks(False, recorder.stamped)
+    hooks.put_on([model.first, model.second, model.unused])
+    hooks.install(dict(enumerate(marks)))
     model(torch.ones(8)).sum().backward()
     assert recorder.steps == 1
     timeline = recorder.timeline(dpfuse.plan_buckets(model), group)
