@@ -1,4 +1,4 @@
-"""What the server that the ranks of `tests.ranks` are forked from imports beside dpfuse: what tests use sooner or later.
+"""What the server that the ranks are forked from imports beside dpfuse: what tests of ranks use sooner or later.
 
 Each of these takes a rank up to a second, and there are four pools of ranks.
 """

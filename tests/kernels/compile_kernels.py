@@ -2,7 +2,8 @@
 
 The first argument says what is compiled: `copies` is all that copies, measures, scales or adds, `shapes` the shapes
 that `bench/bench_kernels.py` measures, `spoil` the kernel that fills with NaN, `mx` the kernels of eight-bit blocks.
-The second argument is the architecture: 90 for sm_90, gfx942 for AMD's.
+The second argument is the architecture: 90 for sm_90, gfx942 for AMD's. The third and the fourth say which part of how
+many it compiles, so that several processes can share the work: 0 2 is every other one from the first.
 
 A process of its own, since Triton's interpreter and its compiler do not share one.
 """
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -213,40 +216,44 @@ def _amd_spills(assembly: str) -> int:
     return sum(map(int, found))
 
 
-def every_copy(architecture: int | str) -> Iterator[dict[str, object]]:
+Compilation = Callable[[], dict[str, object]]
+
+
+def every_copy(architecture: int | str) -> Iterator[Compilation]:
     for dtype, wire in PAIRS:
         for kernel in KERNELS:
             if fits(kernel, dtype, wire):
-                yield compile_one(kernel, architecture, dtype, wire)
+                yield partial(compile_one, kernel, architecture, dtype, wire)
     for dtype in SUM_TYPES:
-        yield compile_sum(architecture, dtype)
+        yield partial(compile_sum, architecture, dtype)
         if dtype != "float64":
-            yield compile_sum(architecture, dtype, residual=True)
+            yield partial(compile_sum, architecture, dtype, residual=True)
 
 
-def every_shape(architecture: int | str) -> Iterator[dict[str, object]]:
+def every_shape(architecture: int | str) -> Iterator[Compilation]:
     for shape in SHAPES:
         for dtype, wire in MEASURED_PAIRS:
             for kernel in MOVERS[:2]:
-                yield compile_one(kernel, architecture, dtype, wire, shape)
+                yield partial(compile_one, kernel, architecture, dtype, wire, shape)
 
 
-def every_spoil(architecture: int | str) -> Iterator[dict[str, object]]:
+def every_spoil(architecture: int | str) -> Iterator[Compilation]:
     for dtype in SUM_TYPES:
-        yield compile_spoil(architecture, dtype)
+        yield partial(compile_spoil, architecture, dtype)
 
 
-def every_mx(architecture: int | str) -> Iterator[dict[str, object]]:
+def every_mx(architecture: int | str) -> Iterator[Compilation]:
     for kernel in MX_KERNELS:
         for dtype, format in MX_TYPES:
-            yield compile_mx(kernel, architecture, dtype, format)
+            yield partial(compile_mx, kernel, architecture, dtype, format)
 
 
-def main(what: str, architecture: str) -> None:
+def main(what: str, architecture: str, part: str, parts: str) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    rows = {"copies": every_copy, "shapes": every_shape, "spoil": every_spoil, "mx": every_mx}[what]
-    for row in rows(int(architecture) if architecture.isdigit() else architecture):
-        print(json.dumps(row), flush=True)
+    every = {"copies": every_copy, "shapes": every_shape, "spoil": every_spoil, "mx": every_mx}[what]
+    compilations = every(int(architecture) if architecture.isdigit() else architecture)
+    for compilation in islice(compilations, int(part), None, int(parts)):
+        print(json.dumps(compilation()), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import json
 import os
 import re
 import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -27,24 +28,34 @@ from tests.kernels.compile_kernels import (
     SUM_TYPES,
     fits,
 )
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 
 
+PARTS = 2  # processes that share the work
+
+
 def compilations(what: str, architecture: int | str) -> list[dict[str, object]]:
-    """What the program prints, run in a process without the interpreter."""
+    """Return what the program prints, run in processes without the interpreter."""
+
+    def printed(part: int) -> list[dict[str, object]]:
+        done = subprocess.run(
+            [python, "-m", "tests.kernels.compile_kernels", what, str(architecture), str(part), str(PARTS)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    python = warm_python()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", what, str(architecture)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with ThreadPoolExecutor(PARTS) as pool:
+        return list(chain.from_iterable(pool.map(printed, range(PARTS))))
 
 
 class Compiled:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from dpfuse_kernels.bound import bind
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 TOLD = ("told", "hooks")  # in what the two ways differ: hooks that nobody listens to are not called
@@ -25,11 +25,9 @@ TOLD = ("told", "hooks")  # in what the two ways differ: hooks that nobody liste
 def recorded() -> dict[str, Any]:
     """Every scenario, played once in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "DPFUSE_"))}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        (str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")]))
-    )
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.record_launches"],
+        [warm_python(), "-m", "tests.kernels.record_launches"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
