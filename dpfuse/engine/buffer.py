@@ -187,7 +187,7 @@ class Buffer:
         return self.views
 
     def target(self, place: int) -> Tensor:
-        """Return the gradient of a parameter to write to; make one if there is none. A complex one becomes a real view."""
+        """Return the gradient of a parameter, to be written; a new one if it has none. A complex one is a real view."""
         param = self.params[place]
         if param.grad is None or param.grad.is_conj():
             shape, stride = self.shapes[place]

@@ -93,7 +93,7 @@ class EndOfCompiledBackward:
             self._check.prep_with_inputs(inputs)
 
     def check(self, outputs: Any) -> None:
-        """Call back after the graph has run. `outputs` is what `torch.autograd.grad` returns; empty for `backward()`."""
+        """Call back after the graph has run. `outputs` is what `autograd.grad` returns; empty for `backward()`."""
         self._leave()
         if self._check is not None:
             self._check.check(outputs)
