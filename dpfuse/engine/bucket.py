@@ -113,7 +113,8 @@ class GradBucket:
             outcome: of the backward; this method changes it.
             complete: whether every parameter is known to have a gradient.
         """
-        self._check(FREE)
+        if self.state is not FREE:
+            raise self._misuse(FREE)
         buffer, parts = self.parts.buffer, self.parts
         self.missing, self.error = [], None
         several_streams = parts.writers is not None and parts.writers.precede()
@@ -133,7 +134,8 @@ class GradBucket:
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
-        self._check(FREE)
+        if self.state is not FREE:
+            raise self._misuse(FREE)
         self.missing, self.error = [], None
         parts = self.parts
         try:
@@ -150,7 +152,8 @@ class GradBucket:
 
     def wait(self) -> None:
         """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
-        self._check(FLIGHT)
+        if self.state is not FLIGHT:
+            raise self._misuse(FLIGHT)
         assert self._work is not None
         parts, observers = self.parts, self._around.observers
         for observer in observers:
@@ -168,7 +171,8 @@ class GradBucket:
 
     def deliver(self, untouched: Set[int] = frozenset()) -> None:
         """Give the reduced gradients to the parameters, except to the `untouched` ones (registration indices)."""
-        self._check(LANDED)
+        if self.state is not LANDED:
+            raise self._misuse(LANDED)
         parts = self.parts
         untouched = untouched | self._frozen
         if parts.buffer.params:
@@ -183,7 +187,8 @@ class GradBucket:
         """Drop the result, after waiting for it if necessary. Gradients that share its memory become zeros."""
         if self.state is FLIGHT:
             self.wait()
-        self._check(LANDED)
+        if self.state is not LANDED:
+            raise self._misuse(LANDED)
         if self._sent is self.parts.buffer.flat:
             self.parts.delivery.discard()
         self.parts.exchange.discard()
@@ -231,11 +236,12 @@ class GradBucket:
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
         parts, buffer = self.parts, self.parts.buffer
-        without = [*self.missing, *self._frozen.intersection(buffer.indices)]
+        without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
         for step in parts.steps:
             step.before(arguments)
-        self.missing += [i for i in parts.exchange.take(arguments.scale, parts.steps) if i not in self._frozen]
+        if outside := parts.exchange.take(arguments.scale, parts.steps):
+            self.missing += [index for index in outside if index not in self._frozen]
         outcome.missing += self.missing
         if parts.report is not None:
             arguments.report = parts.report.source(outcome)
@@ -243,7 +249,7 @@ class GradBucket:
         for step in parts.steps:
             step.after(arguments)
         if buffer.params:
-            parts.delivery.hand_out_early({*self.missing, *self._frozen})
+            parts.delivery.hand_out_early(self._frozen.union(self.missing) if self.missing else self._frozen)
 
     def _send_zeros_for(self, error: Exception, outcome: Outcome) -> None:
         parts = self.parts
@@ -274,9 +280,8 @@ class GradBucket:
         for observer in self._around.observers:
             observer.sent(self.parts.exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
 
-    def _check(self, expected: BucketState) -> None:
-        if self.state is not expected:
-            raise DPFuseError(
-                f"{self._label} with parameters {', '.join(self.parts.buffer.names[:3])}… is {self.state.name}, "
-                f"expected {expected.name}; this is a bug in dpfuse, please report it"
-            )
+    def _misuse(self, expected: BucketState) -> DPFuseError:
+        return DPFuseError(
+            f"{self._label} with parameters {', '.join(self.parts.buffer.names[:3])}… is {self.state.name}, "
+            f"expected {expected.name}; this is a bug in dpfuse, please report it"
+        )

@@ -85,6 +85,8 @@ class Buffer:
 
     Attributes:
         indices: registration indices of the parameters.
+        is_complex: whether gradients are complex; they travel as pairs of real numbers.
+        flat: all of the memory, [elements].
         table: of all slots, the report's among them; None of a buffer without any slot.
         gradients: the table of the gradients alone, for unpacking.
         views: what `.grad` becomes: the slots, as complex numbers where the gradients are complex.
@@ -112,6 +114,7 @@ class Buffer:
         self.format = format
         self.shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self.is_complex = self.dtype.is_complex
         numbers = [(shape, stride) if not self.is_complex else _pairs(shape, stride) for shape, stride in self.shapes]
         offsets, end = format.places([torch.Size(shape).numel() for shape, _ in numbers], room, averaging.dtype)
         slots = (
@@ -124,18 +127,9 @@ class Buffer:
         # Of the planned dtype, even if parameters were converted since: the peers use the plan.
         real = getattr(torch, real_dtype(bucket.dtype))
         self.table = format.table(zeros, end + room, averaging.dtype, slots, real)
+        self.flat = self.table.flat
         self.gradients = self.table.first(len(self.params)) if room else self.table
         self.views = self._views_of(self.table)
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether gradients are complex; they travel as pairs of real numbers."""
-        return self.dtype.is_complex
-
-    @property
-    def flat(self) -> Tensor:
-        """All of the memory, [elements]."""
-        return self.table.flat
 
     @property
     def report(self) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfuse.engine import messages
-from dpfuse.engine.bucket import FLIGHT, LANDED, GradBucket
+from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
@@ -537,7 +537,7 @@ class Reducer:
     def _send(self, order: int, *, complete: bool) -> None:
         self._wiring.track.tell(BACKWARD, self.completed, order)
         ready, bucket, run = self._ready[order], self.buckets[order], self._run
-        if not bucket.busy:
+        if bucket.state is FREE:
             bucket.send(run.outcome, complete=complete or ready.is_complete)
         ready.sent = len(ready.entries)
         run.next = order + 1
