@@ -35,7 +35,7 @@ class ReadyList:
         entries: the list.
         sent: how many entries there were when the bucket was sent; -1 before.
         sentinel: the parameter whose hook checks whether the bucket is complete; None without parameters.
-        held_up: backwards in a row at whose end other buckets waited for this one.
+        held_up: number of backwards at whose end other buckets waited for this one.
     """
 
     __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel")
