@@ -6,7 +6,6 @@ The rules name layers, not files: a new file needs no new rule.
 from __future__ import annotations
 
 import ast
-import ast
 import re
 import subprocess
 from collections.abc import Iterator
@@ -180,32 +179,3 @@ def test_the_tree_names_no_place_outside_of_it():
         if name and (ROOT / name).is_file() and words.search((ROOT / name).read_text(errors="ignore"))
     ]
     assert guilty == []
-
-
-def modules():
-    """Every module of the packages by its name, with the modules that it imports, also for types or inside functions."""
-    paths = {}
-    for path in SOURCES:
-        base = ROOT / "kernels" if path.is_relative_to(ROOT / "kernels") else ROOT
-        parts = path.relative_to(base).with_suffix("").parts
-        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    found = {}
-    for name, path in paths.items():
-        imported = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                below = {f"{node.module}.{alias.name}" for alias in node.names}
-                imported |= {each if each in paths else node.module for each in below}
-        found[name] = (imported & paths.keys()) - {name}
-    return found
-
-
-def test_no_imports_form_a_circle():
-    left = modules()
-    while free := {name for name, imported in left.items() if not imported & left.keys()}:
-        left = {name: imported for name, imported in left.items() if name not in free}
-    while unused := left.keys() - {each for imported in left.values() for each in imported}:
-        left = {name: imported for name, imported in left.items() if name not in unused}
-    assert {name: sorted(imported & left.keys()) for name, imported in left.items()} == {}
