@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
-__all__ = ["Callback", "CallbackList", "Logs", "RunningModel"]
+__all__ = ["Callback", "CallbackList", "Logs", "Model"]
 
 Logs = dict[str, Any] | None
 
 
-class RunningModel(Protocol):
-    """What callbacks use of the `dpfuse.paddle.Model` that calls them."""
+class Model(Protocol):
+    """What callbacks use of the `dpfuse.paddle.Model` that calls them, which imports this file."""
 
     stop_training: bool  # True ends `fit` after the epoch
 
@@ -57,14 +57,14 @@ class Callback:
     Source: `paddle.callbacks.Callback`; `close` is new.
     """
 
-    model: RunningModel
+    model: Model
     params: dict[str, Any]
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Called before all other hooks."""
         self.params = params
 
-    def set_model(self, model: RunningModel) -> None:
+    def set_model(self, model: Model) -> None:
         """Called before all other hooks."""
         self.model = model
 
@@ -126,7 +126,7 @@ class CallbackList:
         TypeError: An object is no Callback.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], model: RunningModel, params: dict[str, Any]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], model: Model, params: dict[str, Any]) -> None:
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             if not isinstance(callback, Callback):

@@ -86,9 +86,9 @@ class Sent:
         self.early = 0
         copy_now, delivered, start = Private.copy_now, EarlyPrivate.delivered, GradBucket._start
 
-        def noted_start(bucket, flat):
+        def noted_start(bucket, flat, outcome):
             self.sent.append(event())
-            return start(bucket, flat)
+            return start(bucket, flat, outcome)
 
         def noted_copy(private, targets, *, matched=True):
             copy_now(private, targets, matched=matched)
