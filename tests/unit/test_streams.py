@@ -159,12 +159,12 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
     start, take, exchanges = GradBucket._start, in_place._LargeGradient.take, set()
     model, wrote = writing(prepare=prepare, gradient_as_bucket_view=views)
 
-    def started(bucket, flat):
+    def started(bucket, flat, outcome):
         if bucket.params:
             exchanges.add(type(bucket.parts.exchange))
             names = [model.bucket_plan.specs[index].name for index in bucket.plan.params]
             assert_waited(streams, {wrote[name] for name in names})
-        start(bucket, flat)
+        start(bucket, flat, outcome)
 
     def taken(large):
         streams.log.append("read")
