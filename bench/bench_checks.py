@@ -1,6 +1,7 @@
 """What the checks cost that are always on: a step with them, and with stand-ins that look at nothing in their place.
 
-Left out are the signature of the module, the canary and the tail that it travels in, and what the heartbeat is told.
+Left out are the signature of the module, the counts of forwards and backwards, the report that compares them over the
+ranks, and what the heartbeat is told.
 CPU time of the thread that trains, on two gloo ranks: what it waits for costs it nothing. The comparison of the models
 happens once, when they are wrapped, and is none of a step.
 """
@@ -27,9 +28,9 @@ from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
-from dpfuse.engine.report import ALL_WELL, Tail
+from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.waiting import Track
-from dpfuse.engine.window import Canary
+from dpfuse.engine.window import Window
 from dpfuse.model.signature import ModelSignature
 
 __all__ = ["WRAPS", "time_checks", "without_checks"]
@@ -43,8 +44,11 @@ class NoSignature(ModelSignature):
         return True
 
 
-class NoCanary(Canary):
+class NoWindow(Window):
     """Counts nothing."""
+
+    def begin(self) -> None:
+        """Nothing."""
 
     def forward_begins(self, **_: Any) -> None:
         """Nothing."""
@@ -55,23 +59,28 @@ class NoCanary(Canary):
     def reached(self, window: int) -> None:
         """Nothing."""
 
+    def backward_begins(self, **_: Any) -> None:
+        """Nothing."""
 
-class NoTail(Tail):
-    """Travels, and has no elements."""
+    def gradients_accumulated(self) -> None:
+        """Nothing."""
+
+
+class NoReport(Report):
+    """Has no elements: nothing travels behind the gradients."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.numel = 0
-        self._nothing = torch.empty(0)
 
-    def source(self, *_: Any, **__: Any) -> Tensor:
+    def source(self, outcome: Outcome) -> Any:
         """Nothing."""
-        return self._nothing
+        return None
 
     def landed(self, view: Tensor) -> None:
         """Nothing."""
 
-    def report(self, **_: Any) -> Any:
+    def read(self, outcome: Outcome, **_: Any) -> Reading:
         """All is well."""
         return ALL_WELL
 
@@ -90,11 +99,11 @@ class NoTrack(Track):
 def without_checks() -> Iterator[None]:
     """Whatever is wrapped in here, and makes its first steps, is not checked later either."""
     with (
-        patch("dpfuse.engine.sync.ModelSignature", NoSignature),
-        patch("dpfuse.wrapper.Canary", NoCanary),
-        patch("dpfuse.engine.buckets.kinds.Tail", NoTail),
+        patch("dpfuse.model.module_sync.ModelSignature", NoSignature),
+        patch("dpfuse.model.module_sync.Window", NoWindow),
+        patch("dpfuse.engine.sync.Report", NoReport),
         patch("dpfuse.engine.sync.Track", NoTrack),
-        patch("dpfuse.engine.buckets.bucket.board_of", lambda group: None),
+        patch("dpfuse.engine.sync.board_of", lambda group: None),
     ):
         yield
 

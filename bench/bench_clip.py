@@ -28,6 +28,8 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes, affordable
 from dpfuse.commands.sweep import frozen_heap
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.gradients.square_sum import MeasuredDelivery
 
 __all__ = ["AGAIN", "BASES", "VARIANTS", "time_clips"]
 
@@ -99,13 +101,16 @@ class _Clipped:
             assert self._wrapped.reducer is not None
             buckets = self._wrapped.reducer.buckets
             facts["buckets"] = len(buckets)
-            facts["bytes_in_place"] = sum(bucket.bytes_in_place for bucket in buckets)
-            facts["bytes_measured"] = sum(
-                sum(param.nbytes for param in bucket.fused_params)
-                for bucket in buckets
-                if bucket.squares is not None and bucket.squares.of([p.grad for p in bucket.fused_params]) is not None
-            )
+            facts["bytes_in_place"] = sum(bucket.parts.exchange.bytes_in_place for bucket in buckets)
+            facts["bytes_measured"] = sum(map(_measured_bytes, buckets))
         return facts
+
+
+def _measured_bytes(bucket: GradBucket) -> int:
+    """Return the bytes of the gradients of which the sum of squares is known."""
+    params, delivery = bucket.parts.buffer.params, bucket.parts.delivery
+    known = isinstance(delivery, MeasuredDelivery) and delivery.squares.of([param.grad for param in params]) is not None
+    return sum(param.nbytes for param in params) if known else 0
 
 
 def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:

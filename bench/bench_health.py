@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from dpfuse.engine.buckets.bucket import GradBucket
 from torch import Tensor, nn
 
 import dpfuse
@@ -27,7 +26,9 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.size_list import load
 from bench.step_time import Effort, StepTimes
-from dpfuse.gradients.finite import FiniteCheck, FiniteCounter
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.gradients.finite import FiniteCheck
 from dpfuse_kernels import PointerTable, flatten
 
 OURS, UNCLIPPED, SCALER, PEER = "dpfuse", "dpfuse, below the limit", "dpfuse scaler", "torch clip + unscale"
@@ -50,9 +51,8 @@ class _Part(NamedTuple):
     """One bucket, and the gradients that are packed into it."""
 
     table: PointerTable
-    names: list[str]
     gradients: list[Tensor]
-    counter: FiniteCounter
+    counting: PackStep
 
 
 class _Health:
@@ -73,13 +73,14 @@ class _Health:
         self._found = torch.zeros(1, device=device)
         self._unit = torch.ones(1, device=device)
         self._factor = torch.ones((), device=device)
-        self._counts = torch.zeros(max(len(part.names) for part in self.parts), dtype=torch.int32, device=device)
+        self._counts = torch.zeros(max(len(part.gradients) for part in self.parts), dtype=torch.int32, device=device)
 
     def _part(self, order: int, bucket: GradBucket) -> _Part:
-        table = bucket.untailed
-        assert table is not None
-        gradients = [param.grad.clone() for param in bucket.fused_params if param.grad is not None]
-        return _Part(table, list(bucket._names), gradients, FiniteCounter(self._check, is_first=order == 0))
+        buffer = bucket.parts.buffer
+        counting = self._check.step(order, bucket.plan, buffer, None)
+        assert counting is not None
+        gradients = [param.grad.clone() for param in buffer.params if param.grad is not None]
+        return _Part(buffer.gradients, gradients, counting)
 
     def pack(self) -> None:
         for part in self.parts:
@@ -88,16 +89,17 @@ class _Health:
     def ours(self, limit: float | None = None) -> Tensor:
         self._step += 1
         for part in self.parts:
-            counts = part.counter.begin_table(len(part.names), part.table.flat.device)
-            flatten(part.gradients, part.table, scale=SCALE, counts=counts, matched=True)
-            part.counter.settle(part.names)
+            arguments = PackArguments(part.table, (), SCALE)
+            part.counting.before(arguments)
+            flatten(part.gradients, part.table, scale=SCALE, counts=arguments.counts, matched=True)
+            part.counting.after(arguments)
         self.told = self._check.text(self._step)
         return self.model.clip_grad_norm_(self.limit if limit is None else limit)
 
     def scaler(self) -> Tensor:
         self._counts.zero_()
         for part in self.parts:
-            counts = self._counts[: len(part.names)]
+            counts = self._counts[: len(part.gradients)]
             flatten(part.gradients, part.table, scale=SCALE, counts=counts, factor=self._factor, matched=True)
         self.found = self._counts.any()
         return self.model.clip_grad_norm_(self.limit)

@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["Entry", "Outcome", "judge"]
 
 HOST_GOALS = {10: 0.5, 100: 0.38, 1000: 0.30}  # extra CPU time over DDP default's, by number of parameters
+MANUAL_GOAL = 1.3  # time of fused_allreduce_gradients over one cat, all-reduce and foreach copy
 FORWARD_GOAL = 0.3  # extra CPU time of a forward with 53 BatchNorms over DDP's
 CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
 CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
@@ -333,6 +334,14 @@ def _wire(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
             yield Outcome("wire", case, f"bytes sent, {name} / gradients", value, goal)
 
 
+def _manual(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    for peer in contenders:
+        if peer != "dpfuse":
+            value = ratio(contenders["dpfuse"].median, contenders[peer].median)
+            goal = MANUAL_GOAL if case == "pair 1000 x 16" and peer.startswith("cat") else None
+            yield Outcome("manual", case, f"fused_allreduce_gradients / {peer}", value, goal)
+
+
 JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "flatten": _flatten,
     "bucket_size": _bucket_size,
@@ -346,4 +355,5 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "kernels": _kernels_suite,
     "overlap": _overlap,
     "wire": _wire,
+    "manual": _manual,
 }

@@ -145,7 +145,7 @@ class _Sleeper:
         if seconds is None:
             future.set_result(tensors)
             return future
-        # The landing time is set here. So a late wake-up of the thread delays only this collective.
+        # The time at which it lands is set here. So a late wake-up of the thread delays only this collective.
         self._free = max(self._free, perf_counter()) + seconds
         self._sent.put((self._free, tensors, future))
         return future

@@ -152,7 +152,7 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
         facts["buckets"] = len(plan.buckets)
         # Each pack and unpack reads and writes every byte of its bucket once, except for gradients reduced in place.
         buckets = contender.wrapped.reducer.buckets
-        facts["bytes_in_place"] = sum(bucket.bytes_in_place for bucket in buckets)
+        facts["bytes_in_place"] = sum(bucket.parts.exchange.bytes_in_place for bucket in buckets)
         passes = (facts["packs"] + facts["unpacks"]) / facts["buckets"]
         facts["bytes_moved"] = round(2 * passes * (facts["bytes"] - facts["bytes_in_place"]))
     return facts

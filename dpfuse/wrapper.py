@@ -207,7 +207,7 @@ class SyncedModule(nn.Module):
         GradientWeight.checked(weight, reduction, torch.device("cpu"))
         if reduction == "sum" and weight is not None:
             raise DPFuseError(
-                'gradients were given a weight with reduction="sum" and there is no process group, so nobody divides; '
+                'gradients were given a weight with reduction="sum" and there is no process group, so no rank divides; '
                 "expected one. Call dpfuse.init_parallel_env() before wrapping, or divide the loss."
             )
 
@@ -349,7 +349,7 @@ class SyncedModule(nn.Module):
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
     def observe(self, times: BucketObserver | None) -> None:
-        """Report every bucket's way to `times`, or to nobody; what `dpfuse.time_communication` uses."""
+        """Report how each bucket travels to `times`; None ends that. `dpfuse.time_communication` uses it."""
         if self._sync is not None:
             self._sync.grads.observe(times)
 

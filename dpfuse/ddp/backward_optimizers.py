@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["BackwardOptimizers"]
 
-APPLY = "torch.distributed.optim.apply_optimizer_in_backward"  # slow to import; where it is not, nobody has used it
+APPLY = "torch.distributed.optim.apply_optimizer_in_backward"  # slow to import; unused where not imported
 
 
 class BackwardOptimizers:
@@ -29,7 +29,7 @@ class BackwardOptimizers:
 
     @staticmethod
     def waiting() -> bool:
-        """Whether `_apply_optimizer_in_backward` was called for parameters that nobody has taken over."""
+        """Whether `_apply_optimizer_in_backward` was called for parameters that were not taken over yet."""
         applied = sys.modules.get(APPLY)
         return applied is not None and len(applied.param_to_optim_hook_handle_map) > 0
 

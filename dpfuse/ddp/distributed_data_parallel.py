@@ -329,7 +329,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         super()._restore(state, self.process_group)
 
 
-# Whoever asks isinstance(model, torch's class), to unwrap it or to switch its synchronisation, gets a yes.
+# Libraries ask isinstance(model, torch's class) before they unwrap it or switch its synchronisation: it is True.
 TORCH_CLASS.register(DistributedDataParallel)
 
 

@@ -63,7 +63,7 @@ class UnevenInputsHook(JoinHook):
     """
 
     def __init__(self, model: DistributedDataParallel, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
-        # A join that an exception ended leaves its hook with `sync`, which is kept until the model is gone.
+        # A join that an exception ended leaves its hook with `sync`, which is kept as long as the model.
         self._model = cast("DistributedDataParallel", weakref.proxy(model))
         self._sync = sync
         self._divide_by_active = not divide_by_initial_world_size

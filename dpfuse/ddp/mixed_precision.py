@@ -61,7 +61,7 @@ class MixedPrecision:
         return self.__dict__ | {"_copied": [], "_replaced": []}  # a graph is no part of a copy
 
     def cast_buffers(self, module: nn.Module) -> None:
-        """Convert the floating-point buffers for good, as torch does."""
+        """Convert the floating-point buffers permanently, as torch does."""
         if self._buffer_dtype is None:
             return
         for name, buffer in module.named_buffers():

@@ -1,4 +1,4 @@
-"""patch(): who asks for torch's DistributedDataParallel gets dpfuse's. Owns the one attribute that changes for it."""
+"""patch(): calls of torch's DistributedDataParallel return dpfuse's. Owns the one attribute that changes for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_INTERNAL = "torch.distributed."
 
 _active: set[Patch] = set()
 _installed = False
-_torch_init = TORCH_CLASS.__init__  # what is called in place of ours; found anew whenever ours is installed
+_torch_init = TORCH_CLASS.__init__  # called in place of ours; looked up again whenever ours is installed
 
 
 class Patch:
@@ -52,10 +52,10 @@ def patch() -> Patch:
     """From here on `torch.nn.parallel.DistributedDataParallel(...)` makes a `dpfuse.DistributedDataParallel`.
 
     One line for programs that leave the wrapping to a library: accelerate, transformers' `Trainer`, Lightning, Ray,
-    timm. It is the constructor of torch's class that changes, not a name, so it does not matter who has imported
-    the class, when, and under which name. Wrappers that exist stay what they are; classes that derive from torch's
-    stay torch's, and so does what `torch.distributed` wraps for itself. `isinstance` of torch's class is True for
-    both kinds, `type(model) is` torch's class for its own only.
+    timm. The constructor of torch's class changes, not a name. So it does not matter where and when the class
+    was imported, and under which name. Wrappers that exist stay what they are. Classes that derive from torch's
+    stay torch's, and so do the wrappers that `torch.distributed` makes for itself. `isinstance` of torch's class is
+    True for both kinds; `type(model) is` torch's class for torch's own only.
 
     It acts on this process: call it in every rank, where the program begins. Call it twice, and it acts until both
     are undone.
@@ -81,7 +81,7 @@ def patch() -> Patch:
     return Patch()
 
 
-@functools.wraps(_torch_init)  # whoever inspects the signature sees torch's
+@functools.wraps(_torch_init)  # code that inspects the signature sees torch's
 def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     """The constructor of torch's class while it is patched."""
     kind: object = type(self)

@@ -121,7 +121,7 @@ class TorchHooks(TorchNames):
         chosen = None if optim_params is None else list(optim_params)
         overlapped = _as_overlapped_optim(optim, chosen, *args, **kwargs)
         state = getattr(overlapped, "_opt_hook_state", None)
-        if state is None:  # a class that somebody has registered with torch
+        if state is None:  # a class that a user has registered with torch
             try:
                 overlapped.register_ddp(self)
             except NotImplementedError as error:

@@ -198,7 +198,7 @@ class TorchNames(SyncedModule):
     def _update_process_group(self, new_process_group: Any) -> None:
         """Reduce over another group from now on; a rank outside of it keeps the old one.
 
-        Buckets are planned anew, and rebuilt after the next synchronised backward.
+        Buckets are planned again, and rebuilt after the next synchronised backward.
         """
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return

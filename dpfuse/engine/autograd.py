@@ -1,4 +1,4 @@
-"""The only door to the autograd engine: ready hooks, and the begin and end of a backward. Knows no bucket."""
+"""The only module that touches the autograd engine: ready hooks, begin and end of a backward. Knows no bucket."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Averaging:
 
     `pre_scale` multiplies before the sum, while packing, in float64 for float64 and in float32 for the
     rest, so that a sum of large half-precision gradients cannot overflow where their mean would not.
-    `post_scale` multiplies what is unpacked; it is 1 but for plain sums that travel narrowed to float16.
+    `post_scale` multiplies what is unpacked. It is 1, except for plain sums that travel narrowed to float16.
     """
 
     dtype: str  # of the flat buffer

@@ -167,7 +167,7 @@ class GradBucket:
         self.state, self._work = LANDED, None  # last: until then it can be waited for again
 
     def deliver(self, untouched: Set[int] = frozenset()) -> None:
-        """Hand the reduced gradients to the parameters, but for those (registration indices) to leave alone."""
+        """Give the reduced gradients to the parameters, except to the `untouched` ones (registration indices)."""
         self._check(LANDED)
         parts = self.parts
         untouched = untouched | self._frozen

@@ -168,7 +168,7 @@ class Buffer:
         self.format.unpack(self.gradients, targets, scale, squares, matched)
 
     def hand_out_views(self, but: Collection[int]) -> None:
-        """Make `.grad` of all parameters, but for those registration indices, their view of the buffer."""
+        """Make `.grad` of each parameter its view of the buffer, except at the registration indices in `but`."""
         views = self.current_views()
         if not but:
             for param, view in zip(self.params, views, strict=True):

@@ -88,7 +88,7 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
 
     Args:
         sums: contiguous tensors of one dtype and device, the same on all ranks.
-        scaled: likewise; together at least one.
+        scaled: more of the same kind; both lists together hold at least one tensor.
         factor: what `scaled` is multiplied with before the sum, in float32 if they are of 16 bits.
         group: process group.
 
@@ -245,7 +245,7 @@ class FlatBroadcast:
     They travel as bytes, through a staging buffer that is kept.
 
     Args:
-        tensors: of any dtypes, shapes and strides, on one device; alike on all ranks.
+        tensors: of any dtypes, shapes and strides, on one device; these are the same on all ranks.
         group: process group.
     """
 
@@ -331,14 +331,14 @@ class _Scalars:
 
     def vectors(self) -> list[Tensor]:
         addresses = list(map(Tensor.data_ptr, self._tensors))
-        if addresses != self._addresses:  # at first, and where somebody has assigned to `.data`
+        if addresses != self._addresses:  # the first time, and where code has assigned to `.data`
             self._addresses = addresses
             self._vectors = [tensor.detach().view(1) for tensor in self._tensors]
         return self._vectors
 
 
 def _wait_for_peers(sent: list[dist.Work]) -> None:
-    """Called when nobody can send again, at the latest at the end of the process: the bytes would end with it."""
+    """Wait until the peers have what was sent. It would be lost if the process ended before."""
     for work in sent:
         with suppress(RuntimeError):  # a peer that has ended, or hangs: its own error says more
             work.wait(LEAVE_WITHIN)

@@ -1,4 +1,4 @@
-"""Spoils gradients on the device as long as the host cannot know what the peers report. Knows no tail and no bucket."""
+"""Makes gradients NaN on the device while the host cannot know what the peers report. Knows no report, no bucket."""
 
 from __future__ import annotations
 

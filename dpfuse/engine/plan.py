@@ -127,7 +127,7 @@ class BucketPlan:
         return (
             f"the bucket sent last holds {spec.name!r} of {_megabytes(spec.nbytes)} MB, where "
             f"last_comm_buffer_size={_megabytes(self.last_comm_buffer_size)} MB asked for a small one: its "
-            f"all-reduce cannot overlap with backward. Register a small parameter first, or accept the tail.",
+            f"all-reduce cannot overlap with backward. Register a small parameter first, or accept the wait.",
         )
 
     def explain(self) -> str:

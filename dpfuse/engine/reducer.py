@@ -166,7 +166,7 @@ class Reducer:
         """The model of this rank has changed, and maybe that of others.
 
         The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
-        Their report tells who has changed. If all have, the backward goes on as the first one of `buckets`.
+        Their report tells which ranks have changed. If all have, the backward goes on as the first one of `buckets`.
 
         Args:
             buckets: of the changed model.
@@ -389,7 +389,7 @@ class Reducer:
             raise
 
     def _goes_on_after(self, error: BaseException) -> bool:
-        """Whether the rest of `close` can be done, and this error be reported to the peers, who wait for this rank."""
+        """Whether `close` can go on and report this error to the peers, which wait for this rank."""
         run = self._run
         if (
             isinstance(error, DPFuseError)
@@ -470,7 +470,7 @@ class Reducer:
             reading = ALL_WELL
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
         if run.delivered and not self._settled_buckets:
-            wiring.decline()  # the peers have gone on to the vote on the buckets
+            wiring.decline()  # the peers are already in the vote on the buckets
         self._reset()
         if reading.any_well:
             raise DPFuseError(messages.interrupted(reading.failed() or [wiring.rank], wiring.size))
@@ -547,7 +547,7 @@ class Reducer:
             self._run.next = order + 1
 
     def _note_stragglers(self) -> None:
-        """Backward has ended: who became ready too late, who is frozen now, and which bucket holds others up?"""
+        """Backward has ended: find late and frozen parameters, and a bucket that holds others up."""
         run, ready = self._run, self._ready
         run.outcome.late += [self._indices[id(param)] for one in ready[: run.next] for param in one.late()]
         if self.phase is REDUCING:
@@ -594,7 +594,7 @@ class Reducer:
             self._enter(IDLE)
 
     def _settle_change(self) -> None:
-        """Hear who has changed, and go on with the new buckets if all have changed in the same way."""
+        """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
         change, run = self._change, self._run
         assert change is not None
         buckets = change.outdated

@@ -1,8 +1,8 @@
 """Memory for buckets that a process group's back end has registered, as NCCL can. Knows no bucket.
 
 NCCL leaves undefined what happens where some ranks pass registered memory and others do not, and wants a buffer to
-start equally far into its segment on every rank. So it is used only where it was asked for, and where all ranks have
-found out alike, before the first bucket, that they can: the answer is among what ranks compare when they wrap.
+start equally far into its segment on every rank. So it is used only where the user asked for it and where every
+rank can register memory. Ranks compare that when they wrap, before the first bucket.
 """
 
 from __future__ import annotations

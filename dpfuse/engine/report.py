@@ -1,4 +1,4 @@
-"""What the ranks tell each other with the last bucket: who failed, what differs, which parameters were used.
+"""What the ranks tell each other with the last bucket: which rank failed, what differs, which parameters were used.
 
 The report is summed with the gradients, so it costs no collective of its own. Its size does not depend on the number
 of ranks, apart from one element per parameter. It is in no plan and counts in no plan's bytes.
@@ -90,8 +90,8 @@ class Report:
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
     where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
-    in both, except in the first two pairs, which tell who failed and who has changed. The bits of the number of a rank
-    travel only if it failed or has changed.
+    in both, except in the first two pairs, which tell whether it failed and whether it has changed. A rank sends the
+    bits of its number only if it failed or has changed.
 
     Args:
         group: the ranks.

@@ -79,8 +79,8 @@ def _is_captured(stream: Any) -> bool:
 class SideStream:
     """One stream beside that of backward, and all that what was queued there reads and writes.
 
-    Whoever queues calls `join` before anybody else touches what is written, at the end of backward. If it comes to no
-    `join`, since the backward died and the model with it, the memory still outlives what was queued.
+    The code that queues calls `join` at the end of backward, before other code touches what is written. If `join` is
+    never called, since the backward died and the model with it, the memory still outlives what was queued.
 
     Args:
         device: of the gradients.
@@ -99,10 +99,10 @@ class SideStream:
         Args:
             work: a collective, whose `wait` orders the current stream behind it.
             unpack: queues kernels on the current stream.
-            held: owners of all memory that these read and write; nobody else may, until `join`.
+            held: owners of all memory that these read and write; no other code may use it until `join`.
 
         Returns:
-            Whether it was queued as a whole; if not, whoever delivers in its place meets the error again.
+            Whether everything was queued. If not, the later delivery runs into the same error and raises it.
         """
         self._held += held
         try:
@@ -121,7 +121,7 @@ class SideStream:
 
 
 def _outlive(held: list[object], stream: Any) -> None:
-    """Keep what nobody joined until the stream is done with it."""
+    """Keep what was never joined until the stream has finished with it."""
     _orphans[:] = [(event, owners) for event, owners in _orphans if not event.query()]
     if held:
         _orphans.append((stream.record_event(), list(held)))

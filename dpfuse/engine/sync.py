@@ -1,4 +1,4 @@
-"""Wires the engine for the parameters of one model, and wires it anew when their buckets change. Decides nothing."""
+"""Wires the engine for the parameters of one model, and again when their buckets change. Decides nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class GradSync:
         hook: what reduces the gradients in place of the collectives, if a user has registered it.
         source: the rank whose ready order all ranks take.
         observers: are told how each bucket travels.
-        watch: the engine's door.
+        watch: tells when a backward begins and ends.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class GradSync:
         self._hooks.install(self.reducer.hooks())
 
     def observe(self, times: BucketObserver | None) -> None:
-        """Report every bucket's way to `times`, or to nothing, beside a recorder."""
+        """Report how each bucket travels to `times`, besides a recorder; None ends that."""
         self._times = times
         self.observers[:] = [observer for observer in (times, self._recorder) if observer is not None]
 
     def add_feature(self, feature: Feature) -> None:
-        """From the next backward on, `feature` is asked before all others; the buckets are made anew.
+        """Ask `feature` before all others from the next backward on; the buckets are made again.
 
         Raises:
             DPFuseError: a backward is running.

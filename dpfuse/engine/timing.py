@@ -21,7 +21,7 @@ class CommunicationTimes:
 
     steps: int = 0
     collectives: int = 0  # one per bucket, of however many tensors
-    nbytes: int = 0  # of what travels, padding and tail included
+    nbytes: int = 0  # of what travels, with padding and report
     seconds: float = 0.0  # from sent to landed, summed over the buckets
     exposed: float = 0.0  # in which backward had nothing left to do but wait
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)

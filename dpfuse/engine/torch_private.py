@@ -25,7 +25,7 @@ __all__ = [
 
 
 def _nothing(_tracer: Any) -> None:
-    """What `set_tracer` is where torch has no such door; Dynamo then looks at our code as at any other."""
+    """Stands for `set_tracer` where torch does not have it. Dynamo then traces our code as any other."""
 
 
 try:
@@ -162,7 +162,7 @@ def _both(name: str, label: str) -> Iterator[None]:
 
 
 def is_private(grad: Tensor) -> bool:
-    """Whether nobody but one parameter has `grad` or its memory: no graph, no view, no gradient still on its way.
+    """Whether only one parameter refers to `grad` and its memory: no graph, no view, no gradient still on its way.
 
     A thread of the process group may have both a moment longer than an all-reduce takes.
     """
@@ -180,7 +180,7 @@ def _references_of_one() -> tuple[int, int] | None:
     param.grad = torch.zeros(1)
     try:
         return _references(param.grad)
-    except AttributeError:  # a torch that does not tell: every gradient may be somebody else's, too
+    except AttributeError:  # this torch does not tell: other code may refer to every gradient, too
         return None
 
 

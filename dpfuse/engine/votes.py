@@ -60,7 +60,7 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
     except Exception:
         if not rows:
             raise
-        _compare(rows, data, group, what, remedy)  # the peers have gone on: only what lasts may be raised here
+        _compare(rows, data, group, what, remedy)  # the peers go on: an error that passes must not be raised here
 
 
 def _compare(rows: Sequence[torch.Tensor], data: bytes, group: dist.ProcessGroup, what: str, remedy: str) -> None:

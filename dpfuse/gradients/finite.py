@@ -39,7 +39,7 @@ class FiniteCheck(Feature):
 
     Args:
         raises: True raises where some value is not finite, False warns.
-        late: whether counts are on a GPU, for which nobody waits.
+        late: whether counts are on a GPU, for which the host does not wait.
         rank: of this process.
         step: the number of the synchronised backward that is running.
     """

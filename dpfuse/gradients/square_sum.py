@@ -25,7 +25,7 @@ _version = attrgetter("_version")
 
 
 class SquareSum:
-    """Measured while a bucket hands its gradients over, so that nobody has to read them again for their norm.
+    """Measured while a bucket delivers its gradients, so that their norm needs no second pass over them.
 
     It is of no use once a gradient was replaced, moved, taken away, or written by an operation that torch counts.
     Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph:
@@ -40,7 +40,7 @@ class SquareSum:
         self._known = False
         self._captured = False  # whether replays write it, and gradients
         self._views: Sequence[Tensor] = ()
-        self._private: list[ref[Tensor]] = []  # who drops a gradient wants its memory back
+        self._private: list[ref[Tensor]] = []  # weak: code that drops a gradient wants its memory back
         self._addresses: Sequence[int] = ()
         self._versions = 0  # of all memory that they have, added up, for versions only grow
 

@@ -21,7 +21,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
 
     Raises:
-        DPFuseError: on every rank alike, naming rank and first difference, or what the back end lacks.
+        DPFuseError: on every rank, naming rank and first difference, or what the back end lacks.
     """
     lines = [*describe_options(options), *describe_model(module, plan, options)]
     params, buffers = tensors_of(module, options)

@@ -20,7 +20,7 @@ END = (object(),)  # behind what is compared, so that lists of different lengths
 
 
 class BufferKind(NamedTuple):
-    """What all ranks must know alike of a buffer that travels."""
+    """What must be equal on all ranks for a buffer that travels."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -48,7 +48,7 @@ class BufferSync:
         self._group = group
         self._kinds: Mapping[str, BufferKind] = {}
         self._agreed: Mapping[str, BufferKind] = {}
-        self._last: Mapping[str, Tensor] = {}  # those that travelled last, of which some may be gone by now
+        self._last: Mapping[str, Tensor] = {}  # those that travelled last; some may have been removed since
         self._broadcasts: list[FlatBroadcast] | None = None
         self._look()
         self._agreed = self._kinds
@@ -67,7 +67,7 @@ class BufferSync:
         """The buffers that there are, by name: the same object for as long as that does not change.
 
         Args:
-            again: modules may have come or gone, not only buffers.
+            again: modules may have been added or removed, not only buffers.
         """
         if again or any(self._empty) or not all(map(is_, chain.from_iterable(self._places), self._held)):
             self._look()
@@ -88,7 +88,7 @@ class BufferSync:
     def send(self, source: int) -> None:
         """Overwrite the buffers with those of rank `source`, in the agreed order, whichever there are here.
 
-        One that was converted since travels as what it was. One that is gone, or of another shape, is left alone.
+        One that was converted since travels in its old dtype. One that was removed or has another shape is left alone.
         """
         if self.look() is not self._agreed:
             self._send_stand_ins(source)

@@ -43,7 +43,7 @@ class ModelChange:
         """The plan, once all ranks have found their changed modules, and the values of what is new, to be the same.
 
         Raises:
-            DPFuseError: they are not; on every rank alike.
+            DPFuseError: they are not; it is raised on every rank.
             Exception: there is no plan on this rank; the others raise a DPFuseError with its text.
         """
         if isinstance(self.plan, Exception):

@@ -133,7 +133,7 @@ def describe_options(options: SyncOptions) -> list[str]:
 
 
 def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *, buffers: bool = True) -> list[str]:
-    """One line per parameter and buffer; equal on two ranks if and only if their models are alike, but for values."""
+    """One line per parameter and buffer; equal on two ranks if and only if their models differ at most in values."""
     lines = [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -28,7 +28,7 @@ class SyncOptions:
     wire_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None  # mixed_precision's word for wire_dtype
     forward_dtype: torch.dtype | None = None  # in which the module computes; None is that of its parameters
-    ignored: frozenset[str] = frozenset()  # parameters and buffers that are nobody's business here, by name
+    ignored: frozenset[str] = frozenset()  # parameters and buffers to leave alone, by name
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
     stall_timeout: float = 60.0  # seconds
@@ -71,7 +71,7 @@ class SyncOptions:
             raise type(error)(f"gradient_{error}") from None  # there the argument is called scale
         if self.gradient_scale is not None and not 1e-6 <= abs(self.gradient_scale) <= 1e6:
             raise ValueError(
-                f"gradient_scale must be between 1e-6 and 1e6, or negative likewise, got {self.gradient_scale!r}; "
+                f"gradient_scale must be between 1e-6 and 1e6, or between -1e6 and -1e-6, got {self.gradient_scale!r}; "
                 "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
             )
         if isinstance(self.stall_timeout, bool) or not isinstance(self.stall_timeout, (int, float)):

@@ -137,7 +137,7 @@ class BackwardRecorder:
     def wait_ends(self) -> None:
         """Record that the bucket has landed."""
         if (backward := self._backward) is not None:
-            # Another thread records the landing, and may not have done so yet.
+            # Another thread records when the bucket lands, and may not have done so yet.
             if not self._on_cuda:
                 backward.landed.setdefault(backward.waited, perf_counter())
             backward.waited += 1

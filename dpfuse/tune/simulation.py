@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def end(self) -> float:
-        """Seconds from the begin of backward to the landing of the last bucket."""
+        """Seconds from the begin of backward until the last bucket lands."""
         return max(self.backward_end, max(bucket.landed for bucket in self.buckets))
 
     @property

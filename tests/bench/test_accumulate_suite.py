@@ -1,4 +1,4 @@
-"""The benchmark of accumulation: all contenders average alike, and bytes are those that are there."""
+"""The benchmark of accumulation: all contenders average equally, and the recorded bytes are right."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import dpfuse
-from bench.bench_checks import NoCanary, NoSignature, NoTail, NoTrack, time_checks, without_checks
+from bench.bench_checks import NoReport, NoSignature, NoTrack, NoWindow, time_checks, without_checks
 from bench.goals import Entry, judge
 from bench.models import chain
 from bench.step_time import Effort
 
-REPLACED = (NoCanary, NoSignature, NoTail, NoTrack)
+REPLACED = (NoWindow, NoSignature, NoReport, NoTrack)
 
 
 def few_steps(rank: int, size: int) -> list[str]:
@@ -31,7 +31,7 @@ def test_gradients_are_averaged_with_and_without(ranks):
 
 def parts(model: dpfuse.DataParallel) -> list[object]:
     sync = model._sync
-    return [sync.canary, sync._signature, sync.reducer.buckets[-1].tail, sync.track]
+    return [sync.window, sync._signature, sync.reducer.buckets[-1].parts.report, sync.track]
 
 
 def stand_ins(rank: int, size: int) -> None:
@@ -47,8 +47,8 @@ def stand_ins(rank: int, size: int) -> None:
     for part, real, stand_in in zip(parts(without), parts(checked), REPLACED, strict=True):
         assert type(part) is stand_in
         assert type(real) is not stand_in
-    assert all(bucket._board is None for bucket in without.reducer.buckets)
-    assert all(bucket._board is not None for bucket in checked.reducer.buckets)
+    assert all(bucket._around.board is None for bucket in without.reducer.buckets)
+    assert all(bucket._around.board is not None for bucket in checked.reducer.buckets)
 
 
 def test_every_check_has_its_stand_in(ranks):

@@ -1,4 +1,4 @@
-"""The clip suite proves that all clip alike before it times them, and judges what clipping adds to a bare step."""
+"""The clip suite proves that all clip equally before it times them, and judges what clipping adds to a bare step."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from dpfuse_kernels import launcher
 def interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     launcher.jit.cache_clear()
-    # Whoever imported Triton's own functions earlier, has them compiled, not interpreted.
+    # Code that has imported Triton's own functions earlier has them compiled, not interpreted.
     monkeypatch.setattr(triton.language, "sum", triton.jit(triton.language.sum.fn))
     yield
     launcher.jit.cache_clear()

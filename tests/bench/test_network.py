@@ -1,4 +1,4 @@
-"""The simulated network: one link, first come, first served, each message for its time, and nobody need not wait."""
+"""The simulated network: one link, first come, first served. Each message takes its time, and waiting is optional."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_wrappers_run_unchanged_wait_for_the_link_and_average_rightly(name):
     with simulated_network() as network:
         model = copy.deepcopy(base)
         wrapped = CONTENDERS[name](model)
-        for _ in range(3):  # the first one only records, and the buckets are made anew
+        for _ in range(3):  # the first one only records, and the buckets are made again
             gradients(model, wrapped, x)
         network.cost = lambda _: SECONDS
         begin = perf_counter()

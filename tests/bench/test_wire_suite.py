@@ -41,7 +41,8 @@ def test_every_contender_is_timed_and_its_bytes_are_judged():
         bytes_sent = {row.what: row for row in judge(entries) if row.what.startswith("bytes")}
         bf16 = bytes_sent["bytes sent, dpfuse bf16 / gradients"]
         assert bf16.goal is not None
-        assert 0.5 <= bf16.value < 0.51  # its tail is a fair part of so small a bucket
+        report = 1024 / contenders["DDP view"]["bytes"]  # at most; beside so small a bucket it counts
+        assert 0.5 <= bf16.value < 0.5 + report
         assert bytes_sent["bytes sent, dpfuse float32 / gradients"].goal is None
 
 

@@ -394,7 +394,7 @@ def test_without_a_process_group_a_mean_is_what_it_is_and_a_sum_is_nobodys():
     model.set_gradient_weight(4)
     model().backward()
     assert model.first.grad.eq(1).all()
-    with pytest.raises(dpfuse.DPFuseError, match="so nobody divides"):
+    with pytest.raises(dpfuse.DPFuseError, match="so no rank divides"):
         model.set_gradient_weight(4, "sum")
     with pytest.raises(ValueError, match="weight must be finite"):
         model.set_gradient_weight(-4)

@@ -43,7 +43,7 @@ class CommHook:
 
     @classmethod
     def built_in(cls, kind: BuiltinCommHookType, group: dist.ProcessGroup) -> CommHook:
-        """One of those that torch has in C++; its Python twin computes the same bits.
+        """Return the hook for one that torch has in C++. The function in Python computes the same bits.
 
         Raises:
             TypeError: `kind` is none.
@@ -94,7 +94,7 @@ class CommHook:
         """To be called before any collective that follows it.
 
         Raises:
-            DPFuseError: the hook has failed before, so nobody knows in which collective the peers wait.
+            DPFuseError: the hook has failed before, so it is unknown in which collective the peers wait.
         """
         if self._broken:
             raise DPFuseError(

@@ -206,7 +206,7 @@ class _LargeGradient:
         return self._copy
 
     def _may_be_written(self, grad: Tensor) -> bool:
-        """Whether `grad` lies as planned, and nobody but the parameter has it."""
+        """Whether `grad` has the planned layout, and only the parameter refers to it."""
         slot, param = self._slot, self.param
         assert param is not None
         return (
