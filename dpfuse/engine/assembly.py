@@ -38,7 +38,7 @@ REPORT_DTYPES = ("float32", "float64")  # in which a report can travel; sums of 
 
 @dataclass(frozen=True)
 class Assembly:
-    """How the buckets of one model are made, whatever their plan.
+    """Makes the buckets of one model, for any plan.
 
     Args:
         group: process group of the collectives.
@@ -74,18 +74,18 @@ class Assembly:
         before: Sequence[GradBucket] = (),
         rank_count: int | None = None,
     ) -> list[GradBucket]:
-        """The buckets of a plan, in communication order; the last one carries the report.
+        """Make the buckets of a plan, in communication order; the last one carries the report.
 
-        All memory is allocated here. Where a bucket of `before` has the same gradients in the same places, its buffer
-        is used again, so that views of it stay what they are.
+        All memory is allocated here. If a bucket of `before` has the same gradients in the same places, its buffer is
+        used again, so that views of it stay valid.
 
         Args:
             plan: the plan of `params`.
             params: by registration index.
-            hook: reduces the gradients in place of the collectives.
+            hook: reduces the gradients instead of the collectives.
             features: add steps to buckets.
             before: buckets that these replace; none of them is in flight.
-            rank_count: by which sums are divided, if not by the number of ranks.
+            rank_count: divides the sums; None is the number of ranks.
 
         Raises:
             RuntimeError: there is no memory left.
@@ -139,7 +139,7 @@ class _Making:
         assembly = self.assembly
         if self.hook is not None:
             return Averaging(real_dtype(bucket.dtype), 1.0)
-        # Rows are not blocks: sparse gradients travel as they are where the others are quantized.
+        # Rows are not blocks: sparse gradients are not quantized.
         wire = None if bucket.sparse and assembly.wire.is_fp8 else assembly.wire.dtype
         return averaging_for(bucket.dtype, self.rank_count, assembly.scale, wire)
 
@@ -234,7 +234,7 @@ class _Making:
         return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, delivery, None)
 
     def _report_alone(self, report: Report, buckets: list[GradBucket]) -> GradBucket:
-        """A bucket without gradients, for a report that needs its numbers exactly or leaves after a hook."""
+        """Make a bucket without gradients, for a report that needs exact numbers or is sent after a hook."""
         plan = self.plan.buckets[-1]
         empty = Bucket((), 0, "float32", plan.device, (), 0, None)
         buffer = Buffer(empty, [], [], Averaging("float32", 1.0), zeros=zeros_on(plan.device), room=report.numel)

@@ -23,12 +23,12 @@ WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autogra
 class ReadyHooks:
     """One hook per parameter, called after each accumulation into its `.grad`.
 
-    Post-accumulate hooks live on the tensor itself, so they survive `.to()` and `.double()`. A new hook takes the place
-    of the old one, before any hook that came later.
+    Post-accumulate hooks belong to the tensor itself, so they survive `.to()` and `.double()`. A new hook replaces the
+    old one at its place, so it is still called before any hook that was added later.
 
     Args:
-        alone: whether another wrapper of the same parameters would spoil what this one does.
-        decorate: what to call in place of a hook, by registration index.
+        alone: whether another wrapper of the same parameters would break what this one does.
+        decorate: returns what is called instead of a hook; gets the registration index and the hook.
     """
 
     def __init__(self, alone: bool, decorate: Callable[[int, ReadyHook], ReadyHook]) -> None:
@@ -39,14 +39,14 @@ class ReadyHooks:
         _all_hooks.add(self)
 
     def put_on(self, params: Sequence[Tensor]) -> None:
-        """From now on be on these parameters alone, once `install` has brought hooks for them."""
+        """Use these parameters from now on: `install` puts hooks on them. Remove the hooks of other parameters."""
         kept = set(map(id, params))
         for key in [key for key in self._handles if key not in kept]:
             self._handles.pop(key).remove()
         self._params = params
 
     def install(self, hooks: Mapping[int, ReadyHook]) -> None:
-        """Use these hooks, by registration index; they are called with the parameter. After `remove`, use none."""
+        """Install these hooks, by registration index; they are called with the parameter. Do nothing after `remove`."""
         if not self._params:
             return
         for index, hook in hooks.items():
@@ -59,20 +59,20 @@ class ReadyHooks:
                 installed[handle.id] = hook
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove all hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
         self._params = ()
 
     def is_on(self, param: Tensor) -> bool:
-        """Whether one of them is on this parameter."""
+        """Whether one of these hooks is on `param`."""
         handle = self._handles.get(id(param))
         return handle is not None and any(param is other for other in self._params)
 
 
 def hooks_on(param: Tensor) -> list[ReadyHooks]:
-    """Those of all wrappers that have a hook on this parameter. A hook in C has no attributes to know it by."""
+    """Return the hooks of all wrappers that have one on `param`. A hook in C has no attribute that could mark it."""
     return [hooks for hooks in tuple(_all_hooks) if hooks.is_on(param)]
 
 
@@ -80,23 +80,23 @@ _all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()
 
 
 class BackwardListener(Protocol):
-    """Hears of backwards."""
+    """Is told when the outermost backward begins, ends, or dies of an exception."""
 
     def open(self, *, announced: bool) -> None:
-        """The outermost backward begins; `announced` by an output of the wrapper."""
+        """The outermost backward begins. `announced` says that an output of the wrapper told it."""
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
-        """It has ended; the argument tells whether it accumulated into leaves."""
+        """The backward has ended. The argument returns whether it accumulated gradients into leaves."""
 
     def abandon(self) -> None:
-        """It died of an exception."""
+        """The backward died of an exception."""
 
 
 class _Task:
-    """The engine holds it as a callback for as long as the backward lives.
+    """A callback that the autograd engine holds as long as the backward lives.
 
-    So it dies with the backward, and if it was never called, the backward died of an exception. Compiled autograd's
-    engine holds it too, but never calls it.
+    The engine frees it with the backward. If it was never called by then, the backward died of an exception. Compiled
+    autograd holds it too, but never calls it.
     """
 
     __slots__ = ("__weakref__", "_end", "_node")
@@ -114,11 +114,11 @@ class _Task:
 class BackwardWatch:
     """Tells a listener when the outermost backward of a module's outputs begins, ends or dies.
 
-    A callback belongs to the innermost graph task at the time it is queued. Queued by a hook on an output
-    it belongs to the outermost one, and a reentrant checkpoint inside ends without consequences.
+    A callback belongs to the graph task that is innermost when it is queued. A hook on an output queues it in the
+    outermost one, so the end of a reentrant checkpoint inside does not call it.
 
     Args:
-        reached: called with what was noted of a forward when a backward first comes by its outputs.
+        reached: called with the note of a forward, when a backward first reaches its outputs.
     """
 
     def __init__(self, reached: Callable[[int], None] = lambda _note: None) -> None:
@@ -127,9 +127,9 @@ class BackwardWatch:
         self._task: weakref.ref[_Task] | None = None
 
     def watch(self, outputs: Any, note: int = 0) -> bool:
-        """Watch all tensors in `outputs` (nested sequences, mappings and dataclasses) of a forward; was there any?
+        """Watch all tensors in the outputs of a forward; return whether there is any.
 
-        `note` is what `reached` is called with.
+        `outputs` may be nested sequences, mappings and dataclasses. `reached` is called with `note`.
         """
         announcer = _Announcer(self, note)
         if isinstance(outputs, Tensor):
@@ -138,7 +138,7 @@ class BackwardWatch:
         return sum(map(announcer.watch, _tensors_in(outputs))) > 0
 
     def begin(self, *, announced: bool = False) -> None:
-        """A backward is running: open it, unless it is one that is open already."""
+        """Open the backward that is running, unless it is open already."""
         if self._task is not None or self.listener is None:
             return
         node = torch._C._current_autograd_node()
@@ -171,7 +171,7 @@ class BackwardWatch:
 
 
 class _Announcer:
-    """The hook on the outputs of one forward."""
+    """The hook on all outputs of one forward."""
 
     __slots__ = ("_new", "_note", "_watch")
 
@@ -183,7 +183,7 @@ class _Announcer:
     def watch(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:
             return False
-        # A parameter returned as it is keeps its hooks for ever; its own ready mark announces it.
+        # A leaf would keep the hook for ever. A parameter that is an output announces itself by its ready mark.
         if not tensor.is_leaf:
             tensor.register_hook(self)
         return True
@@ -198,7 +198,7 @@ class _Announcer:
 
 
 def _reaches_leaves(node: Any) -> bool:
-    """Does the running graph task accumulate into leaves, as `backward()` does and `autograd.grad()` does not?"""
+    """Whether the running graph task accumulates into leaves, as `backward()` does and `autograd.grad()` does not."""
     while node is not None and node.next_functions:
         node = next((child for child, _ in node.next_functions if child is not None), None)
     if node is None:

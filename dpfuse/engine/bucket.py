@@ -1,4 +1,4 @@
-"""One bucket on its way: packed by its feed, sent by its exchange, delivered. Knows no hook and no order of events."""
+"""One bucket: its feed packs, its exchange sends, its delivery delivers. Knows no hook and no order of events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["FLIGHT", "FREE", "LANDED", "BucketState", "GradBucket", "Parts", "Su
 
 
 class BucketState(Enum):
-    """Where a bucket is. Every move but the three down this list raises."""
+    """What state a bucket is in. The only moves are down this list and from LANDED to FREE; others raise."""
 
     FREE = auto()  # nothing waits for the buffer: send() may fill it
     FLIGHT = auto()  # sent; the exchange reads and writes the buffer until wait() returns
     LANDED = auto()  # reduced; deliver() or discard() gives the buffer back
 
 
-FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12 a member takes long to look up
+FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12, looking up a member is slow
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Surroundings:
     """What all buckets of a model share.
 
     Args:
-        board: of the group; None where it has no heartbeat.
+        board: of the group; None if it has no heartbeat.
         observers: are told how each bucket travels; may grow and shrink at any time.
-        leave: called with the error of a collective that has not started as it should: the group is of no use then.
+        leave: called with the error of a collective that could not start; the group cannot be used after that.
     """
 
     board: Board | None
@@ -56,10 +56,10 @@ class Parts:
 
     Args:
         buffer: its memory.
-        feed: how gradients come into the buffer.
-        exchange: how the buffer travels.
-        delivery: how gradients leave the buffer.
-        steps: what features do while it is packed.
+        feed: packs gradients into the buffer.
+        exchange: sums the buffer over the ranks.
+        delivery: makes the buffer's content the parameters' gradients.
+        steps: what features do while the bucket is packed.
         report: what travels behind the gradients, in the last bucket only.
         writers: the streams that write its gradients, on CUDA.
     """
@@ -74,17 +74,17 @@ class Parts:
 
 
 class GradBucket:
-    """Some parameters' gradients, which travel together.
+    """Gradients of some parameters, which are sent together.
 
     Args:
-        plan: of this bucket.
+        plan: the plan of this bucket.
         params: its parameters, in the order of `plan.params`.
         parts: what it is made of.
-        around: what it shares with others.
+        around: what it shares with the other buckets.
         label: for errors and profiles.
 
     Attributes:
-        state: where it is.
+        state: FREE, FLIGHT or LANDED.
         missing: registration indices of the parameters without a gradient in the last backward.
         error: why the last backward cannot use this rank's gradients; zeros were sent in their place.
     """
@@ -106,14 +106,15 @@ class GradBucket:
     def send(self, outcome: Outcome, *, complete: bool) -> None:
         """Pack the gradients and start the exchange; a parameter without a gradient sends zeros.
 
-        An error before the exchange starts is kept in `error` and in `outcome`: the peers wait for this bucket
-        whatever happened here, and the report tells them.
+        An error before the exchange starts is kept in `error` and in `outcome`. The peers wait for this bucket in any
+        case, so zeros are sent, and the report tells the peers of the error.
 
         Args:
-            outcome: of the backward, which this changes.
+            outcome: of the backward; this method changes it.
             complete: whether every parameter is known to have a gradient.
         """
-        self._check(FREE)
+        if self.state is not FREE:
+            raise self._misuse(FREE)
         buffer, parts = self.parts.buffer, self.parts
         self.missing, self.error = [], None
         several_streams = parts.writers is not None and parts.writers.precede()
@@ -124,7 +125,7 @@ class GradBucket:
                 self._pack(grads, outcome)
         except Exception as error:
             self._send_zeros_for(error, outcome)
-        # Their memory is used again behind everything on this stream; what other streams wrote must outlive the pack.
+        # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
         parts.feed.sent()
@@ -132,8 +133,9 @@ class GradBucket:
         parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
-        """Send zeros, and touch no gradient: what lands will not be delivered."""
-        self._check(FREE)
+        """Send zeros, and write no gradient. The result is to be discarded."""
+        if self.state is not FREE:
+            raise self._misuse(FREE)
         self.missing, self.error = [], None
         parts = self.parts
         try:
@@ -150,7 +152,8 @@ class GradBucket:
 
     def wait(self) -> None:
         """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
-        self._check(FLIGHT)
+        if self.state is not FLIGHT:
+            raise self._misuse(FLIGHT)
         assert self._work is not None
         parts, observers = self.parts, self._around.observers
         for observer in observers:
@@ -164,11 +167,12 @@ class GradBucket:
         self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(self._room_in(self._sent))
-        self.state, self._work = LANDED, None  # last: until then it can be waited for again
+        self.state, self._work = LANDED, None  # last, so that after an error it can be waited for again
 
     def deliver(self, untouched: Set[int] = frozenset()) -> None:
         """Give the reduced gradients to the parameters, except to the `untouched` ones (registration indices)."""
-        self._check(LANDED)
+        if self.state is not LANDED:
+            raise self._misuse(LANDED)
         parts = self.parts
         untouched = untouched | self._frozen
         if parts.buffer.params:
@@ -180,10 +184,11 @@ class GradBucket:
         self.state = FREE
 
     def discard(self) -> None:
-        """Wait if need be, and give the buffer back. Gradients that share its memory become zeros."""
+        """Drop the result, after waiting for it if necessary. Gradients that share its memory become zeros."""
         if self.state is FLIGHT:
             self.wait()
-        self._check(LANDED)
+        if self.state is not LANDED:
+            raise self._misuse(LANDED)
         if self._sent is self.parts.buffer.flat:
             self.parts.delivery.discard()
         self.parts.exchange.discard()
@@ -191,13 +196,13 @@ class GradBucket:
         self.state = FREE
 
     def bind(self, params: Sequence[Tensor]) -> None:
-        """Work for these parameters until it is bound to others: a bucket that is kept keeps none of them alive."""
+        """Use these parameters until the next call. A kept bucket that is bound to none keeps none of them alive."""
         self.params = list(params)
         outside = self.parts.exchange.bind(params)
         self.parts.buffer.params[:] = [param for place, param in enumerate(params) if place not in outside]
 
     def average_by(self, averaging: Averaging) -> None:
-        """Use other factors from the next `send` on; what travels keeps its dtype."""
+        """Use other factors from the next `send` on; the dtype that travels stays."""
         buffer = self.parts.buffer
         if not self.parts.exchange.takes_factors:
             return
@@ -212,11 +217,11 @@ class GradBucket:
 
     @property
     def busy(self) -> bool:
-        """Whether it was sent, and neither delivered nor discarded since."""
+        """Whether the bucket was sent, and neither delivered nor discarded since."""
         return self.state is not FREE
 
     def _gather(self, outcome: Outcome, complete: bool) -> list[Tensor | None]:
-        """The gradients to pack, and in `missing` the parameters that have none."""
+        """Return the gradients to pack, and note in `missing` the parameters that have none."""
         buffer, frozen = self.parts.buffer, outcome.frozen
         self._frozen = frozen
         grads: list[Tensor | None] = [param.grad for param in buffer.params]
@@ -231,11 +236,12 @@ class GradBucket:
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
         parts, buffer = self.parts, self.parts.buffer
-        without = [*self.missing, *self._frozen.intersection(buffer.indices)]
+        without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
         for step in parts.steps:
             step.before(arguments)
-        self.missing += [i for i in parts.exchange.take(arguments.scale, parts.steps) if i not in self._frozen]
+        if outside := parts.exchange.take(arguments.scale, parts.steps):
+            self.missing += [index for index in outside if index not in self._frozen]
         outcome.missing += self.missing
         if parts.report is not None:
             arguments.report = parts.report.source(outcome)
@@ -243,7 +249,7 @@ class GradBucket:
         for step in parts.steps:
             step.after(arguments)
         if buffer.params:
-            parts.delivery.hand_out_early({*self.missing, *self._frozen})
+            parts.delivery.hand_out_early(self._frozen.union(self.missing) if self.missing else self._frozen)
 
     def _send_zeros_for(self, error: Exception, outcome: Outcome) -> None:
         parts = self.parts
@@ -256,7 +262,7 @@ class GradBucket:
                 parts.buffer.report.copy_(parts.report.source(outcome))
 
     def _room_in(self, flat: Tensor) -> Tensor:
-        """The report's place in what was sent."""
+        """Return the part of `flat` that holds the report."""
         buffer = self.parts.buffer
         return buffer.report if flat is buffer.flat else flat[flat.numel() - buffer.report.numel() :]
 
@@ -274,9 +280,8 @@ class GradBucket:
         for observer in self._around.observers:
             observer.sent(self.parts.exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
 
-    def _check(self, expected: BucketState) -> None:
-        if self.state is not expected:
-            raise DPFuseError(
-                f"{self._label} with parameters {', '.join(self.parts.buffer.names[:3])}… is {self.state.name}, "
-                f"expected {expected.name}; this is a bug in dpfuse, please report it"
-            )
+    def _misuse(self, expected: BucketState) -> DPFuseError:
+        return DPFuseError(
+            f"{self._label} with parameters {', '.join(self.parts.buffer.names[:3])}… is {self.state.name}, "
+            f"expected {expected.name}; this is a bug in dpfuse, please report it"
+        )

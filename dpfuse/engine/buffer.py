@@ -1,4 +1,4 @@
-"""The memory of one bucket: which gradient lies where in it, and what `.grad` sees of it. Knows no collective."""
+"""The memory of one bucket: the place of each gradient, and the views that `.grad` becomes. Knows no collective."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Format(Protocol):
     """How gradients are written in a buffer."""
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
-        """Offsets of gradients of so many real numbers, and the offset of `room` more; both in elements."""
+        """Return the offset of each gradient, and the offset of `room` elements behind them; all in elements."""
 
     def table(
         self, zeros: Zeros, numel: int, wire: str, slots: Sequence[KernelSlot], dtype: torch.dtype
     ) -> PointerTable:
-        """A new flat tensor with these slots."""
+        """Allocate a flat tensor with these slots."""
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         """Write gradients into the table of the arguments."""
@@ -36,11 +36,11 @@ class Format(Protocol):
     def unpack(
         self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
     ) -> None:
-        """Read them again."""
+        """Write the gradients in the table to the targets."""
 
 
 class _Plain:
-    """Numbers of the dtype that travels, one behind the other, aligned for 128-bit loads."""
+    """Numbers of the dtype that travels, one slot behind the other, aligned for 128-bit loads."""
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         slots, length = lay_out_slots(enumerate(numels), dtype)
@@ -85,9 +85,11 @@ class Buffer:
 
     Attributes:
         indices: registration indices of the parameters.
+        is_complex: whether gradients are complex; they travel as pairs of real numbers.
+        flat: all of the memory, [elements].
         table: of all slots, the report's among them; None of a buffer without any slot.
-        gradients: of the gradients alone: what is unpacked needs no report in its way.
-        views: what gradients become: the slots as complex numbers where the gradients are complex.
+        gradients: the table of the gradients alone, for unpacking.
+        views: what `.grad` becomes: the slots, as complex numbers where the gradients are complex.
         report: the room for the report, [room].
 
     Raises:
@@ -112,6 +114,7 @@ class Buffer:
         self.format = format
         self.shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self.is_complex = self.dtype.is_complex
         numbers = [(shape, stride) if not self.is_complex else _pairs(shape, stride) for shape, stride in self.shapes]
         offsets, end = format.places([torch.Size(shape).numel() for shape, _ in numbers], room, averaging.dtype)
         slots = (
@@ -121,21 +124,12 @@ class Buffer:
         )
         if room:
             slots.append(KernelSlot("dpfuse's report", end, (room,), (1,)))
-        # Of the planned dtype, whatever became of the parameters: the peers keep to the plan.
+        # Of the planned dtype, even if parameters were converted since: the peers use the plan.
         real = getattr(torch, real_dtype(bucket.dtype))
         self.table = format.table(zeros, end + room, averaging.dtype, slots, real)
+        self.flat = self.table.flat
         self.gradients = self.table.first(len(self.params)) if room else self.table
         self.views = self._views_of(self.table)
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether gradients are complex; they travel as pairs of real numbers."""
-        return self.dtype.is_complex
-
-    @property
-    def flat(self) -> Tensor:
-        """All of the memory, [elements]."""
-        return self.table.flat
 
     @property
     def report(self) -> Tensor:
@@ -179,7 +173,7 @@ class Buffer:
                 param.grad = view
 
     def current_views(self) -> list[Tensor]:
-        """The views, each of them on its slot: `param.grad.data = x` moves one that was handed out."""
+        """Return the views, each on its slot. Views that `param.grad.data = x` has moved are replaced."""
         if list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses:
             self.gradients.views[:] = self.gradients.new_views()
             self.table.views[: len(self.params)] = self.gradients.views
@@ -187,7 +181,7 @@ class Buffer:
         return self.views
 
     def target(self, place: int) -> Tensor:
-        """The gradient of a parameter, to be written: a new one where there is none, real where it is complex."""
+        """Return the gradient of a parameter, to be written; a new one if it has none. A complex one is a real view."""
         param = self.params[place]
         if param.grad is None or param.grad.is_conj():
             shape, stride = self.shapes[place]
@@ -195,16 +189,16 @@ class Buffer:
         return torch.view_as_real(param.grad) if self.is_complex else param.grad
 
     def follow_flat(self) -> None:
-        """The flat tensor has got other memory: see the slots there."""
+        """Use the slots in the new memory that the flat tensor has got."""
         self.table = self.gradients = PointerTable(self.flat, self.table.slots, self.table.dtype)
         self.views = self._views_of(self.table)
 
     def clear(self) -> None:
-        """Make everything in it zero, as a bucket without gradients sends it."""
+        """Fill the whole buffer with zeros, as a bucket without gradients sends it."""
         self.flat.zero_()
 
     def clear_gradients(self) -> None:
-        """The same, without the report, which is still to be read."""
+        """Fill the gradients with zeros, but not the report, which is still to be read."""
         self.gradients.flat.zero_()
 
     def serves(self, bucket: Bucket, params: Sequence[Tensor], wire: str, room: int, format: Format) -> bool:
@@ -227,12 +221,12 @@ class Buffer:
 
 
 def zeros_on(device: str) -> Zeros:
-    """An allocator of ordinary memory there."""
+    """Return an allocator of ordinary memory on `device`."""
     return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:
-    """The strides of a gradient: the parameter's where it is dense, else C-contiguous."""
+    """Return the strides of a gradient: the parameter's if it is dense, else C-contiguous."""
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
 
 

@@ -46,7 +46,7 @@ BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large m
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group to use: `group` itself, the default group, or None where none was initialised.
+    """Return the process group to use: `group`, the default group, or None if none was initialised.
 
     Raises:
         TypeError: `group` is neither None nor a process group.
@@ -68,7 +68,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device on which small tensors for `group` must live."""
+    """Return the device on which small tensors for `group` must be."""
     if any(device.type == "cpu" for device in group._device_types):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -77,8 +77,8 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the SUM of `flat` over the ranks, in place; the returned work must be waited for.
 
-    The group is called directly: the checks of `dist.all_reduce` cost as much as a small pack, and a
-    flat buffer passes them by construction.
+    The group is called directly. The checks of `dist.all_reduce` cost as much as a small pack, and a flat
+    buffer always passes them.
     """
     return group.allreduce([flat], _SUM)
 
@@ -89,7 +89,7 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     Args:
         sums: contiguous tensors of one dtype and device, the same on all ranks.
         scaled: more of the same kind; both lists together hold at least one tensor.
-        factor: what `scaled` is multiplied with before the sum, in float32 if they are of 16 bits.
+        factor: multiplies `scaled` before the sum, in float32 for tensors of 16 bits.
         group: process group.
 
     Returns:
@@ -101,7 +101,7 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
         return _Together([all_reduce(tensor, group) for tensor in (*scaled, *sums)])
     options = _SUM
     if factor != 1.0 and group.size() > 1 and first.dtype in (torch.float32, torch.float64):
-        # Multiplied where it is read: no pass over memory. In 16 bits NCCL would round the factor, too.
+        # NCCL multiplies while it reads, without a pass over memory. In 16 bits it would round the factor, too.
         options = dist.AllreduceOptions()
         options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
     else:
@@ -120,7 +120,7 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
 
 
 def has_raised(error: BaseException) -> bool:
-    """Whether an error came out of a collective: then nothing tells which collectives the peers still wait in."""
+    """Whether an error came out of a collective. It is then unknown in which collective the peers wait."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
@@ -130,7 +130,7 @@ def has_raised(error: BaseException) -> bool:
 
 
 def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether waiting for a collective of tensors on `device` holds up the current stream only, never the host."""
+    """Whether waiting for a collective of tensors on `device` blocks only the current stream, never the host."""
     blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
     return _is_nccl(group, device) and not blocking
 
@@ -159,34 +159,34 @@ class _Together(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them, for each of them as long as `timeout` says."""
+        """Wait for all works, for each at most `timeout`."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether all of them are."""
+        """Whether all works are completed."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Done when all of them are."""
+        """Return a future that is done when all works are."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
-    """The element-wise maximum of `values` over the ranks, in place, finished on return."""
+    """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
     finish(group.allreduce([values], _MAX), board_of(group), values.device.type)
 
 
 def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's `row`, by rank; all rows have the same shape and dtype."""
+    """Return every rank's `row`, by rank; all rows have the same shape and dtype."""
     rows, work = start_all_gather(row, group)
     finish(work, board_of(group), row.device.type)
     return rows
 
 
 def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
-    """Start `all_gather`: the tensors that it will fill, and the work to wait for."""
+    """Start `all_gather`, and return the tensors that it will fill and the work to wait for."""
     rows = [torch.empty_like(row) for _ in range(group.size())]
     work = dist.all_gather(rows, row, group=group, async_op=True)
     assert work is not None
@@ -194,9 +194,9 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor
 
 
 def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to send each rank its part of `flat`, and to fill `parts` with what all send to this one, by rank.
+    """Start to send each rank its part of `flat`, and to fill `parts` with what all ranks send here, by rank.
 
-    Both are flat, of one dtype and of one length, a multiple of the number of ranks; the work must be waited for.
+    Both are flat, of the same dtype and length, a multiple of the number of ranks. The work must be waited for.
     """
     return group.alltoall_base(parts, flat, [], [], dist.AllToAllOptions())
 
@@ -212,7 +212,7 @@ def check_all_to_all(
     dtype: torch.dtype = torch.float32,
     option: str = "deterministic=True",
 ) -> None:
-    """Try the collectives of sums in the order of the ranks, with tensors of `dtype`; to be called on all ranks.
+    """Try the collectives that ordered sums need, with tensors of `dtype`; to be called on all ranks.
 
     Raises:
         DPFuseError: the back end lacks one of them, for which `option` asks.
@@ -252,18 +252,18 @@ class FlatBroadcast:
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
         self._board = board_of(group)
-        # A group that has a back end for CPUs as well, as by default, would send them by way of the host.
+        # A group that also has a back end for CPUs, as by default, would send them through the host.
         on_gpu = bool(tensors) and _is_nccl(group, tensors[0].device)
         self._device = tensors[0].device if on_gpu else group_device(group)
         kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, min(tensor.dim(), 2)), []).append(tensor)
         counts = [sum(tensor.numel() for tensor in same) for same in kinds.values()]
-        # A dtype's bytes must start where its elements may.
+        # The bytes of a dtype must start at an address that its elements may have.
         sizes = [
             -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, (dtype, _) in zip(counts, kinds, strict=True)
         ]
-        # Bytes know no dtype: back ends differ in what they can send (bool, complex, float8).
+        # As bytes, since some back ends cannot send some dtypes (bool, complex, float8).
         device = tensors[0].device if tensors else self._device
         self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
@@ -291,7 +291,7 @@ class FlatBroadcast:
 
         Args:
             source: a rank of the group.
-            wait: False lets that rank, on a CPU, go on while its bytes travel, until its next call or its end.
+            wait: if False, that rank goes on while its bytes travel, on a CPU; its next call or its end waits.
         """
         if not self._staging.numel():
             return
@@ -322,7 +322,7 @@ class FlatBroadcast:
 
 
 class _Scalars:
-    """Tensors without dimensions, as batch norm counts with, as vectors of one element, which one call can pack."""
+    """Tensors without dimensions, such as the counters of batch norm, as vectors that one call can pack."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""Calls back when a collective has landed, and lets the process end no earlier. Knows no bucket."""
+"""Calls back when a collective has landed. The process does not end before that. Knows no bucket."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["call_when_landed"]
 
 PATIENCE = 2.0  # seconds; what has not landed by then may never
 
-_awaited: WeakSet[Callable[[object], None]] = WeakSet()  # the thread that has called one lets go of it
+_awaited: WeakSet[Callable[[object], None]] = WeakSet()  # a thread drops its reference after the call
 
 
 def call_when_landed(work: dist.Work, call: Callable[[], None]) -> None:
-    """Have a thread of the back end call `call` once `work` is done.
+    """Let a thread of the back end call `call` when `work` is done.
 
-    A thread that still has to call into Python when Python ends takes the whole process down ("terminate called
-    without an active exception"), whatever the program has achieved. So the end waits until all have.
+    A thread that still has to call into Python when Python ends aborts the whole process ("terminate called without
+    an active exception"). So the end of the process waits for these threads.
 
     Args:
         work: a collective whose future is set by its back end, or a communication hook.
-        call: as short as can be.
+        call: what to call; it should be short.
     """
 
     def landed(_future: object) -> None:

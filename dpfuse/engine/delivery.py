@@ -16,7 +16,7 @@ from dpfuse.engine.torch_private import Hooks, is_private, no_graph, ranged
 
 __all__ = ["LEAST", "EarlyPrivate", "Private", "Views"]
 
-LEAST = 64 << 10  # bytes of a bucket's mean gradient; for smaller ones the host looks longer than the copy takes
+LEAST = 64 << 10  # bytes of a bucket's mean gradient; for smaller ones the checks of the host take longer than the copy
 
 
 class Views(Delivery):
@@ -30,7 +30,7 @@ class Views(Delivery):
         hooks: of its parameters.
 
     Attributes:
-        handed_out: whether that was done when the buffer was sent.
+        handed_out: whether views were handed out when the buffer was sent.
     """
 
     def __init__(self, buffer: Buffer, hooks: Hooks) -> None:
@@ -39,13 +39,13 @@ class Views(Delivery):
         self._hooks = hooks
 
     def hand_out_early(self, missing: Set[int]) -> None:
-        """Make `.grad` of all parameters but the missing ones their view, if no other hook reads it."""
+        """Make `.grad` of each parameter its view if no other hook reads it, except for the missing ones."""
         self.handed_out = self._hooks.are_ours
         if self.handed_out:
             self._buffer.hand_out_views(missing)
 
     def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
-        """As `Delivery.deliver`; where views were handed out early, only the missing gradients still wait."""
+        """As `Delivery.deliver`. If views were handed out early, only the missing gradients are left."""
         if not self.handed_out:
             self._buffer.hand_out_views(untouched)
         elif missing:
@@ -53,13 +53,13 @@ class Views(Delivery):
         return untouched.isdisjoint(self._buffer.indices)
 
     def discard(self) -> None:
-        # Its owner may have zeroed a view before the part of the peers landed in it.
+        # A program may have zeroed a view before the sum with the peers landed in it.
         with torch.no_grad():
             self._buffer.clear_gradients()
 
 
 class Private(Delivery):
-    """Each gradient keeps memory of its own, to which the sum is copied.
+    """Each gradient keeps its own memory, and the sum is copied there.
 
     Args:
         buffer: holds the gradients in any dtype.
@@ -84,13 +84,13 @@ class Private(Delivery):
         return type(None) not in set(map(type, grads))
 
     def copy_to(self, targets: list[Tensor | None]) -> None:
-        """Copy the buffer to these gradients, one per parameter; None is left out."""
+        """Copy the buffer to these gradients, one per parameter; None is skipped."""
         with no_graph(), ranged("dpfuse::unpack", self._label):
             try:
                 self.copy_now(targets)
             except Exception:
-                # A gradient that can be read but not written, such as an expanded one that was set by hand. Also where
-                # memory was short for a moment: every copy can be made again.
+                # The gradient can be read but not written, such as an expanded one that a program has assigned. Or
+                # memory was short for a moment. Every copy can be made again.
                 for place, target in enumerate(targets):
                     if target is not None:
                         self._buffer.params[place].grad = None
@@ -98,12 +98,12 @@ class Private(Delivery):
                 self.copy_now(targets, matched=False)
 
     def copy_now(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
-        """The same, without a second attempt."""
+        """Copy as `copy_to` does, without a second attempt."""
         self._buffer.unpack(targets, scale=self._post_scale, squares=self._squares, matched=matched)
 
 
 class EarlyPrivate(Delivery):
-    """The same, copied on a side stream while backward goes on, where no other code has or awaits the gradients.
+    """As `Private`, but copied on a side stream while backward goes on, if no other code uses the gradients.
 
     Args:
         private: copies what cannot be copied early.
@@ -138,13 +138,13 @@ class EarlyPrivate(Delivery):
         return self._private.deliver(missing, {*untouched, *(self._buffer.indices[place] for place in done)})
 
     def discard(self) -> None:
-        # Its owner may have zeroed a gradient before the part of the peers landed in it.
+        # A program may have zeroed a gradient before the sum with the peers landed in it.
         written = [grad for grad, _ in self._written]
         for place in self.delivered():
             written[place].zero_()
 
     def delivered(self) -> set[int]:
-        """The places whose gradient is still the one that was written, where it was then; forgets them."""
+        """Return and forget the places whose gradient is still the one that was written, at the same address."""
         written, self._written = self._written, []
         return {
             place

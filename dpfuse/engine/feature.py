@@ -17,31 +17,31 @@ __all__ = ["Feature"]
 
 
 class Feature:
-    """Adds something to each bucket, or hears of backwards. Each method does nothing unless a feature overrides it."""
+    """Adds something to each bucket, or is told of backwards. A method that is not overridden does nothing."""
 
-    eager = True  # whether gradients may be packed before their bucket is
+    eager = True  # whether gradients may be packed one by one, before their bucket is sent
 
     def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
-        """What it does while a bucket is packed; `report` if it travels with this bucket, which is the last one."""
+        """Return what it does while a bucket is packed. `report` is that of the last bucket, None for others."""
         return None
 
     def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
-        """What keeps the rounding errors of sums of this bucket. Asked before `step`."""
+        """Return what keeps the rounding errors of sums of this bucket. It is called before `step`."""
         return None
 
     def squares(self, order: int, bucket: Bucket) -> Tensor | None:
-        """Where a private delivery adds up the squares of the gradients, [] float64."""
+        """Return where a private delivery adds up the squares of the gradients, [] float64."""
         return None
 
     def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
-        """The delivery, or one that does something around it; `side` if something can be done while backward runs."""
+        """Return `delivery`, or one that does more around it. On `side`, work can be done while backward runs."""
         return delivery
 
     def opened(self, *, sync: bool, announced: bool) -> None:
-        """A backward begins; may raise, before anything is sent."""
+        """Note that a backward begins. An error raised here comes before anything is sent."""
 
     def delivered(self) -> None:
-        """All gradients of a synchronised backward are averaged."""
+        """Note that all gradients of a synchronised backward are delivered."""
 
     def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
-        """On CUDA: what these deliveries have measured is of no use if this flag, [] bool on the device, is set."""
+        """Invalidate what these deliveries have measured, if `alarm`, [] bool on the device, is set. For CUDA."""

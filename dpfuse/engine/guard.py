@@ -16,11 +16,11 @@ __all__ = ["DeviceGuard", "guard_of"]
 class DeviceGuard:
     """Fills the gradients of some parameters with NaN where a flag on the device says that they are wrong.
 
-    The host reads on CUDA one step later what the peers report; until then no finite step is taken on such gradients.
+    On CUDA the host reads the report of the peers one step later. Until then, NaN keeps such gradients from being used.
 
     Args:
         params: whose gradients are averaged.
-        squares: what was measured of them, each [] float64 on their device.
+        squares: sums of squares of them, each [] float64 on their device; they become NaN, too.
     """
 
     def __init__(self, params: Sequence[Tensor], squares: Sequence[Tensor] = ()) -> None:
@@ -34,7 +34,7 @@ class DeviceGuard:
         ]
 
     def __call__(self, alarm: Tensor) -> None:
-        """Spoil their gradients, if `alarm`, bool of shape [] on their device, is set; waits for nothing."""
+        """Make their gradients NaN if `alarm`, bool of shape [] on their device, is set. The host does not wait."""
         for table, params in self._kinds:
             grads = [param.grad for param in params]
             if params[0].is_complex():
@@ -45,7 +45,7 @@ class DeviceGuard:
 
 
 def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:
-    """One where it is needed: on the CPU errors are raised in the same backward, and a rank alone has no peers."""
+    """Return a guard if one is needed: on a CPU errors are raised in the same backward; one rank has no peers."""
     return DeviceGuard(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
 
 
@@ -54,7 +54,7 @@ def _width(param: Tensor) -> int:
 
 
 def _real(grad: Tensor | None) -> Tensor | None:
-    """A complex gradient as pairs of real numbers; one that is conjugated lazily lies there as well."""
+    """Return a complex gradient as pairs of real numbers, without resolving a lazy conjugate."""
     if grad is None or not grad.is_complex():
         return grad
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)

@@ -1,4 +1,4 @@
-"""How a backward went, in words: what errors and warnings say. Knows names and ranks, no bucket and no tensor."""
+"""The texts of errors and warnings about a backward. Knows names and ranks, no bucket and no tensor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def changed(rank: int, size: int, ranks: Collection[int], here: bool, change: st
 
 
 def differing(rank: int, fields: Sequence[Field], reading: Reading) -> str:
-    """What to say on `rank` where ranks differ in what they should have in common."""
+    """What to say on `rank` where ranks differ in something that should be equal."""
     field = next((each for each in fields if each.name in reading.differing), None)
     if field is None:
         return _differently_frozen(rank, reading)
@@ -89,19 +89,19 @@ def _differently_frozen(rank: int, reading: Reading) -> str:
 
 
 def held_up(rank: int, names: Sequence[str], backwards: int) -> str:
-    """What to say of parameters without which their bucket, and all behind it, left only when backward had ended."""
+    """What to say of parameters for which their bucket, and all behind it, had to wait until backward had ended."""
     return (
-        f"rank {rank}: {_named(names)} did not become ready in {backwards} backwards, and the bucket there held up all "
-        "behind it, which are no longer sent while backward runs; expected a gradient in every backward. Freeze the "
-        "parameter (requires_grad=False) on every rank, or wrap the module again without it."
+        f"rank {rank}: {_named(names)} did not become ready in {backwards} backwards, so their bucket and all behind "
+        "it were sent only after backward had ended; expected a gradient in every backward. Freeze parameters that "
+        "are not used (requires_grad=False), on every rank, or wrap the module again without them."
     )
 
 
 def unaveraged(rank: int, names: Sequence[str]) -> str:
-    """What to say of parameters that a backward reached of which the wrapper did not hear."""
+    """What to say of parameters that got gradients in a backward that the wrapper did not notice."""
     return (
-        f"rank {rank}: a backward outside no_sync() came by no output of the wrapper and reached only "
-        f"{_named(names)}, whose gradients were not averaged; expected a forward of the wrapper. Call the wrapper "
+        f"rank {rank}: a backward outside no_sync() went through no output of the wrapper, and the gradients of "
+        f"{_named(names)} were not averaged; expected a forward of the wrapper. Call the wrapper "
         "instead of its .module, or run such backwards inside no_sync() and call "
         "dpfuse.fused_allreduce_gradients(). Zero the gradients before the next backward."
     )
@@ -113,7 +113,7 @@ def weightless(rank: int, step: int, weights: Sequence[float]) -> str:
     told = (
         f"the ranks 0 to {len(weights) - 1} gave their gradients the weights {given}"
         if weights
-        else ("the weights that the ranks gave their gradients make no mean")
+        else "the weights that the ranks gave their gradients make no mean"
     )
     return (
         f"rank {rank}: in synchronised backward {step} {told}; expected finite ones, 0 or more, and one above 0. The "
@@ -131,10 +131,10 @@ def interrupted(ranks: Collection[int], size: int) -> str:
 
 
 def begun(rank: int) -> str:
-    """What to say on `rank` where a backward that nothing announced follows one that died."""
+    """What to say on `rank` where a backward without a forward of the wrapper follows one that raised."""
     return (
         f"rank {rank}: an exception ended the last backward after it had sent gradients, and this one began without a "
-        "forward of the wrapper; expected one before it, in which what was sent is cleared away. What this backward "
+        "forward of the wrapper; expected such a forward first, which completes what was sent. What this backward "
         "has added is lost: zero the gradients on every rank and repeat the step."
     )
 
@@ -143,8 +143,8 @@ def unused(rank: int, names: Sequence[str], nowhere: int) -> str:
     """What to say of parameters without gradient on `rank`, `nowhere` of which were used on no rank."""
     return (
         f"rank {rank}: {_named(names)} got no gradient in this backward; "
-        f"{nowhere} of these were used on no rank and stay without, the others got the mean over "
-        "all ranks with zero from here. Pass find_unused_parameters=True if that is meant."
+        f"{nowhere} of these were used on no rank and keep .grad as it was, the others got the mean over "
+        "all ranks, with zeros from this one. Pass find_unused_parameters=True if that is intended."
     )
 
 
@@ -172,8 +172,8 @@ def discarded(count: int) -> str:
 def unread(names: Sequence[str]) -> str:
     """What to say of parameters without gradient in a backward that is captured in a CUDA graph."""
     return (
-        f"{_named(names)} got no gradient in a backward that a CUDA graph captures, and whether another rank has one "
-        "cannot be read meanwhile; expected a gradient for each. Freeze what the captured step does not use"
+        f"{_named(names)} got no gradient in a backward that a CUDA graph captures, and a capture cannot read "
+        "whether another rank has one; expected a gradient for each. Freeze what the captured step does not use"
     )
 
 
@@ -181,7 +181,7 @@ def unsettled(rank: int) -> str:
     """What to say on `rank` where the first synchronised backward of a model is to be captured in a CUDA graph."""
     return (
         f"rank {rank}: the first synchronised backward of a model is captured in a CUDA graph; expected some steps "
-        "before the capture, for the ranks agree on the buckets after that backward. Run at least three steps first, "
+        "before the capture, since the ranks agree on the buckets after that backward. Run at least three steps first, "
         "and keep gradients with zero_grad(set_to_none=False)."
     )
 

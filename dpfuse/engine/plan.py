@@ -37,7 +37,7 @@ ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
 
 @dataclass(frozen=True)
 class BucketRule:
-    """How buckets are made where two sizes do not say it all; the default has no wishes.
+    """How buckets are made, beyond the two sizes; the default adds nothing.
 
     Example:
         >>> from dpfuse.engine.plan import BucketRule
@@ -45,9 +45,9 @@ class BucketRule:
         BucketRule(caps=(1048576, 26214400), delayed=(), behind='')
     """
 
-    caps: tuple[float, ...] = ()  # bytes, in the order of communication, the last repeats; in place of the sizes
-    delayed: tuple[str, ...] = ()  # parameters that get buckets of their own, behind that of
-    behind: str = ""  # this parameter
+    caps: tuple[float, ...] = ()  # bytes, in the order of communication; the last repeats; they replace the sizes
+    delayed: tuple[str, ...] = ()  # names of parameters that get buckets of their own, sent later
+    behind: str = ""  # the name of the parameter behind whose bucket they are sent
 
 
 NO_WISHES = BucketRule()
@@ -82,9 +82,9 @@ class BucketPlan:
     Args:
         specs: the parameters, by registration index.
         buckets: in communication order; the last is sent when backward is about to end.
-        comm_buffer_size: cap of every bucket but the first closed of each dtype, in bytes.
+        comm_buffer_size: cap of every bucket except the first closed of each dtype, in bytes.
         last_comm_buffer_size: cap of the first closed bucket of each dtype, in bytes.
-        rule: wishes beyond these two.
+        rule: how buckets are made, beyond these two sizes.
         tuned: whether `dpfuse.tune` made the buckets, and not the rule.
 
     Example:
@@ -100,7 +100,7 @@ class BucketPlan:
     comm_buffer_size: float
     last_comm_buffer_size: float
     rule: BucketRule = NO_WISHES
-    tuned: bool = False  # made for recorded times, not by the rule
+    tuned: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -109,14 +109,14 @@ class BucketPlan:
 
     @property
     def layout(self) -> str:
-        """Canonical text of the layout; equal on two ranks if and only if their collectives fit together."""
+        """Canonical text of the layout. It is equal on two ranks if and only if their collectives match."""
         return ";".join(
             f"{bucket.dtype}:{','.join(f'{slot.param}@{slot.offset}' for slot in bucket.slots)}"
             for bucket in self.buckets
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """What is likely to cost time in this plan, one sentence each."""
+        """Texts about what is likely to cost time in this plan, one for each finding."""
         if not self.buckets or self.last_comm_buffer_size >= self.comm_buffer_size:
             return ()
         last = self.buckets[-1]
@@ -131,7 +131,7 @@ class BucketPlan:
         )
 
     def explain(self) -> str:
-        """The plan as a table: order, bytes, parameters, and the cap that closed each bucket.
+        """Return the plan as a table: order, bytes, parameters, and the cap that closed each bucket.
 
         Returns:
             Lines of text; sizes in MB of 1048576 bytes; warnings at the end.
@@ -167,7 +167,7 @@ def _megabytes(nbytes: float) -> str:
 
 
 def size_in_bytes(megabytes: Any, name: str) -> float:
-    """A buffer size in MB (1048576 bytes; fractions and `inf` are fine) as bytes.
+    """Convert a buffer size from MB (1048576 bytes; fractions and `inf` are allowed) to bytes.
 
     Raises:
         TypeError: not a number.
@@ -197,12 +197,12 @@ class _Group(NamedTuple):
 def assign_buckets(
     specs: Sequence[ParamSpec], limits: Sequence[float], order: Iterable[int] | None = None
 ) -> list[_Group]:
-    """Which parameters share a bucket, in the order of the walk (communication order is the reverse).
+    """Decide which parameters share a bucket, in the order of the walk (communication order is the reverse).
 
-    One bucket is open per (dtype, device). A parameter is added to the open one, and the bucket closes once
-    its bytes reach the current limit, so the parameter that crosses the limit stays inside. The n-th bucket
-    that closes for a dtype uses the n-th limit, the last limit repeats. A sparse parameter forms a bucket
-    alone and closes nothing. Buckets still open at the end follow; all are sorted by their first member.
+    One bucket is open per (dtype, device). A parameter is added to the open one. The bucket closes once its bytes
+    reach the current limit, so the parameter that crosses the limit stays inside. The n-th bucket that closes for
+    a dtype uses the n-th limit, and the last limit repeats. A sparse parameter forms a bucket alone and closes
+    nothing. At the end the buckets that are still open are added, and all are sorted by their first member.
 
     Args:
         specs: the parameters.
@@ -210,7 +210,7 @@ def assign_buckets(
         order: indices into `specs` in the order of the walk; registration order by default.
 
     Returns:
-        Groups of indices into `specs`, in the order in which they were met.
+        Groups of indices into `specs`, sorted by the position of their first member.
 
     Example:
         >>> from dpfuse import ParamSpec
@@ -246,7 +246,7 @@ def assign_buckets(
 def plan_buckets(
     params: Any, comm_buffer_size: float = 25, last_comm_buffer_size: float = 1, *, rule: BucketRule = NO_WISHES
 ) -> BucketPlan:
-    """The buckets with which `DataParallel` would start.
+    """Plan the buckets with which `DataParallel` would start.
 
     The small cap goes to the parameters registered first, whose gradients arrive last: the bucket that is
     sent when backward ends is small, and the unfilled remainder of the model goes first.
@@ -262,7 +262,7 @@ def plan_buckets(
         The plan; `plan.buckets` is in communication order, `print(plan.explain())` shows it as a table.
 
     Raises:
-        TypeError, ValueError: a size that is no number, negative or NaN; no parameters in `params`.
+        TypeError, ValueError: a size is not a number, negative or NaN, or `params` has no trainable parameter.
 
     Example:
         >>> import torch, dpfuse
@@ -277,22 +277,22 @@ def plan_buckets(
     specs = tuple(describe_parameters(params))
     if not specs:
         raise ValueError("params has no trainable parameter; expected at least one with requires_grad=True")
-    # Gradients come in the reverse of the order in which the parameters were made, until it is known better.
+    # Before the first backward, gradients are expected in the reverse of the order of registration.
     return _arrange(BucketPlan(specs, (), cap, last_cap, rule), range(len(specs))[::-1])
 
 
 def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
-    """The plan for the order in which gradients were really seen to become ready.
+    """Plan the buckets again, for the order in which gradients really became ready.
 
     Args:
         plan: the plan under which the order was observed; its caps are kept.
         ready_order: parameter indices, first ready first; a parameter left out never became ready.
 
     Returns:
-        The same rules over `ready_order`, and then, sent last, buckets of the parameters that never became ready.
+        A plan by the same rules over `ready_order`. Parameters that never became ready form buckets that are sent last.
 
     Raises:
-        DPFuseError: `ready_order` names a parameter twice or one that is not in the plan.
+        DPFuseError: `ready_order` names a parameter twice, or one that is not in the plan.
 
     Example:
         >>> import dpfuse
@@ -314,10 +314,10 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
 
 
 def _arrange(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
-    """The specs and wishes of `plan` in buckets for this order of gradients."""
+    """Return a plan with the specs, sizes and rule of `plan`, for this order of gradients."""
     specs, rule = plan.specs, plan.rule
     names = {spec.name: index for index, spec in enumerate(specs)} if rule.delayed else {}
-    delayed = [names[name] for name in rule.delayed if name in names]  # some may have been frozen since
+    delayed = [names[name] for name in rule.delayed if name in names]  # others may have been frozen since
     seen, apart = set(ready_order), set(delayed)
     walk = [index for index in ready_order if index not in apart]
     never = [index for index in range(len(specs)) if index not in seen and index not in apart]
@@ -336,7 +336,7 @@ def _arrange(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
 
 
 def _put_behind(late: _Group, groups: list[_Group], index: int | None, ready: Mapping[int, int]) -> None:
-    """Behind the group of parameter `index`, and so far behind that no other has to wait for it."""
+    """Insert `late` behind the group of parameter `index`, and behind every group that is ready earlier."""
     due = max(ready[member] for member in late.members)
     before = [
         place
@@ -347,7 +347,7 @@ def _put_behind(late: _Group, groups: list[_Group], index: int | None, ready: Ma
 
 
 def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
-    """The grouping of the manual path: consecutive gradients of one dtype, until the bytes reach a size.
+    """Plan the manual path: consecutive gradients of one dtype share a bucket until its bytes reach a size.
 
     Args:
         specs: the gradients, in the order given by the user.
@@ -386,7 +386,7 @@ def _lay_out(specs: Sequence[ParamSpec], groups: Iterable[_Group]) -> Iterator[B
 
 
 def lay_out_slots(numels: Iterable[tuple[int, int]], dtype: str) -> tuple[list[Slot], int]:
-    """The slots of one flat buffer of `dtype`, each on an aligned start, and the buffer's length in elements.
+    """Return the slots of one flat buffer of `dtype`, each at an aligned offset, and its length in elements.
 
     Args:
         numels: per parameter its index and its number of elements.

@@ -16,7 +16,7 @@ __all__ = ["BucketObserver", "Delivery", "Exchange", "Feed", "PackArguments", "P
 
 @dataclass(slots=True)
 class PackArguments:
-    """How one bucket is packed; a pack step changes what it needs, so that all steps ride in one launch."""
+    """How one bucket is packed. Pack steps change these arguments, so one launch does what all steps need."""
 
     table: PointerTable  # of the gradients, and of the report behind them
     missing: Sequence[int]  # registration indices of the parameters without a gradient, or frozen
@@ -24,16 +24,16 @@ class PackArguments:
     report: Tensor | None = None  # what the report packs, [numel]
     counts: Tensor | None = None  # where to count NaN and infinite values, [slots] int32
     factor: Tensor | None = None  # multiplies every gradient, [] float32 on the device
-    residual: Tensor | None = None  # added before rounding; holds afterwards what rounding took, float32
+    residual: Tensor | None = None  # added before rounding; afterwards it holds the rounding error, float32
 
 
 class Feed:
-    """How gradients come into the buffer. All but `pack` does nothing unless a feed overrides it."""
+    """How gradients come into the buffer. Methods other than `pack` do nothing unless a feed overrides them."""
 
-    held: Set[int] = frozenset()  # registration indices of the parameters of which the buffer holds a part already
+    held: Set[int] = frozenset()  # registration indices of parameters whose gradients are partly in the buffer
 
     def hooks(self) -> dict[int, Callable[[], None]]:
-        """What to call when the gradient of a parameter, by registration index, is ready."""
+        """Return what to call when the gradient of a parameter is ready, by registration index."""
         return {}
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
@@ -41,22 +41,22 @@ class Feed:
         raise NotImplementedError
 
     def sent(self) -> None:
-        """The buffer is on its way, or was sent empty: what was packed before counts no more."""
+        """Forget what was packed before. The buffer was sent, with gradients or empty."""
 
     def release(self) -> None:
-        """Put what the buffer holds back into `.grad`: the buffer, or its scale, is about to change."""
+        """Put what the buffer holds back into `.grad`, since the buffer or its scale will change."""
 
 
 class Exchange:
-    """How a packed buffer becomes the sum over all ranks. All but `start` does nothing unless an exchange overrides it.
+    """How a packed buffer becomes the sum over all ranks. Only `start` must be overridden.
 
     Args:
         group: the ranks.
 
     Attributes:
-        takes_factors: whether what it sums is multiplied for the mean, and may be multiplied further.
+        takes_factors: whether gradients are multiplied by a factor before the sum.
         error: why the result of the last exchange cannot be used, if it cannot.
-        bytes_in_place: of the gradients that the last exchange has reduced where they lie.
+        bytes_in_place: bytes of the gradients that the last exchange has reduced in their own memory.
     """
 
     takes_factors = True
@@ -67,84 +67,85 @@ class Exchange:
         self.group = group
 
     def bind(self, params: Sequence[Tensor]) -> set[int]:
-        """Work for these parameters, or none; returns the places of those that travel outside the buffer."""
+        """Use these parameters, or none, and return the places of those that travel outside the buffer."""
         return set()
 
     def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
-        """Take what travels outside the buffer; returns the registration indices without a gradient."""
+        """Take what travels outside the buffer, and return the registration indices without a gradient."""
         return []
 
     def empty(self) -> None:
         """Send zeros for what travels outside the buffer, after an error or for an empty bucket."""
 
     def start(self, flat: Tensor) -> dist.Work:
-        """Begin; the returned work is waited for. Starting the first collective is the last thing that can fail."""
+        """Start the exchange and return a work to wait for. Nothing may fail after its first collective has started."""
         raise NotImplementedError
 
     def started(self, work: dist.Work) -> None:
-        """Queue what follows the first collective, where that can be done without waiting."""
+        """Queue what follows the first collective, if that needs no waiting."""
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
-        """What travels, for observers."""
+        """Return the tensors that travel, for observers."""
         return [flat]
 
     def landed(self, work: dist.Work) -> None:
-        """The work was waited for."""
+        """Note that the work was waited for."""
 
     def deliver(self, untouched: Set[int]) -> None:
-        """Hand over what travelled outside the buffer, except for these parameters."""
+        """Deliver what travelled outside the buffer, except to the untouched parameters."""
 
     def discard(self) -> None:
-        """What travelled outside the buffer is of no use."""
+        """Drop what travelled outside the buffer."""
 
 
 class Delivery:
     """How reduced gradients get from the buffer to the parameters."""
 
     def hand_out_early(self, missing: Set[int]) -> None:
-        """The buffer is packed, and not sent yet; these parameters have no gradient."""
+        """Deliver what is possible before the buffer is sent; it is packed. `missing` have no gradient."""
 
     def sent(self, work: dist.Work, *, clean: bool) -> None:
-        """The buffer is on its way; `clean` if every gradient is in it and nothing failed."""
+        """Note that the buffer was sent; `clean` says that it holds every gradient and nothing failed."""
 
     def landed(self) -> None:
-        """The buffer holds the sum."""
+        """Note that the buffer holds the sum."""
 
     def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
         """Make the buffer's content the gradients of all parameters, except the untouched ones.
 
-        Returns whether all of them were handed over in one pass.
+        Returns:
+            Whether all gradients were delivered in one pass.
         """
         raise NotImplementedError
 
     def discard(self) -> None:
-        """The buffer's content is of no use; what shares its memory becomes zeros."""
+        """Drop the buffer's content; gradients that share its memory become zeros."""
 
 
 class PackStep:
     """What a feature does around the packing of a bucket. Each method does nothing unless a feature overrides it."""
 
     def before(self, arguments: PackArguments) -> None:
-        """The bucket is about to be packed; may change the arguments."""
+        """Change the arguments, if needed, before the bucket is packed."""
 
     def outside(self, names: Sequence[str], tensors: list[Tensor]) -> None:
-        """These gradients, of one dtype, travel outside the buffer; may change them in place."""
+        """Change in place, if needed, gradients of one dtype that travel outside the buffer."""
 
     def after(self, arguments: PackArguments) -> None:
-        """The bucket is packed; may raise, which makes the backward fail on every rank."""
+        """Do something after the bucket is packed. An error raised here makes the backward fail on every rank."""
 
     def delivered(self, untouched: Set[int]) -> None:
-        """The gradients were handed over, except for those of these parameters, which no rank has used."""
+        """Note that gradients were delivered, except to the untouched parameters, which no rank has used."""
 
 
 class BucketObserver(Protocol):
     """Is told how each bucket travels."""
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
-        """These tensors were given to the process group."""
+        """Note that these tensors were given to the process group."""
 
     def wait_begins(self, flat: Tensor) -> None:
-        """Backward is over, and waits for a bucket."""
+        """Note that backward has ended and waits for a bucket."""
 
     def wait_ends(self) -> None:
-        """The bucket has landed."""
+        """Note that the bucket has landed."""

@@ -1,4 +1,4 @@
-"""Which gradients of the running backward are ready, by bucket. Reads no gradient, and knows no order of sending.
+"""Ready lists: which gradients of the running backward are ready, by bucket. Knows no gradient and no order of sending.
 
 The hook of most parameters is the `append` of a list, a call in C. Only one parameter of each bucket, its *sentinel*,
 has a hook in Python: the one that came last so far.
@@ -20,7 +20,7 @@ from dpfuse.engine.torch_private import leave_untraced
 __all__ = ["ReadyHook", "ReadyList", "watch_steps"]
 
 ReadyHook = Callable[[Any], None]
-MISSES = 2  # backwards in a row in which another parameter came last, before that one becomes the sentinel
+MISSES = 2  # after so many backwards in a row in which another parameter came last, that one becomes the sentinel
 
 
 class ReadyList:
@@ -29,13 +29,13 @@ class ReadyList:
     Args:
         params: of the bucket.
         marks: how often each of them becomes ready in a backward.
-        recorded: in which order parameters became ready in an earlier backward, if that is known.
+        recorded: the order in which parameters became ready in an earlier backward, if it is known.
 
     Attributes:
         entries: the list.
         sent: how many entries there were when the bucket was sent; -1 before.
-        sentinel: the parameter whose hook looks whether the bucket is complete; None of a bucket without parameters.
-        held_up: backwards in a row at whose end other buckets waited for this one.
+        sentinel: the parameter whose hook checks whether the bucket is complete; None without parameters.
+        held_up: number of backwards at whose end other buckets waited for this one.
     """
 
     __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel")
@@ -54,14 +54,14 @@ class ReadyList:
         self.sentinel = self._order[-1] if self._order else None
 
     def wait_for_all_but(self, frozen: frozenset[int]) -> None:
-        """From now on the bucket is complete without the parameters of these ids."""
+        """Do not wait for the parameters with these ids from now on."""
         pairs = zip(self._params, self._marks, strict=True)
-        # Gradients come in about the reverse of the order of registration, until it is known better.
+        # Before a backward was seen, gradients are expected in the reverse of the order of registration.
         self._order = [param for param, count in pairs if id(param) not in frozen for _ in range(count)][::-1]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter that is waited for became ready as often as it does in a backward."""
+        """Whether every parameter that the bucket waits for became ready as often as expected."""
         entries, order = self.entries, self._order
         if len(entries) != len(order):
             return False
@@ -73,18 +73,19 @@ class ReadyList:
         return True
 
     def missing(self) -> list[Tensor]:
-        """The parameters that did not become ready, frozen ones among them."""
+        """Return the parameters that did not become ready, frozen ones included."""
         seen = set(map(id, self.entries))
         return [param for param in self._params if id(param) not in seen]
 
     def late(self) -> list[Tensor]:
-        """The parameters that became ready after the bucket was sent."""
+        """Return the parameters that became ready after the bucket was sent."""
         return self.entries[self.sent :] if self.sent >= 0 else []
 
     def choose_sentinel(self) -> bool:
-        """After a backward: take another sentinel if this one was not used, or was not the last several times.
+        """Choose another sentinel after a backward, if this one was not used, or was not the last several times.
 
-        Returns whether there is another one now.
+        Returns:
+            Whether the sentinel has changed.
         """
         if not self.entries:
             return False
@@ -99,19 +100,19 @@ class ReadyList:
         return True
 
     def clear(self) -> None:
-        """No backward runs any more, or a new one begins."""
+        """Forget the entries, at the end of a backward or when a new one begins."""
         self.entries.clear()
         self.sent = -1
 
 
 class Watched(Protocol):
-    """Has ready lists that should be empty when an optimizer steps."""
+    """An object with ready lists, which should be empty when an optimizer steps."""
 
     def unaveraged(self) -> list[Tensor]:
-        """The parameters in them."""
+        """Return the parameters in the ready lists."""
 
     def refuse(self, found: Iterable[Tensor]) -> None:
-        """An optimizer is about to use these of them."""
+        """Raise, or forget these entries: an optimizer is about to use the parameters in `found`."""
 
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -119,9 +120,9 @@ _watching = False
 
 
 def watch_steps(owner: Watched) -> None:
-    """Have `owner.refuse` called where an optimizer steps, outside of backward, on parameters in its ready lists.
+    """Call `owner.refuse` when an optimizer steps, outside of backward, on parameters in the ready lists of `owner`.
 
-    Such entries are of a backward that came by no output of the wrapper and reached no sentinel.
+    Such entries come from a backward that went through no output of the wrapper and reached no sentinel.
     """
     global _watching
     _watched.add(owner)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfuse.engine import messages
-from dpfuse.engine.bucket import FLIGHT, LANDED, GradBucket
+from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
@@ -30,36 +30,36 @@ class Phase(Enum):
     """What the backward that is open, if any, means for the reducer."""
 
     IDLE = auto()  # none is open
-    LOCAL = auto()  # it does not synchronise
-    RECORDING = auto()  # the first that synchronises: all is sent at its end
-    CHANGED = auto()  # like RECORDING, but first the buckets of the model before are sent, empty
+    LOCAL = auto()  # it is not synchronised
+    RECORDING = auto()  # the first that is synchronised: all buckets are sent at its end
+    CHANGED = auto()  # like RECORDING, but first the buckets of the old model are sent, empty
     REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
-    ABANDONED = auto()  # it synchronised, and an exception ended it; to be drained before anything else
+    ABANDONED = auto()  # an exception ended a synchronised backward; `drain` comes before anything else
 
 
-# For the hot path: before Python 3.12 a member takes long to look up.
+# For the hot path: before Python 3.12, looking up a member is slow.
 IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
 RESTING = (IDLE, ABANDONED)  # no backward is running
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a reducer works with, besides buckets.
+    """What a reducer uses besides buckets.
 
     Args:
-        window: counts what ranks must have in common.
-        fields: what else the report compares, for errors.
-        track: tells the heartbeat how far this rank has come.
+        window: counts forwards and backwards, which ranks must have in common.
+        fields: all that the report compares, for errors.
+        track: tells the heartbeat what this rank is doing.
         features: may grow while no backward runs.
-        strict: whether to wait for what the peers report, also where gradients are on a GPU.
+        strict: whether to wait for the reports of the peers on a GPU, too.
         warn_unused: whether to warn, once, of parameters without a gradient.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
         rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
             returns the error that every rank is to raise.
-        decline: called in its place on a rank that cannot go on, so that the peers do not wait.
-        check_group: raises DPFuseError if this rank can use its process group no more.
+        decline: called instead on a rank that cannot go on, so that the peers do not wait.
+        check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
-        guard: called with the report's alarm where the report is not read in the same backward.
+        guard: called with the report's alarm if the report is not read in the same backward.
         rank, size: of this process and its group.
     """
 
@@ -81,23 +81,23 @@ class Wiring:
 
 @dataclass
 class _Run:
-    """What belongs to one synchronised backward, from the forwards before it on."""
+    """The state of one synchronised backward, which begins with the forwards before it."""
 
     outcome: Outcome = field(default_factory=Outcome)
     next: int = 0  # the bucket to be sent next
-    forward: bool | None = None  # did a forward since the last synchronised backward ask for one?
+    forward: bool | None = None  # whether a forward since the last synchronised backward asked for one
     outputs_watched: bool = True
     recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
     reading: Reading | None = None  # what the ranks have reported
     delivered: bool = False
-    warnings: list[str] = field(default_factory=list)  # to be given once all is delivered, for they may be errors
+    warnings: list[str] = field(default_factory=list)  # given after delivery: they may become errors
 
 
 @dataclass(frozen=True)
 class _Change:
-    """The model of this rank has changed, and maybe that of others."""
+    """A change of the model on this rank. The other ranks may have changed theirs, or not."""
 
-    outdated: list[GradBucket]  # still in use, until all ranks are known to have changed
+    outdated: list[GradBucket]  # in use until all ranks are known to have changed
     text: str
     agree: Callable[[], None]
 
@@ -109,15 +109,15 @@ class Reducer:
         buckets: in communication order; the last one carries the report.
         params: by registration index.
         names: of the parameters.
-        wiring: what it works with.
+        wiring: what it uses besides.
 
     Attributes:
         phase: of the backward that is open.
-        require_sync: what no_sync() switches off.
-        rebuilt: whether the buckets are those for the order of the first synchronised backward.
+        require_sync: whether backwards are synchronised; no_sync() switches it off.
+        rebuilt: whether the buckets are planned for the ready order of the first synchronised backward.
         completed: number of synchronised backwards.
-        last_error: of a backward.
-        accumulation: of backwards that are not synchronised.
+        last_error: the text of the last error of a backward.
+        accumulation: counts and accumulates backwards that are not synchronised.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Reducer:
         Args:
             buckets: in communication order.
             marks: how often each parameter becomes ready in a backward.
-            rebuilt: whether they are made for the order in which gradients become ready; None leaves it as it is.
+            rebuilt: whether they are planned for the observed ready order; None keeps the value.
         """
         before = self.rebuilt
         if rebuilt is not None:
@@ -163,7 +163,7 @@ class Reducer:
         change: str,
         agree: Callable[[], None],
     ) -> None:
-        """The model of this rank has changed, and maybe that of others.
+        """Use the buckets of a changed model once all ranks have changed theirs.
 
         The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
         Their report tells which ranks have changed. If all have, the backward goes on as the first one of `buckets`.
@@ -173,20 +173,20 @@ class Reducer:
             params: its parameters.
             names: of these.
             change: what has changed, for errors.
-            agree: called once all have changed; raises, on every rank, if their changes differ.
+            agree: called once all have changed; raises on every rank if their changes differ.
         """
         outdated = self.buckets if self._change is None else self._change.outdated
         self._change = _Change(outdated, change, agree)
         self._use(buckets, params, names, [1] * len(names))
 
     def unfollow(self, params: Sequence[Tensor], names: Sequence[str], marks: Sequence[int]) -> None:
-        """The change was undone: go back to the buckets in use; arguments as for `follow` and `adopt`."""
+        """Return to the buckets in use, since the change was undone; arguments as for `follow` and `adopt`."""
         assert self._change is not None
         buckets, self._change = self._change.outdated, None
         self._use(buckets, params, names, marks)
 
     def hooks(self) -> dict[int, ReadyHook]:
-        """What to call with each parameter, by registration index, whenever its gradient was accumulated."""
+        """Return the hook of each parameter, by registration index, to be called when its gradient was accumulated."""
         hooks: dict[int, ReadyHook] = {}
         for order, bucket in enumerate(self.buckets):
             ready, writers = self._ready[order], bucket.parts.writers
@@ -197,7 +197,7 @@ class Reducer:
             if not self._settled_buckets:
                 continue
             for index, param in zip(bucket.plan.params, bucket.params, strict=True):
-                pack = eager.get(index) if self._marks[index] == 1 else None  # else there is more to come, or may be
+                pack = eager.get(index) if self._marks[index] == 1 else None  # else more may be added to the gradient
                 if param is ready.sentinel or pack is not None:
                     hooks[index] = noting(self._hook(order, ready, pack, is_sentinel=param is ready.sentinel))
         return hooks
@@ -225,7 +225,7 @@ class Reducer:
         return self.rebuilt and self._change is None
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
-        """The hook in Python of one parameter, which packs its gradient, or is the sentinel, or both."""
+        """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
         append, examine = ready.entries.append, self._examine
 
         def mark_sentinel(param: Any) -> None:
@@ -247,7 +247,7 @@ class Reducer:
 
     @property
     def require_sync(self) -> bool:
-        """Whether a backward of the forwards to come is synchronised; what no_sync() switches off."""
+        """Whether backwards of the next forwards are synchronised; no_sync() switches it off."""
         return self._require_sync
 
     @require_sync.setter
@@ -257,17 +257,17 @@ class Reducer:
         self._require_sync = value
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
-        """Note a forward with gradients enabled; one that synchronises wins over any that do not."""
+        """Note a forward with gradients enabled. If one of several forwards is to synchronise, the backward does."""
         self._run.forward = sync or bool(self._run.forward)
         self._run.outputs_watched = outputs_watched
 
     def forget_forwards(self) -> None:
-        """Let the next backward be judged by later forwards alone, or by the state of `no_sync()` then."""
+        """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
         self._run.forward = None
         self._wiring.window.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
-        """Make the next backward synchronise, whatever `no_sync()` says; name and argument are those of torch's."""
+        """Make the next backward synchronise, also inside `no_sync()`; name and argument are torch's."""
         self.record_forward(True)
 
     @property
@@ -276,10 +276,12 @@ class Reducer:
         return bool(self._run.forward)
 
     def settle_unaveraged(self) -> None:
-        """No backward runs: forget ready gradients of one that came by no output and reached no sentinel.
+        """Forget ready gradients of a backward that went through no output and reached no sentinel.
+
+        It is called while no backward runs.
 
         Raises:
-            DPFuseError: they were to be averaged.
+            DPFuseError: these gradients were to be averaged.
         """
         found = self.unaveraged()
         if found:
@@ -287,11 +289,11 @@ class Reducer:
             self._wiring.window.backward_ends()
 
     def unaveraged(self) -> list[Tensor]:
-        """No backward runs: the parameters of ready gradients that no backward took."""
+        """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
         return [param for ready in self._ready for param in ready.entries]
 
     def refuse(self, found: Iterable[Tensor]) -> None:
-        """Forget these gradients.
+        """Forget these ready gradients.
 
         Raises:
             DPFuseError: they were to be averaged.
@@ -303,7 +305,7 @@ class Reducer:
             raise DPFuseError(messages.unaveraged(self._wiring.rank, list(dict.fromkeys(names))))
 
     def discard_accumulated(self) -> None:
-        """Throw away what the buckets have accumulated.
+        """Drop what the buckets have accumulated.
 
         Raises:
             DPFuseError: a backward is running.
@@ -324,11 +326,11 @@ class Reducer:
     # --- A backward ---
 
     def open(self, *, announced: bool) -> None:
-        """A backward begins; `announced` by an output of the wrapper, or else by a ready mark.
+        """Begin a backward, which an output of the wrapper has `announced`, or else a ready mark.
 
         Raises:
             DPFuseError: the backward before was interrupted on some ranks only; or this one is not announced and has
-                added to gradients of it; or a CUDA graph is captured in the first one, after which the ranks agree.
+                added to gradients of that one; or a CUDA graph captures the first synchronised backward.
         """
         wiring, run = self._wiring, self._run
         if self.phase is ABANDONED:
@@ -357,15 +359,15 @@ class Reducer:
             self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
-        """The outermost backward ended: send what is left, wait, deliver.
+        """Finish the outermost backward: send what is left, wait, deliver.
 
         Args:
-            reached_leaves: tells whether it was a backward that accumulates gradients at all; asked only
-                if no parameter became ready (`torch.autograd.grad` must not be reduced, a rank that used
-                no parameter must).
+            reached_leaves: returns whether this backward accumulates gradients at all. It is called only if no
+                parameter became ready: `torch.autograd.grad` is not reduced, but a backward that used no
+                parameter takes part.
 
         Raises:
-            DPFuseError: this rank or another one failed; no rank's gradients may be used.
+            DPFuseError: this rank or another one failed. No rank may use its gradients.
         """
         if self.phase is LOCAL:
             self._close_local()
@@ -406,7 +408,7 @@ class Reducer:
         self.abandon()
 
     def _close(self, reached_leaves: Callable[[], bool]) -> None:
-        """Every stage can be repeated after an exception: what was done is not done again."""
+        """Do all stages. After an exception it can be called again: what was done is not done again."""
         run = self._run
         if not run.next and not self._any_ready() and not reached_leaves():
             self._enter(IDLE)
@@ -427,7 +429,7 @@ class Reducer:
         self._complete()
 
     def _complete(self) -> None:
-        """All is delivered, and the peers wait for nothing."""
+        """End the backward. All is delivered, and the peers wait for nothing."""
         self._choose_sentinels()
         texts = self._run.warnings
         self._clear_ready()
@@ -440,17 +442,17 @@ class Reducer:
             warnings.warn(text, stacklevel=2)
 
     def abandon(self) -> None:
-        """The open backward died of an exception: `close` will not be called for it."""
+        """Note that the open backward died of an exception; `close` will not be called for it."""
         if self.phase is LOCAL:
             self._enter(IDLE)
-            self.accumulation.die()  # last, for a warning may be an error
+            self.accumulation.die()  # last, since a filter may turn its warning into an error
         else:
             self._enter(ABANDONED)
 
     def drain(self) -> None:
         """Complete the collectives of an abandoned backward, whose peers may wait in them.
 
-        If every rank abandoned it, training goes on; what is in `.grad` is no whole backward's then.
+        If every rank abandoned it, training goes on, but `.grad` does not hold the gradients of a whole backward.
 
         Raises:
             DPFuseError: some ranks completed that backward.
@@ -476,7 +478,7 @@ class Reducer:
             raise DPFuseError(messages.interrupted(reading.failed() or [wiring.rank], wiring.size))
 
     def shadow_backward(self) -> None:
-        """Take part in a synchronised backward of other ranks, as one in which no parameter became ready.
+        """Take part in a synchronised backward of other ranks without gradients of this rank.
 
         Raises:
             DPFuseError: that backward failed on some rank.
@@ -495,9 +497,9 @@ class Reducer:
     # --- While it runs ---
 
     def _record(self, param: Any) -> None:
-        """The hook of every parameter until the buckets are settled: its order matters, its time does not."""
+        """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
         if self.phase in RESTING:
-            # No output of the wrapper announced this backward; this mark is its first.
+            # No output of the wrapper announced this backward, so its first ready mark opens it.
             self._wiring.open_backward()
         self._run.recorded.append(param)
         if self.phase is LOCAL and self.accumulation.feeds:
@@ -507,20 +509,20 @@ class Reducer:
             self._examine(order)
 
     def _examine(self, order: int) -> None:
-        """The sentinel of a bucket became ready."""
+        """Send what is complete. The sentinel of bucket `order` became ready."""
         if self.phase is REDUCING:
             self._send_complete()
         elif self.phase is LOCAL:
             if self._ready[order].is_complete:
                 self.accumulation.ready(order)
         elif self.phase in RESTING:
-            # No output of the wrapper announced this backward; this mark is the first that is heard of.
+            # No output of the wrapper announced this backward, so the first sentinel opens it.
             self._wiring.open_backward()
             self._examine(order)
 
     def _send_complete(self) -> None:
-        # In plan order, never in that of completion: collectives must match on all ranks. The last one goes once
-        # backward has ended, for it tells the peers whether all went well; its gradients are the last to arrive anyway.
+        # In plan order, not in the order of completion: collectives must match on all ranks. The last bucket is sent
+        # when backward has ended, because its report says whether all went well. Its gradients arrive last anyway.
         run = self._run
         try:
             while run.next < len(self.buckets) - 1 and self._ready[run.next].is_complete:
@@ -535,7 +537,7 @@ class Reducer:
     def _send(self, order: int, *, complete: bool) -> None:
         self._wiring.track.tell(BACKWARD, self.completed, order)
         ready, bucket, run = self._ready[order], self.buckets[order], self._run
-        if not bucket.busy:
+        if bucket.state is FREE:
             bucket.send(run.outcome, complete=complete or ready.is_complete)
         ready.sent = len(ready.entries)
         run.next = order + 1
@@ -619,15 +621,15 @@ class Reducer:
         run.outcome.changed, run.outcome.frozen = False, self._frozen
 
     def _hear(self) -> Reading:
-        """Wait for all buckets, deliver those that need no word of the peers, and read what these report."""
+        """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
         report, outcome = self._report, self._run.outcome
         for order, bucket in enumerate(self.buckets):
-            if len(self.buckets) > 1:  # else it is where it was when that one was sent
+            if len(self.buckets) > 1:  # with one bucket, the track has not changed since it was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
             if bucket.state is FLIGHT:
                 bucket.wait()
-            outcome.error = outcome.error or bucket.error  # a communication hook may fail as late as that
-            # Whether a missing gradient exists elsewhere is known once the last bucket has landed.
+            outcome.error = outcome.error or bucket.error  # a communication hook may fail that late
+            # Whether another rank has a missing gradient is known once the last bucket has landed.
             if bucket.state is LANDED and outcome.well and not bucket.missing:
                 bucket.deliver()
         if outcome.missing and report.unreadable:
@@ -637,7 +639,7 @@ class Reducer:
 
     @property
     def _waits_for_report(self) -> bool:
-        # After the first backward the ranks agree on the buckets: a rank that has failed would be missed there.
+        # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         outcome = self._run.outcome
         return not outcome.well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
 
@@ -654,7 +656,7 @@ class Reducer:
         raise DPFuseError(text) from cause
 
     def _deliver(self) -> None:
-        """All is well on every rank: hand over what has waited for that."""
+        """Deliver what has waited for the report, which says that all is well on every rank."""
         run, report = self._run, self._report
         if run.delivered:
             return
@@ -673,7 +675,7 @@ class Reducer:
         run.delivered = True
 
     def _rebuild(self) -> None:
-        """The first synchronised backward is over: the ranks agree on buckets for its order."""
+        """Agree with the other ranks on buckets for the ready order of the first synchronised backward."""
         counts: dict[int, int] = {}
         for param in self._run.recorded:
             index = self._indices[id(param)]
@@ -698,7 +700,7 @@ class Reducer:
 
     @property
     def _all_read_now(self) -> bool:
-        """Whether every rank reads the report of this backward at its end: on CPUs, and where all ranks wait for it."""
+        """Whether every rank reads the report at the end of this backward, as on CPUs and in strict mode."""
         device = self.buckets[-1].parts.buffer.flat.device.type
         return device == "cpu" or self._wiring.strict or (not self.rebuilt and self._change is None)
 

@@ -27,19 +27,19 @@ SLOTS = ("nonfinite", "weight", "bad_weight", "weighing")  # sums of numbers tha
 
 @dataclass(slots=True)
 class Outcome:
-    """How the backward that is running goes on this rank."""
+    """What has happened on this rank in the running backward."""
 
     missing: list[int] = field(default_factory=list)  # parameters without a gradient, of the buckets sent so far
     frozen: frozenset[int] = frozenset()  # parameters that were frozen since they were planned
     late: list[int] = field(default_factory=list)  # parameters that became ready after their bucket was sent
     error: Exception | None = None  # the first error of this rank
     failed: bool = False  # whether an exception ended it
-    changed: bool = False  # whether the model is no longer that of the buckets
+    changed: bool = False  # whether the model has changed since the buckets were made
     torn: bool = False  # whether a collective, or a user's hook in its place, has raised
 
     @property
     def well(self) -> bool:
-        """Whether the gradients of this rank are what they should be."""
+        """Whether the gradients of this rank are right."""
         return not (self.failed or self.late or self.error is not None)
 
 
@@ -51,7 +51,7 @@ class Reading:
         any_failed, any_well: whether a rank failed, and whether a rank did not.
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
         differing: names of the fields in which ranks differ.
-        rank: the one rank that failed or has changed; None if there is none, or several, or it is not known.
+        rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
         rows: per rank its failure, its change, and its value of each field, or None of a rank without inputs; empty
             where they were not gathered.
     """
@@ -66,17 +66,17 @@ class Reading:
 
     @property
     def all_well(self) -> bool:
-        """Whether the gradients are what they should be."""
+        """Whether the gradients of all ranks are right."""
         return not (self.any_failed or self.any_changed or self.differing)
 
     def failed(self) -> list[int]:
-        """The ranks that failed, as far as they are known."""
+        """Return the ranks that failed, as far as they are known."""
         if self.rows:
             return [rank for rank, row in enumerate(self.rows) if row[0]]
         return [] if self.rank is None or not self.any_failed else [self.rank]
 
     def changed(self) -> list[int]:
-        """The ranks whose model has changed, as far as they are known."""
+        """Return the ranks whose model has changed, as far as they are known."""
         if self.rows:
             return [rank for rank, row in enumerate(self.rows) if row[1]]
         return [] if self.rank is None or not self.any_changed else [self.rank]
@@ -86,7 +86,7 @@ ALL_WELL = Reading()
 
 
 class Report:
-    """Pairs of elements, then one element for each slot of a feature, then one for each parameter.
+    """The report: pairs of elements, then one element per slot of a feature, then one per parameter.
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
     where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
@@ -98,11 +98,11 @@ class Report:
         param_count: number of parameters of the plan.
         fields: what is compared besides.
         window: knows whether this rank has inputs.
-        dtype: of what is packed; float32, float64, or that of gradients which travel as one of these.
+        dtype: in which it is packed: float32, float64, or the dtype of gradients that travel as one of these.
         device: where it is packed.
 
     Attributes:
-        numel: its elements.
+        numel: the number of its elements.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Report:
         self._pending: _Pending | None = None
 
     def source(self, outcome: Outcome) -> Tensor:
-        """What this rank packs, [numel]."""
+        """Return what this rank packs, [numel]."""
         self._landing = None
         values: list[object] = [each.value() for each in self._fields]
         values += self._window.elsewhere, outcome.frozen
@@ -161,7 +161,7 @@ class Report:
         return source
 
     def write_failure(self, packed: Tensor) -> None:
-        """Say in what is packed, [numel], that this rank has failed."""
+        """Write into what is packed, [numel], that this rank has failed."""
         self._write_bits(packed, 0, 1, 1)
         self._write_bits(packed, self._compared, self.group.rank(), RANK_BITS)
 
@@ -170,14 +170,14 @@ class Report:
         packed[self._states + SLOTS.index(name)].copy_(value)
 
     def slot(self, name: str) -> Tensor:
-        """The sum of that number over the ranks, [], on the device. Nothing is waited for."""
+        """Return the sum of that number over the ranks, [], on the device, without waiting."""
         assert self._landing is not None
         return self._landing.view[self._states + SLOTS.index(name)]
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
         before = self._landed
-        # Mostly it is where the one before was, and making a slice takes a microsecond.
+        # It is usually where the one before was, and making a slice takes a microsecond.
         states = before.states if before is not None and before.view is view else view[: self._states]
         self._landed = self._landing = _Landing(view, states)
 
@@ -193,7 +193,7 @@ class Report:
         return capturing()
 
     def read(self, outcome: Outcome, *, wait: bool, gather: bool) -> Reading:
-        """What the ranks report.
+        """Return what the ranks report.
 
         Args:
             outcome: of this rank.
@@ -208,7 +208,7 @@ class Report:
         if self.unreadable:
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self.group.size() == 1 and outcome.well and not outcome.changed:
-            return ALL_WELL  # no other rank could have anything to tell
+            return ALL_WELL  # no other rank can report anything
         states = landing.states
         if not (wait or not states.is_cuda):
             return self._read_later(states)
@@ -228,15 +228,15 @@ class Report:
         return reading
 
     def alarm(self) -> Tensor:
-        """Whether the report is not that all is well, as a bool, [], on the device. Nothing is waited for.
+        """Return whether some rank reports a failure or a difference, as a bool, [], on the device, without waiting.
 
-        It is asked for where this rank itself has neither failed nor changed.
+        It is called only if this rank itself has neither failed nor changed.
         """
         assert self._landing is not None
         return self._landing.states.view(-1, 2).ne(0).all(1).any()
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
-        """The compared pairs of a rank that has not failed."""
+        """Return the compared pairs of a rank that has not failed."""
         *numbers, elsewhere, frozen = values
         bits = [0]  # the model has not changed
         for number, each in zip(numbers, self._fields, strict=True):
@@ -285,7 +285,7 @@ class Report:
     def _read_later(self, states: Tensor) -> Reading:
         before = ALL_WELL if self._pending is None else self._read_pending()
         copy = torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
-        event = torch.cuda.current_stream(states.device).record_event()  # which need not be the current device
+        event = torch.cuda.current_stream(states.device).record_event()  # not always the current device
         self._pending = _Pending(copy, event.synchronize)
         return before
 
@@ -324,5 +324,5 @@ def _hash(frozen: Collection[int]) -> int:
 
 
 def _put(source: Tensor, place: int, value: float) -> None:
-    # Assigned to an item, or brought as a tensor, a number is uploaded, for which the host waits.
+    # An assignment to an item would upload the number, and the host would wait.
     source[place : place + 1].fill_(value)

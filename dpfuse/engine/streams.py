@@ -1,4 +1,4 @@
-"""CUDA streams: those that gradients were written on, and one beside backward. Knows no bucket."""
+"""CUDA streams: the streams on which gradients were written, and a side stream. Knows no bucket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 __all__ = ["SideStream", "WritingStreams", "capturing", "writers_on"]
 
-_orphans: list[tuple[Any, list[object]]] = []  # events, and what must not be freed before them
+_orphans: list[tuple[Any, list[object]]] = []  # events, and the memory that must not be freed before them
 
 
 def capturing() -> bool:
@@ -20,10 +20,10 @@ def capturing() -> bool:
 
 
 class WritingStreams:
-    """The streams on which gradients of one bucket became ready since it was packed last.
+    """The streams on which gradients of one bucket became ready since it was last packed.
 
-    Autograd runs a gradient's last step on the stream of its forward. The pack runs on that of the last of them, and
-    must not begin before the others are done.
+    Autograd finishes a gradient on the stream of its forward. The pack runs on the stream of the last gradient, and
+    must not begin before the other streams are done.
 
     Args:
         device: of the gradients, with its index.
@@ -34,9 +34,9 @@ class WritingStreams:
         self._streams: dict[int, Any] = {}  # by handle
 
     def noting(self, marker: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A ready mark that notes the stream it is called on, then calls `marker`."""
+        """Return a ready mark that notes the current stream, then calls `marker`."""
         streams, device = self._streams, self._device
-        # Torch makes a new object at each call of `current_stream`; the handle alone is had for a tenth of that.
+        # Each call of `current_stream` makes a new object; to get the handle alone takes a tenth of the time.
         handle_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         index, is_compiling = device.index, torch.compiler.is_compiling
 
@@ -50,7 +50,7 @@ class WritingStreams:
         return mark_ready
 
     def precede(self) -> bool:
-        """Let the current stream wait for all of them, and forget them; was there any other?"""
+        """Let the current stream wait for all noted streams, and forget them. Return whether there was another one."""
         if not self._streams:
             return False
         others = dict(self._streams)
@@ -67,7 +67,7 @@ class WritingStreams:
 
 
 def writers_on(device: torch.device) -> WritingStreams | None:
-    """A new one for a bucket there; None where there are no streams."""
+    """Return new `WritingStreams` for a bucket on `device`; None if the device has no streams."""
     return WritingStreams(device) if device.type == "cuda" else None
 
 
@@ -77,7 +77,7 @@ def _is_captured(stream: Any) -> bool:
 
 
 class SideStream:
-    """One stream beside that of backward, and all that what was queued there reads and writes.
+    """A stream besides that of backward, and the memory that its kernels read and write.
 
     The code that queues calls `join` at the end of backward, before other code touches what is written. If `join` is
     never called, since the backward died and the model with it, the memory still outlives what was queued.
@@ -94,12 +94,12 @@ class SideStream:
         finalize(self, _outlive, self._held, self._stream).atexit = False
 
     def queue(self, work: dist.Work, unpack: Callable[[], None], held: Sequence[object]) -> bool:
-        """Have `unpack` run behind `work`, and behind all that `work` waits for; the current stream goes on.
+        """Run `unpack` on the side stream after `work`. The current stream goes on.
 
         Args:
             work: a collective, whose `wait` orders the current stream behind it.
             unpack: queues kernels on the current stream.
-            held: owners of all memory that these read and write; no other code may use it until `join`.
+            held: owners of all memory that these kernels read and write; no other code may use it until `join`.
 
         Returns:
             Whether everything was queued. If not, the later delivery runs into the same error and raises it.

@@ -45,7 +45,7 @@ class SyncSettings:
         accumulates: whether buckets take gradients in backwards that are not synchronised, too.
         strict: whether to wait in each backward for what the peers report.
         warn_unused: whether to warn, once, of parameters without a gradient.
-        alone: whether another wrapper of the same parameters would spoil what this one does.
+        alone: whether another wrapper of the same parameters would break what this one does.
         stall_timeout: seconds.
     """
 
@@ -63,13 +63,13 @@ class SyncSettings:
 
 
 class BackwardRecorder(BackwardListener, BucketObserver, Protocol):
-    """Stands between the autograd engine and the reducer, and hands on what passes."""
+    """Is told of backwards in place of the reducer, and tells the reducer."""
 
     def shadowed(self) -> None:
-        """This rank took part in a backward of others."""
+        """Note that this rank took part in a backward of other ranks."""
 
     def stamped(self, index: int, hook: ReadyHook) -> ReadyHook:
-        """A ready hook that notes the time, then calls `hook`."""
+        """Return a ready hook that notes the time, then calls `hook`."""
 
 
 class GradSync:
@@ -77,16 +77,16 @@ class GradSync:
 
     Args:
         plan: of the buckets.
-        params: those that are planned, by registration index.
+        params: the planned parameters, by registration index.
         group: the ranks.
-        settings: how.
-        window: counts what ranks must have in common.
-        features: what is done besides averaging; each is asked in this order.
-        fields: what the report compares besides the window, most important first.
+        settings: how gradients are averaged.
+        window: counts forwards and backwards, which ranks must have in common.
+        features: what is done besides averaging, in this order.
+        fields: what the report compares besides the window; the most important first.
 
     Attributes:
         plan: of the buckets in use.
-        hook: what reduces the gradients in place of the collectives, if a user has registered it.
+        hook: the communication hook that reduces the gradients, if a user has registered one.
         source: the rank whose ready order all ranks take.
         observers: are told how each bucket travels.
         watch: tells when a backward begins and ends.
@@ -118,7 +118,9 @@ class GradSync:
         self._rank_count = group.size()
         self._recorder: BackwardRecorder | None = None
         self._times: BucketObserver | None = None
-        self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = None  # by all ranks, and not in use yet
+        self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = (
+            None  # the buckets that all ranks have agreed on, until they are in use
+        )
         self._left: BaseException | None = None  # why this rank has left the group
         self._wrap: Callable[[BackwardListener], BackwardListener] = lambda listener: listener
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
@@ -157,12 +159,12 @@ class GradSync:
 
     @property
     def params(self) -> Sequence[Any]:
-        """Those whose gradients are averaged, in the order of registration."""
+        """The parameters whose gradients are averaged, in the order of registration."""
         return self._params
 
     @property
     def listener(self) -> BackwardListener:
-        """What would hear of backwards if nothing recorded them."""
+        """The object that is told of backwards if there is no recorder."""
         return self._wrap(self.reducer)
 
     @property
@@ -171,12 +173,12 @@ class GradSync:
         return self._recorder is not None
 
     def listen_through(self, wrap: Callable[[BackwardListener], BackwardListener]) -> None:
-        """Let what `wrap` makes of the reducer hear of backwards, and pass them on."""
+        """Tell the object that `wrap` returns for the reducer of backwards; it tells the reducer."""
         self._wrap = wrap
         self._listen()
 
     def record(self, recorder: BackwardRecorder | None) -> None:
-        """Let `recorder` stand between engine and reducer, and see every bucket's way; None gives all back."""
+        """Tell `recorder` of backwards and of how each bucket travels; None ends the recording."""
         self._recorder = recorder
         self.observe(self._times)
         self._listen()
@@ -198,14 +200,14 @@ class GradSync:
         self._remake()
 
     def average_over(self, rank_count: int) -> None:
-        """Divide the sums of the next backwards by this number; a communication hook divides by its own."""
+        """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
         self._rank_count = rank_count
         scale, wire = self._settings.scale, self._settings.wire.dtype
         for bucket in self.reducer.buckets:
             bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
 
     def shadow_backward(self) -> None:
-        """As that of the reducer; a recorder hears of it."""
+        """Take part in a backward of other ranks, as `Reducer.shadow_backward` does, and tell the recorder."""
         self.reducer.shadow_backward()
         if self._recorder is not None:
             self._recorder.shadowed()
@@ -214,7 +216,7 @@ class GradSync:
         """Use these buckets of the same parameters from the next backward on; to be called on every rank.
 
         Raises:
-            DPFuseError: on every rank, if one of them has no memory for them; then nothing has changed.
+            DPFuseError: a rank has no memory for them; raised on every rank, and nothing has changed.
         """
         assert self.reducer.phase is IDLE
         assert plan.specs == self.plan.specs
@@ -236,27 +238,27 @@ class GradSync:
         text: str,
         agree: Callable[[], None],
     ) -> None:
-        """The model has changed on this rank; arguments as for `Reducer.follow`, and the plan of the buckets."""
+        """Use the changed model of this rank; arguments as for `Reducer.follow`, and the plan of the buckets."""
         self._hooks.put_on(params)
         self.reducer.follow(buckets, params, names_of(plan), text, agree)
 
     def unfollow(self) -> None:
-        """The change was undone."""
+        """Return to the model before the change, since it was undone."""
         self._hooks.put_on(self._params)
         self.reducer.unfollow(self._params, names_of(self.plan), self._marks)
 
     def settle(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
-        """All ranks have agreed on the changed model."""
+        """Keep the changed model, on which all ranks have agreed."""
         self.plan, self._params = plan, list(params)
         self._marks = [1] * len(self._params)
         self._spoiler = guard_of(self._params, self.group.size())
 
     def buckets_for(self, plan: BucketPlan, params: Sequence[Tensor]) -> list[GradBucket]:
-        """Buckets of a changed model, which do not share memory with those in use."""
+        """Make buckets of a changed model, which share no memory with those in use."""
         return self._make_buckets(plan, params)
 
     def remove_hooks(self) -> None:
-        """Leave the parameters as if nothing had ever been averaged."""
+        """Remove all hooks, and put what the buckets have accumulated back into `.grad`."""
         self._hooks.remove()
         self.reducer.accumulation.release()
 
@@ -273,8 +275,8 @@ class GradSync:
         self.reducer.adopt(buckets, self._marks)
 
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
-        # Backward is over and everything is averaged, so no bucket is in flight and nothing accumulated waits for the
-        # old layout. Gradients that are views keep the old buffers alive until they are freed.
+        # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.
+        # Gradients that are views keep the old buffers alive.
         if self._agreed is None:
             tensors = votes.order_tensors(order, marks, self.group)
             try:
@@ -282,7 +284,7 @@ class GradSync:
             except DPFuseError as error:
                 return error
             except BaseException as error:
-                self._leave(error)  # in which of the votes is not known
+                self._leave(error)  # it is unknown in which vote the peers are
                 raise
         plan, buckets, marks = self._agreed
         self.plan, self._marks = plan, marks
@@ -291,7 +293,7 @@ class GradSync:
         return None
 
     def _agree_on_buckets(self, order: Tensor, marks: Tensor) -> tuple[BucketPlan, list[GradBucket], list[int]]:
-        """The plan for the order in which gradients became ready, its buckets, and the marks, on all ranks."""
+        """Return the plan for the agreed ready order, its buckets, and the agreed marks."""
 
         def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
             keeps = self.plan.tuned or self._settings.deterministic
@@ -322,7 +324,7 @@ class GradSync:
         self.watch.listener = self.listener if self._recorder is None else self._recorder
 
     def _guard(self, alarm: Callable[[], Tensor]) -> None:
-        """On CUDA with peers: the host reads their report one backward later, so the device acts on it until then."""
+        """Let the device act on the report. On CUDA the host reads it one backward later."""
         if self._spoiler is not None:
             flag = alarm()
             self._spoiler(flag)
@@ -342,7 +344,7 @@ class GradSync:
 
 
 def names_of(plan: BucketPlan) -> list[str]:
-    """The names of the planned parameters, by registration index."""
+    """Return the names of the planned parameters, by registration index."""
     return [spec.name for spec in plan.specs]
 
 

@@ -1,4 +1,4 @@
-"""The private parts of torch that the engine stands on: Dynamo's switches, reference counts, hooks, the profiler."""
+"""The private parts of torch that the engine uses: Dynamo's switches, reference counts, hooks, the profiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing(_tracer: Any) -> None:
 
 
 try:
-    # Private, but what torch._dynamo itself stands on since 2.7.
+    # Private, but torch._dynamo itself has used it since 2.7.
     from torch._C._dynamo.eval_frame import (
         _FrameAction,
         _FrameExecStrategy,
@@ -46,7 +46,7 @@ def leave_untraced(function: Callable[..., Any], *, calls: bool = False, reason:
 
     Args:
         function: a plain function; it is marked in place.
-        calls: whether what it calls is left alone too, not only looked at by itself.
+        calls: whether the functions that it calls are left untraced, too.
         reason: for the error where Dynamo must not leave anything out (`fullgraph=True`).
     """
     if set_code_exec_strategy is None:
@@ -58,7 +58,7 @@ def leave_untraced(function: Callable[..., Any], *, calls: bool = False, reason:
 
 
 def compiled_backward() -> Any:
-    """Compiled autograd's object for the backward that runs around the caller; None if there is none we know."""
+    """Return compiled autograd's object for the running backward; None if there is none, or none that we know."""
     frame = sys._getframe(1)
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__")
@@ -69,15 +69,15 @@ def compiled_backward() -> Any:
 
 
 class EndOfCompiledBackward:
-    """Hears of the end of the backward that runs, once, in the place of the check for NaN that is made there.
+    """Is called once at the end of the running backward, instead of compiled autograd's check for NaN.
 
-    Compiled autograd calls no callback that was queued in the engine, and those queued in traced code only where
-    nothing at all is left out of the graph. Its check after the graph has run is the one place left; it comes with
-    anomaly mode, and is made nonetheless if it was there before.
+    Compiled autograd calls no callback that was queued in the engine. It calls those queued in traced code only if
+    nothing is left out of the graph. So the check after the graph, which belongs to anomaly mode, is the only place
+    left. If anomaly mode has made a check, this object calls it.
 
     Args:
         backward: what `compiled_backward()` returned.
-        call: called with whether gradients were accumulated into leaves; not called if the backward raises.
+        call: called with whether gradients were accumulated into leaves, unless the backward raises.
     """
 
     def __init__(self, backward: Any, call: Callable[[bool], None]) -> None:
@@ -87,13 +87,13 @@ class EndOfCompiledBackward:
         backward.nan_checker = self
 
     def prep_with_inputs(self, inputs: Any) -> None:
-        """The same graph runs again: the backward before had died."""
+        """Stop listening. The same graph runs again, since the backward before had died."""
         self._leave()
         if self._check is not None:
             self._check.prep_with_inputs(inputs)
 
     def check(self, outputs: Any) -> None:
-        """The graph has run; `outputs` are the gradients that `torch.autograd.grad` returns, none otherwise."""
+        """Call back after the graph has run. `outputs` is what `autograd.grad` returns; empty for `backward()`."""
         self._leave()
         if self._check is not None:
             self._check.check(outputs)
@@ -106,10 +106,10 @@ class EndOfCompiledBackward:
 
 
 class Hooks:
-    """The post-accumulate hooks of some parameters, ours among them.
+    """The post-accumulate hooks of some parameters, including ours.
 
     Args:
-        params: the parameters, on which hooks may come and go at any time.
+        params: the parameters. Hooks may be added to them and removed at any time.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -126,12 +126,12 @@ class Hooks:
 
     @property
     def are_ours(self) -> bool:
-        """Whether no parameter has another hook than ours, which would still have to read the gradient."""
-        tables = self._look()
+        """Whether no parameter has a hook besides ours, which would still have to read the gradient."""
+        tables = self._tables or self._look()
         return sum(map(len, tables)) <= len(tables)
 
     def is_ours(self, place: int) -> bool:
-        """The same of one parameter, by its place in the list."""
+        """Whether the parameter at `place` in the list has no hook besides ours."""
         return len(self._look()[place]) <= 1
 
 
@@ -139,19 +139,19 @@ _NOTHING = nullcontext()  # one for all uses: making a context costs more than e
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:
-    """A range of that name in the profile, if a profiler is running."""
+    """Return a context: a range of that name in the profile, if a profiler is running."""
     if _profiler_enabled():
         return torch.profiler.record_function(f"{name} ({label})")
     return _NOTHING
 
 
 def no_graph() -> AbstractContextManager[object]:
-    """Turn autograd off: gradients that carry a graph (create_graph=True) are packed by value."""
+    """Return a context without autograd: gradients with a graph (create_graph=True) are packed by value."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def ranged_without_graph(name: str, label: str) -> AbstractContextManager[object]:
-    """Both of these. Mostly nothing is to be done, and one empty context is entered."""
+    """Return both contexts in one. Usually neither is needed, and one empty context is entered."""
     return _both(name, label) if torch.is_grad_enabled() else ranged(name, label)
 
 
@@ -170,7 +170,7 @@ def is_private(grad: Tensor) -> bool:
 
 
 def _references(grad: Tensor) -> tuple[int, int]:
-    """How many tensors have its memory, and how many owners the tensor: parameters, autograd, views that users keep."""
+    """Count the tensors that use its memory, and the owners of `grad`: parameters, autograd, views that users keep."""
     owners: int = grad._use_count()  # type: ignore[attr-defined]
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata), owners
 

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same thing? Canonical texts, compared; every rank raises the same error.
+"""Votes: ranks compare canonical texts, and every rank raises the same error if these differ.
 
 Texts travel as length-checked UTF-8 bytes in uint8 tensors. Nothing that a peer sent is ever unpickled.
 """
@@ -84,19 +84,19 @@ def _compare(rows: Sequence[torch.Tensor], data: bytes, group: dist.ProcessGroup
 
 
 def report_failure(error: Exception, group: dist.ProcessGroup, what: str) -> None:
-    """Take part in the `agree_on_text` of the peers, although this rank has nothing to agree on.
+    """Take part in the `agree_on_text` of the peers on a rank that has failed.
 
-    They raise an error with the text of `error`, instead of waiting for a rank that gave up.
+    The peers raise an error with the text of `error` instead of waiting for this rank.
     """
     with suppress(DPFuseError):
         agree_on_text(FAILURE + str(error), group, what)
 
 
 def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
-    """What `function`, which communicates nothing, returns here, if it raises on no rank.
+    """Call `function`, which communicates nothing, and return its result if it raises on no rank.
 
     Raises:
-        DPFuseError: it raised somewhere; on every rank, naming the first such rank.
+        DPFuseError: it raised on some rank; every rank raises this error, which names the first such rank.
     """
     try:
         result = function()
@@ -108,13 +108,13 @@ def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, w
 
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Every rank's text, by rank; of at most `SHORT_TEXT` bytes."""
+    """Return every rank's text, by rank; each has at most `SHORT_TEXT` bytes."""
     row = _row(text, SHORT_TEXT).to(collective.group_device(group))
     return [_text_in(other) for other in collective.all_gather(row, group)]
 
 
 def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
-    """The text of rank `source`, of at most `SHARED_TEXT` bytes."""
+    """Return the text of rank `source`, of at most `SHARED_TEXT` bytes."""
     row = _row(text, SHARED_TEXT).to(collective.group_device(group))
     collective.broadcast(row, group, source)
     return _text_in(row)
@@ -123,7 +123,7 @@ def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
 def order_tensors(
     order: Sequence[int], marks: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `agree_on_order` exchanges: a ready order, and how often each parameter became ready, [parameters] each.
+    """Return what `agree_on_order` exchanges: ready order and number of ready marks, [parameters] each.
 
     Args:
         order: parameter indices in the order in which they became ready here; may leave some out.
@@ -145,7 +145,7 @@ def agree_on_order(order: torch.Tensor, marks: torch.Tensor, group: dist.Process
 
 
 def order_in(order: torch.Tensor) -> list[int]:
-    """The parameter indices in such a tensor."""
+    """Return the parameter indices in a tensor of `order_tensors`."""
     return [index for index in order.tolist() if index >= 0]
 
 

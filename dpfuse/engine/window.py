@@ -42,7 +42,7 @@ class Window:
         counts_forwards: False where ranks may differ in which outputs they use.
 
     Attributes:
-        elsewhere: whether this rank only takes part for the sake of ranks that still have inputs.
+        elsewhere: whether this rank has no inputs, and only takes part for ranks that still have some.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -56,33 +56,33 @@ class Window:
         self._counts_forwards = counts_forwards
         self._number = NEVER
         self._watched = True  # whether the outputs of the last forward are watched
-        self._of_outputs = True  # whether the backward that is running came by a watched output
+        self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
 
     def begin(self) -> None:
-        """A synchronised backward is over, well or not."""
+        """Begin a new window after a synchronised backward, failed or not."""
         self._number += 1
         self._backwards = self._forwards = 0
         self.died = False
 
     def forward_begins(self, *, counts: bool) -> None:
-        """A forward with gradients enabled begins; one in eval mode does not count, for one rank may run it alone."""
+        """Note that a forward with gradients begins. In eval mode it does not count: one rank may run it alone."""
         self.began = self._number if counts else NEVER
         self._forwards += counts
 
     def forward_ends(self, *, watched: bool) -> None:
-        """It succeeded. If its outputs cannot be watched, its backward will not be noticed."""
+        """Note that the forward succeeded. If its outputs cannot be watched, its backward will not be noticed."""
         self._watched = watched
         if not watched and self.began == self._number:
             self._forwards -= 1
 
     def forget_forwards(self) -> None:
-        """No forward so far will have a backward that counts."""
+        """Count no forward so far: its backward will not count."""
         self._number += 1
         self._forwards = 0
 
     def reached(self, window: int) -> None:
-        """A backward reaches outputs of a forward for the first time; `window` is what `began` was in that forward."""
+        """Note that a backward first reaches outputs of a forward; `window` is the value of `began` in that forward."""
         self._of_outputs = True
         # A forward no longer counts once its window is over: its outputs may have their backward later, and a
         # training step may run whole backwards inside its forward.
@@ -90,39 +90,39 @@ class Window:
             self._forwards -= 1
 
     def backward_begins(self, *, announced: bool) -> None:
-        """A backward begins; `announced` by a watched output."""
+        """Note that a backward begins; `announced` says that a watched output told it."""
         self._of_outputs = announced or not self._watched
 
     def gradients_accumulated(self) -> None:
-        """The backward that ends has accumulated gradients.
+        """Note that the ending backward has accumulated gradients.
 
-        One that came by no output stands for all forwards so far: where a batch has nothing to learn from, the loss
-        is often the sum of all parameters times 0.
+        If it went through no output, it counts as the backward of all forwards so far: where a batch has nothing to
+        learn from, the loss is often the sum of all parameters times 0.
         """
         if not self._of_outputs:
             self.forget_forwards()
 
     def backward_ends(self) -> None:
-        """A backward that accumulated gradients and was not synchronised ends."""
+        """Count a backward that accumulated gradients and was not synchronised."""
         self.gradients_accumulated()
         self._backwards += 1
 
     def backward_dies(self) -> None:
-        """An exception ended a backward that was not to synchronise: what has accumulated is of no use.
+        """Note that an exception ended a backward that was not to synchronise, so what was accumulated is lost.
 
-        A program that begins the window again has the right count at its end; one that goes on has not. With weights
-        backwards are not counted, so there `died` tells.
+        A program that begins the window again has the right count at its end. One that goes on has not. With weights,
+        backwards are not counted, and `died` is compared instead.
         """
         self._backwards = 0
         self.died = True
 
     def begin_again(self) -> None:
-        """What has accumulated in this window was thrown away."""
+        """Begin the window again, since what was accumulated in it was dropped."""
         self._backwards = 0
         self.died = False
 
     def fields(self) -> list[Field]:
-        """What the report compares of it."""
+        """Return the fields that the report compares."""
         return [
             Field(
                 "backwards",

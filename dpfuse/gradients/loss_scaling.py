@@ -82,7 +82,7 @@ class LossScale:
             return None
         if self.found is not None and reached.window is self._window:
             if self.holders or not announced:
-                why = "unscale_() was called" if self.holders else "it came by no output of the wrapped model"
+                why = "unscale_() was called" if self.holders else "it went through no output of the wrapped model"
                 raise DPFuseError(
                     "a backward of a scaled loss accumulates into gradients that a synchronised backward has unscaled, "
                     f"and {why}; expected one synchronised backward for each step, the others inside no_sync(), or "

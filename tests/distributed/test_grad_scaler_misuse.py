@@ -54,7 +54,7 @@ def test_misuse_is_told_on_every_rank(ranks):
         assert "takes a weight back. " in one_rank
         assert "No rank's gradients" in one_rank
         assert "and unscale_() was called; expected one synchronised backward for each step" in behind
-        assert "and it came by no output of the wrapped model; expected one" in unannounced
+        assert "and it went through no output of the wrapped model; expected one" in unannounced
 
 
 @pytest.mark.parametrize("model", [nn.Linear(1, 1), None, "model", []])
@@ -110,7 +110,9 @@ def refused_on_one_rank(rank, size):
     scaler.scale(model()).backward()
     scaler.scale(model()).backward()
     loss = model.module() if rank else model()
-    with pytest.raises(dpfuse.DPFuseError, match="it came by no output" if rank else "the backward failed on rank 1"):
+    with pytest.raises(
+        dpfuse.DPFuseError, match="it went through no output" if rank else "the backward failed on rank 1"
+    ):
         scaler.scale(loss).backward()
     if rank:
         with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):

@@ -377,7 +377,7 @@ def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(wa
 
 
 def unaveraged(bench):
-    """A backward that came by no output of the wrapper, and reached no sentinel."""
+    """A backward that went through no output of the wrapper, and reached no sentinel."""
     bench.mark(4, 2)
     assert bench.reducer.phase is Phase.IDLE
 
@@ -394,7 +394,7 @@ OPTIMIZER = {
 def test_ready_marks_that_no_backward_took_are_an_error_once(finds):
     bench = Bench().settled()
     unaveraged(bench)
-    with pytest.raises(DPFuseError, match="came by no output of the wrapper and reached only parameters 'p4', 'p2',"):
+    with pytest.raises(DPFuseError, match="no output of the wrapper, and the gradients of parameters 'p4', 'p2' were"):
         OPTIMIZER[finds](bench)
     bench.backward()
     assert bench.orders("deliver") == [0, 1, 2, 3]

@@ -39,7 +39,7 @@ class CommBucket:
         return f"CommBucket({self._index}{last}: {self._buffer.numel()} elements of {self._buffer.dtype})"
 
     def index(self) -> int:
-        """Place in the order of communication, the same on all ranks; 0 is sent first."""
+        """Return the place in the order of communication, the same on all ranks; 0 is sent first."""
         return self._index
 
     def is_last(self) -> bool:
@@ -47,24 +47,24 @@ class CommBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, [elements], complex ones as pairs of real numbers; or one sparse gradient."""
+        """Return all gradients, [elements], complex ones as pairs of real numbers; or one sparse gradient."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another tensor. What counts is what the hook's future holds."""
+        """Let `buffer()` and `gradients()` return another tensor. The result is still that of the hook's future."""
         if not isinstance(buffer, Tensor):
             raise TypeError(f"buffer must be a tensor, got {type(buffer).__name__}; pass the new flat gradients")
         self._buffer = buffer
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order in which their gradients lie in `buffer()`."""
+        """Return the parameters, in the order of their gradients in `buffer()`."""
         return list(self._params)
 
     def gradients(self) -> list[Tensor]:
-        """Per parameter, its part of `buffer()` in its shape; none if the bucket is sparse.
+        """Return the part of `buffer()` of each parameter, in its shape; none if the bucket is sparse.
 
-        Those of complex parameters are complex, although the buffer holds pairs of real numbers. As torch has it,
-        elements come in the order of memory: of a channels-last weight they are permuted.
+        Gradients of complex parameters are complex, although the buffer holds pairs of real numbers. As in torch,
+        elements are in the order of memory, so those of a channels-last weight are permuted.
         """
         if self._buffer.layout is not torch.strided:
             return []

@@ -26,7 +26,7 @@ class CommHook:
         state: what it is called with.
         hook: the function, or another callable.
         rank: of this process, for errors.
-        name: what errors and logs call it; found out if left out.
+        name: its name in errors and logs; None takes the function's own.
 
     Raises:
         TypeError, KeyError, ValueError: as torch's `register_comm_hook` does for the same hook.
@@ -60,7 +60,7 @@ class CommHook:
         return cls(group, hook, group.rank(), str(kind))
 
     def refused(self, *, option: str | None, recording: bool, backward: str, change: str) -> str:
-        """Why it cannot be registered now, and what to do; "" if it can be.
+        """Return why it cannot be registered now, and what to do; "" if it can be.
 
         Args:
             option: of the wrapper, with which it cannot be combined.
@@ -91,7 +91,7 @@ class CommHook:
         return ""
 
     def check(self) -> None:
-        """To be called before any collective that follows it.
+        """Raise if the hook has failed before; to be called before any collective that follows it.
 
         Raises:
             DPFuseError: the hook has failed before, so it is unknown in which collective the peers wait.
@@ -104,7 +104,7 @@ class CommHook:
             )
 
     def __call__(self, bucket: CommBucket) -> Future[Any]:
-        """The future of what becomes of `bucket`.
+        """Call the hook with `bucket`, and return its future.
 
         Raises:
             DPFuseError: the hook returned something else.

@@ -1,4 +1,4 @@
-"""A user's communication hook reduces the bucket: it is called with the buffer, and its result is put back."""
+"""A user's communication hook reduces the bucket: the hook gets the buffer, and its result is copied back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["AfterHooks", "Hooked", "HookedRows", "Unpadded"]
 
 
 class Unpadded:
-    """Gradients one behind the other: what a hook computes of the whole buffer must not depend on padding."""
+    """A buffer without padding, since a hook may compute something from the whole buffer."""
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         offsets, end = [], 0
@@ -41,7 +41,7 @@ class Unpadded:
 
 
 class Hooked(Exchange):
-    """Gradients that a communication hook reduces: packed unscaled, as torch's hooks expect.
+    """A communication hook reduces the gradients, which are packed unscaled, as torch's hooks expect.
 
     Args:
         group: the ranks.
@@ -75,10 +75,10 @@ class Hooked(Exchange):
         return self._call(flat.view(-1), self._buffer.params)
 
     def landed(self, work: dist.Work) -> None:
-        """As `Exchange.landed`: what the hook's future holds becomes the buffer's content; or `error` says why not."""
+        """As `Exchange.landed`: copy the result of the hook's future to the buffer, or set `error`."""
         assert isinstance(work, _HookWork)
         if self._buffer.flat.data_ptr() != self._buffer.table.address:
-            self._buffer.follow_flat()  # the hook has resized the buffer, as batched PowerSGD does, which moved it
+            self._buffer.follow_flat()  # the hook has resized the buffer and so moved it, as batched PowerSGD does
         self._finish(work)
 
     def _call(self, buffer: Tensor, params: Sequence[Tensor]) -> _HookWork:
@@ -111,9 +111,9 @@ class Hooked(Exchange):
 
 
 class HookedRows(Hooked):
-    """One sparse gradient that a communication hook reduces; it gets the sparse tensor itself, as from torch.
+    """A communication hook reduces one sparse gradient. It gets the sparse tensor itself, as from torch.
 
-    Where there is no gradient, the hook gets one without rows.
+    If there is no gradient, the hook gets one without rows.
 
     Args:
         group, hook, buffer, index, is_last, label: as for `Hooked`.
@@ -195,13 +195,13 @@ class HookedRows(Hooked):
 
 
 class AfterHooks(Exchange):
-    """The report, sent when the hook has completed all buckets: it may call collectives, and may fail, until then.
+    """Sends the report after the hook has completed all buckets, since it may call collectives or fail until then.
 
     Args:
         group: the ranks.
         hook: of the wrapper.
         report: what is sent.
-        errors: gives what the hook failed of in this backward.
+        errors: returns the errors of the hook in this backward.
     """
 
     takes_factors = False
@@ -230,7 +230,9 @@ class AfterHooks(Exchange):
 
     def _explain(self, error: RuntimeError) -> Exception:
         errors = self._errors()
-        named = isinstance(error, DPFuseError) and error.ranks  # the rank that ended, of which the hook knew less
+        named = (
+            isinstance(error, DPFuseError) and error.ranks
+        )  # it names the rank that ended, and says more than the hook's error
         if not errors or named:
             return error
         told = DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}")
@@ -243,7 +245,7 @@ class _LateWork(dist.Work):
 
     Args:
         start: starts it.
-        explain: makes of its error the one to raise.
+        explain: returns the error to raise for an error of the collective.
     """
 
     def __init__(self, start: Callable[[], dist.Work], explain: Callable[[RuntimeError], Exception]) -> None:
@@ -254,7 +256,7 @@ class _LateWork(dist.Work):
         self._future: Future[Any] = Future()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for it as long as `timeout` says, and again if that was too short."""
+        """Wait for the collective, at most `timeout`; it can be called again if that was too short."""
         try:
             if self._work is None:
                 self._work = self._start()
@@ -264,7 +266,7 @@ class _LateWork(dist.Work):
             return True
         except RuntimeError as error:
             if self._work is not None and not self._work.is_completed():
-                raise  # it only takes longer
+                raise  # it has not ended yet
             raise self._explain(error) from error
 
     def is_completed(self) -> bool:
@@ -272,12 +274,12 @@ class _LateWork(dist.Work):
         return self._work is not None and self._work.is_completed()
 
     def get_future(self) -> Future[Any]:
-        """Done when this was waited for."""
+        """Return a future that is done when this work was waited for."""
         return self._future
 
 
 class _HookWork(dist.Work):
-    """The future of a hook as a work to wait for; an error is kept instead of raised."""
+    """The future of a hook as a work to wait for. An error is kept, not raised."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__()
@@ -287,7 +289,7 @@ class _HookWork(dist.Work):
         self._done: Event | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the future, which cannot be waited for with a limit.
+        """Wait for the future. A future itself has no wait with a limit.
 
         Raises:
             RuntimeError: it took longer than `timeout`.
@@ -309,7 +311,7 @@ class _HookWork(dist.Work):
         return self._future.done()
 
     def get_future(self) -> Future[Any]:
-        """What the hook returned."""
+        """Return the future that the hook returned."""
         return self._future
 
 

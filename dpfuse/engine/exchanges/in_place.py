@@ -1,4 +1,4 @@
-"""Large private gradients are reduced where they lie, beside the buffer of the small ones."""
+"""Large private gradients are reduced in their own memory, together with the buffer of the small ones."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from dpfuse_kernels import Slot as KernelSlot
 
 __all__ = ["LARGE", "InPlace", "suits_in_place"]
 
-# Bytes from which a gradient is. Each is a collective of its own on gloo: of ten gradients of 1 MB that costs what the
-# copies cost (step 0.99 of that with copies), of 2 MB less (0.81), of 256 KB more (1.5): docs/design/0006-in-place.md.
+# Bytes from which a gradient is large. On gloo each is a collective of its own. Compared with copies, a step with ten
+# gradients of 1 MB takes 0.99 of the time, of 2 MB 0.81, of 256 KB 1.5: docs/design/0006-in-place.md.
 LARGE = 2 << 20
 
 
 def suits_in_place(bucket: Bucket, wire: str) -> bool:
-    """Whether private gradients of this bucket are worth it, and can be reduced in place."""
+    """Whether private gradients of this bucket can be reduced in place, and some are large enough."""
     return not bucket.sparse and wire == bucket.dtype and any(_is_large(slot, bucket.dtype) for slot in bucket.slots)
 
 
 class InPlace(Exchange):
-    """Large gradients are parts of the all-reduce where they lie; the buffer, with the small ones, is another part.
+    """All-reduces large gradients in their own memory, together with the buffer of the small ones.
 
-    What is in a large gradient between `start` and the end of the wait is undefined, and it is lost where `discard`
-    follows. A gradient that other code may see or write meanwhile travels in a copy, which no other rank notices.
+    Between `start` and the end of the wait the content of a large gradient is undefined, and `discard` loses it. A
+    gradient that other code may read or write meanwhile is copied first. The other ranks need not know that.
 
     Args:
         group: the ranks.
         bucket: the plan of all gradients.
-        params: theirs, in the order of `bucket.params`.
+        params: the parameters, in the order of `bucket.params`.
         names: of the parameters, for errors.
     """
 
@@ -55,7 +55,7 @@ class InPlace(Exchange):
     def small_part(
         bucket: Bucket, params: Sequence[Tensor], names: Sequence[str]
     ) -> tuple[Bucket, list[Tensor], list[str]]:
-        """The gradients that travel in the buffer: their plan, parameters and names."""
+        """Return plan, parameters and names of the gradients that travel in the buffer."""
         places = [place for place, slot in enumerate(bucket.slots) if not _is_large(slot, bucket.dtype)]
         rest = replace(
             bucket,
@@ -70,7 +70,7 @@ class InPlace(Exchange):
         return {one.place for one in self._large}
 
     def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
-        """As `Exchange.take`; writes nothing that other code can see before all of it was read."""
+        """As `Exchange.take`. No gradient is written before all were read."""
         self._scale = scale
         with torch.no_grad():
             for one in self._large:
@@ -102,17 +102,17 @@ class InPlace(Exchange):
                 one.forget()
 
     def discard(self) -> None:
-        """As `Exchange.discard`; large gradients that were complete are lost, and become zeros."""
+        """As `Exchange.discard`. Large gradients are lost, and become zeros."""
         for one in self._large:
             one.lose()
             one.forget()
 
 
 class _LargeGradient:
-    """One gradient that is reduced where it lies, or in a copy.
+    """One gradient that is reduced in its own memory, or in a copy.
 
     Args:
-        param: whose gradient it is.
+        param: the parameter of the gradient.
         bucket: the plan of its bucket.
         place: of the parameter there.
         name: for errors.
@@ -123,8 +123,8 @@ class _LargeGradient:
         param: the parameter, if the bucket is bound to any.
         name: its name.
         missing: whether there was no gradient when it was taken.
-        in_place: whether it is itself what travels, or was in the last launch.
-        flat: what travels, [elements], in the planned memory order; only until it is delivered.
+        in_place: whether the gradient itself travels, not a copy.
+        flat: the tensor that travels, [elements], in the planned memory order, until it is delivered.
         nbytes: its bytes.
     """
 
@@ -142,7 +142,7 @@ class _LargeGradient:
         self._nothing = torch.empty(0, dtype=self._dtype)
         self.flat = self._nothing
         self._copy: PointerTable | None = None
-        self._taken: Tensor | None = None  # the gradient; referenced until all that reads it is ordered
+        self._taken: Tensor | None = None  # the gradient, kept until all kernels that read it are queued
 
     def take(self) -> None:
         """Make `flat` the gradient, or a copy of it, or zeros where there is none; writes no gradient."""
@@ -153,7 +153,7 @@ class _LargeGradient:
         self.in_place = grad is not None and self._may_be_written(grad)
         if self.in_place:
             assert grad is not None
-            # Seen flat: to a process group the order of dimensions means nothing. And `grad.data = x` moves `grad`.
+            # A flat view: the order of dimensions does not matter for a sum, and `grad.data = x` would move `grad`.
             self.flat = grad.as_strided((self._slot.numel,), (1,))
         else:
             table = self._table_for_copy()
@@ -161,7 +161,7 @@ class _LargeGradient:
             self.flat = table.flat
 
     def clear(self) -> None:
-        """Send zeros in its place."""
+        """Send zeros instead of the gradient."""
         try:
             self.flat = self._table_for_copy().flat.zero_()
         except Exception:  # there is no memory for a copy; the gradient is lost anyway
@@ -171,13 +171,13 @@ class _LargeGradient:
         self._taken, self.in_place = None, False
 
     def deliver(self) -> None:
-        """Make the reduced gradient the parameter's."""
+        """Give the reduced gradient to the parameter."""
         assert self.param is not None
         grad = self.param.grad
         if self.in_place:
             if grad is not None and grad is self._taken and grad.data_ptr() == self.flat.data_ptr():
                 return
-            # It was replaced after it was sent, or taken away.
+            # It was replaced or removed after it was sent.
             table = PointerTable(self.flat, [self._slot], self._dtype)
         else:
             table = self._table_for_copy()
@@ -186,17 +186,17 @@ class _LargeGradient:
                 unflatten(table, [grad], matched=True)
                 return
             except (ValueError, RuntimeError):
-                pass  # it can be read but not written, such as an expanded one that was set by hand
+                pass  # it can be read but not written, such as an expanded one that a program has assigned
         self.param.grad = table.views[0].detach()  # a view would keep a second owner of its memory
-        self._copy = None  # it is the parameter's now
+        self._copy = None  # it belongs to the parameter now
 
     def lose(self) -> None:
-        """Zero what was reduced in place: its owner may have zeroed it already, before the peers' part landed in it."""
+        """Zero what was reduced in place. A program may have zeroed it before the sum with the peers landed in it."""
         if self.in_place:
             self.flat.zero_()
 
     def forget(self) -> None:
-        """Let go of what was taken."""
+        """Drop the references to what was taken."""
         self._taken, self.flat = None, self._nothing
 
     def _table_for_copy(self) -> PointerTable:
@@ -218,7 +218,7 @@ class _LargeGradient:
             and grad.stride() == slot.stride
             and not grad.is_neg()
             and not grad.is_inference()
-            # Another hook, say of a second wrapper, still has to read what was accumulated.
+            # Another hook, such as that of a second wrapper, still has to read the gradient.
             and len(param._post_accumulate_grad_hooks or ()) <= 1
             and grad.untyped_storage().resizable()  # else the memory may be that of numpy
             and is_private(grad)

@@ -23,14 +23,14 @@ STEP = 8  # elements: the parts of the ranks are whole multiples, for loads and 
 
 
 class Rounding(Protocol):
-    """Keeps what rounding takes from a sum."""
+    """Keeps the rounding errors of sums."""
 
     def part(self, rank: int, size: int) -> Tensor | None:
-        """Where to add what rounding takes from this rank's part of the sum, [elements / size]; None keeps nothing."""
+        """Return where to add the rounding errors of this rank's part of the sum, [elements / size], or None."""
 
 
 class OrderedParts:
-    """Plain numbers, of which each rank adds up one part.
+    """A buffer of plain numbers; each rank adds up one part of it.
 
     Args:
         size: number of ranks.
@@ -54,9 +54,9 @@ class OrderedParts:
 
 
 class Blocks:
-    """MXFP8: blocks of 32 eight-bit numbers with a scale for each; no block belongs to two gradients.
+    """A buffer in MXFP8: blocks of 32 eight-bit numbers, each with a scale. No block belongs to two gradients.
 
-    What is not finite arrives as NaN. Each rank adds up a part of whole super-blocks.
+    Values that are not finite arrive as NaN. Each rank adds up a part of whole super-blocks.
 
     Args:
         size: number of ranks.
@@ -113,7 +113,7 @@ class OrderedSum(Exchange):
     Args:
         group: the ranks.
         format: of the buffer.
-        rounding: keeps what rounding takes from this rank's part of the sum, if anything does.
+        rounding: keeps the rounding errors of this rank's part of the sum; None drops them.
     """
 
     def __init__(
@@ -142,9 +142,8 @@ class OrderedSum(Exchange):
 class _OrderedWork(dist.Work):
     """The sum of a buffer over the ranks, begun as an all-to-all of its parts.
 
-    On CUDA all that follows is queued at once, on a stream of its own. On a CPU it follows in `wait`: a rank that added
-    up as soon as the parts have landed would have to gather in an order that differs between ranks, or to wait in
-    backward.
+    On CUDA all that follows is queued at once, on a stream of its own. On a CPU `wait` does it. If each rank added up
+    as soon as the parts have landed, the gathers would start in an order that differs between ranks.
 
     Args:
         flat: the buffer, [ranks * part]; holds the sum once this was waited for.
@@ -173,10 +172,10 @@ class _OrderedWork(dist.Work):
             self._gather = self._add_up()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the sum, for each of its two collectives as long as `timeout` says, and again if that was too short.
+        """Wait for the sum, for each of its two collectives at most `timeout`; it can be called again.
 
         Raises:
-            RuntimeError: it took longer, or failed, as `is_completed` tells then.
+            RuntimeError: it took longer; or it failed, and then `is_completed` is true.
         """
         if self._gather is None:
             _wait(self._exchange, timeout)
@@ -200,12 +199,12 @@ class _OrderedWork(dist.Work):
         return False
 
     def get_future(self) -> Future[Any]:
-        """Done when the sum was waited for."""
+        """Return a future that is done when the sum was waited for."""
         return self._future
 
     def _add_up(self) -> dist.Work:
         size = self._group.size()
-        # What this rank has sent was read: the sum is put where the gather leaves it.
+        # What this rank has sent was read, so its sum is written to its place in the gathered buffer.
         ours = self._flat.view(size, -1)[self._group.rank()]
         try:
             self._add_parts(self._parts.view(size, -1), ours)

@@ -23,9 +23,9 @@ INDEX = torch.int64
 
 
 class SparseRows(Exchange):
-    """Rows cannot be summed in place, since each rank has others: all ranks gather all rows, and add up equal ones.
+    """All ranks gather the rows of all ranks, and add up those with the same index.
 
-    How many rows there are must be known first, so a small collective starts during backward, and the rows follow when
+    The ranks must first know how many rows each has, so a small collective starts during backward. The rows follow when
     backward has ended. `.grad` is a coalesced COO tensor afterwards, or dense on every rank where it was dense on one
     (an embedding whose weight is used elsewhere too).
 
@@ -34,7 +34,7 @@ class SparseRows(Exchange):
         bucket: the plan of the one parameter.
         param: that parameter.
         name: its name, for errors.
-        averaging: the dtype that travels, and the factor behind the sum.
+        averaging: the dtype that travels, and the factor after the sum.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SparseRows(Exchange):
             return
         with torch.no_grad():
             shape, count = self._param.shape, len(rows)
-            # reshape, not contiguous: that of a single row is contiguous where it lies, at an odd place.
+            # reshape, since the slice of a single row counts as contiguous although its address is not aligned.
             indices = rows[:, : INDEX.itemsize].reshape(-1).view(INDEX).view(1, count)
             values = rows[:, INDEX.itemsize :].reshape(-1).view(self._wire).view(count, *shape[1:])
             total = torch.sparse_coo_tensor(indices, values.to(self._compute), shape, check_invariants=False)
@@ -92,14 +92,14 @@ class SparseRows(Exchange):
 
     @property
     def _compute(self) -> torch.dtype:
-        """What rows are scaled and added up in."""
+        """The dtype in which rows are scaled and added up."""
         return torch.float64 if self._dtype == torch.float64 else torch.float32
 
     def _no_rows(self) -> Tensor:
         return torch.empty(0, self._width, dtype=torch.uint8, device=self._device)
 
     def _rows_of(self, grad: Tensor, scale: float, steps: Sequence[PackStep]) -> Tensor:
-        """The scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
+        """Return the scaled rows of a gradient as bytes, [rows, bytes]: the row's number, then its values."""
         if grad.dtype != self._dtype:
             raise ValueError(
                 f"parameter {self._name!r} has a gradient of dtype {grad.dtype}, expected {self._dtype} as the "
@@ -126,7 +126,7 @@ class SparseRows(Exchange):
 
 
 class _RowsWork(dist.Work):
-    """The rows of all ranks, begun as an exchange of their numbers; `wait` starts the second collective.
+    """Gathers the rows of all ranks. First the ranks exchange their numbers of rows; `wait` starts the second gather.
 
     Args:
         rows: of this rank, [rows, bytes].
@@ -134,8 +134,8 @@ class _RowsWork(dist.Work):
         group: the ranks.
 
     Attributes:
-        rows: those of all ranks, by rank, once this was waited for.
-        is_dense: whether the gradient of some rank was.
+        rows: the rows of all ranks, by rank, after the wait.
+        is_dense: whether the gradient of some rank was dense.
     """
 
     def __init__(self, rows: Tensor, is_dense: bool, group: dist.ProcessGroup) -> None:
@@ -149,7 +149,7 @@ class _RowsWork(dist.Work):
         self._first = collective.start_all_gather(self._header, group)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for both collectives, for each as long as `timeout` says, and again if that was too short.
+        """Wait for both collectives, for each at most `timeout`; it can be called again.
 
         Raises:
             RuntimeError: it took longer, or failed.
@@ -171,7 +171,7 @@ class _RowsWork(dist.Work):
         return self._second[-1].is_completed() if self._second is not None else self._first[-1].is_completed()
 
     def get_future(self) -> Future[Any]:
-        """Done when this was waited for."""
+        """Return a future that is done when this work was waited for."""
         return self._future
 
     def _start_second(self, headers: Tensor) -> tuple[list[int], list[Tensor], dist.Work]:

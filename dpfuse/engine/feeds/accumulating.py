@@ -24,11 +24,10 @@ __all__ = ["Accumulating", "Accumulation", "refuse_accumulated"]
 
 
 class Accumulating(Feed):
-    """Between two averages, gradients need no memory beside the buffer.
+    """Adds up the gradients of a window in the buffer, so that they need no other memory.
 
-    The first gradients of a window overwrite the buffer, as every pack does: what still lies there counts only if it is
-    the `.grad` of a parameter. The others are added, scaled in the same way, in the dtype of the buffer. `pack` adds
-    what is in `.grad` then, and `sent` ends the window.
+    The first gradients of a window overwrite the buffer, as every pack does. Later ones are added, scaled in the same
+    way, in the dtype of the buffer. `pack` adds what is in `.grad` at the end, and `sent` ends the window.
 
     Args:
         buffer: of the bucket.
@@ -37,7 +36,7 @@ class Accumulating(Feed):
         label: for errors and profiles.
 
     Attributes:
-        held: registration indices of the parameters of which something is in the buffer.
+        held: registration indices of the parameters whose gradients are partly in the buffer.
     """
 
     def __init__(self, buffer: Buffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
@@ -53,7 +52,7 @@ class Accumulating(Feed):
         """Add what is in `.grad` to the buffer, and leave None there.
 
         Args:
-            backward_ended: False puts it off where other hooks still have to read what was accumulated.
+            backward_ended: if False, nothing is done while other hooks still have to read the gradients.
 
         Raises:
             DPFuseError: a CUDA graph is being captured; a gradient is the buffer itself.
@@ -75,7 +74,7 @@ class Accumulating(Feed):
             self.pack(grads, arguments)
         self.held.update(i for i, grad in zip(buffer.indices, grads, strict=True) if grad is not None)
         _filled[self] = None
-        if several_streams:  # else their memory is used again behind all that has read it
+        if several_streams:  # else the allocator reuses their memory only after all reads on this stream
             self._sources = [*self._sources, *grads]
         for param in buffer.params:
             param.grad = None
@@ -100,7 +99,7 @@ class Accumulating(Feed):
         if buffer.is_complex:
             grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
         if arguments.report is not None:
-            buffer.report.zero_()  # to which the report is added, too
+            buffer.report.zero_()  # since the report is added, too
             grads = [*grads, arguments.report]
         flatten(
             grads,
@@ -115,14 +114,14 @@ class Accumulating(Feed):
         self.forget()
 
     def forget(self) -> int:
-        """Let what is held count no more; returns of how many parameters that was."""
+        """Drop what is held, and return for how many parameters that was."""
         count = len(self.held)
         self.held.clear()
         _filled.pop(self, None)
         return count
 
     def release(self) -> None:
-        """Put what is held into `.grad`, where it would be without this feed.
+        """Move what is held into `.grad`.
 
         Raises:
             DPFuseError: a parameter has got another shape.
@@ -153,7 +152,7 @@ class Accumulating(Feed):
         self.forget()
 
     def holds_of(self, wanted: set[int]) -> str | None:
-        """The name of a parameter of which something is held, among those with these ids; None if there is none."""
+        """Return the name of a parameter in `wanted` (ids) whose gradient is held; None if there is none."""
         buffer = self._buffer
         for index, param, name in zip(buffer.indices, buffer.params, buffer.names, strict=True):
             if index in self.held and id(param) in wanted:
@@ -164,10 +163,10 @@ class Accumulating(Feed):
 class Accumulation:
     """Backwards that are not synchronised: counted, and taken by the feeds that accumulate.
 
-    No order has to be kept and no gradient can be too late: what is ready after its bucket was taken is taken later.
+    The order does not matter, and no gradient is too late: what is ready after its bucket was taken is taken later.
 
     Args:
-        feeds: by place of their bucket in the order of communication; empty where no feed accumulates.
+        feeds: by the place of their bucket in the order of communication; empty if no feed accumulates.
         window: counts such backwards.
     """
 
@@ -176,17 +175,17 @@ class Accumulation:
         self._window = window
 
     def ready(self, order: int) -> None:
-        """All gradients of that bucket are there, while backward goes on."""
+        """Take the gradients of a bucket that is complete, while backward goes on."""
         if order in self.feeds:
             self.feeds[order].take(backward_ended=False)
 
     leave_untraced(ready, calls=True, reason="dpfuse accumulates gradients here")
 
     def finish(self, orders: Iterable[int]) -> None:
-        """The backward has ended, and gradients of these buckets became ready: take what is left.
+        """Take what is left of these buckets, whose gradients became ready, at the end of the backward.
 
         Raises:
-            DPFuseError, ValueError: a gradient cannot be taken; the window is thrown away.
+            DPFuseError, ValueError: a gradient cannot be taken; the window is dropped.
         """
         try:
             for order in orders:
@@ -198,27 +197,27 @@ class Accumulation:
         self._window.backward_ends()
 
     def die(self) -> None:
-        """An exception ended the backward: the window begins again, with a warning if buckets lose something by it."""
+        """Begin the window again, since an exception ended the backward. Warn if buckets lose gradients."""
         self._window.backward_dies()
         if lost := self.forget():
             warnings.warn(messages.discarded(lost), stacklevel=2)
 
     def begin_again(self) -> None:
-        """Throw away what the buckets have taken; if that is anything, the window begins again."""
+        """Drop what the buckets have taken, and begin the window again if that was anything."""
         if self.forget():
             self._window.begin_again()
 
     def release(self) -> None:
-        """Put what the buckets have taken back to `.grad`."""
+        """Put what the buckets have taken back into `.grad`."""
         for feed in self.feeds.values():
             feed.release()
 
     def forget(self) -> int:
-        """Let what the buckets have taken count no more; returns of how many parameters that was."""
+        """Drop what the buckets have taken, and return for how many parameters that was."""
         return sum(feed.forget() for feed in self.feeds.values())
 
 
-_filled: WeakKeyDictionary[Accumulating, None] = WeakKeyDictionary()  # those that hold something
+_filled: WeakKeyDictionary[Accumulating, None] = WeakKeyDictionary()  # feeds that hold something
 
 
 def refuse_accumulated(params: Sequence[Tensor], what: str) -> None:
@@ -226,7 +225,7 @@ def refuse_accumulated(params: Sequence[Tensor], what: str) -> None:
     if not _filled:
         return
     wanted = set(map(id, params))
-    for reference in _filled.keyrefs():  # at once: other threads may fill buckets meanwhile
+    for reference in _filled.keyrefs():  # a copy, since other threads may fill buckets meanwhile
         feed = reference()
         if feed is not None and (name := feed.holds_of(wanted)) is not None:
             raise DPFuseError(
@@ -241,7 +240,7 @@ _watching_steps = False
 
 
 def _refuse_steps() -> None:
-    """From now on no optimizer steps on parameters whose gradients are in a bucket: it would find nothing to do."""
+    """Raise from now on where an optimizer steps on parameters whose gradients are in a bucket and not in `.grad`."""
     global _watching_steps
     if not _watching_steps:
         _watching_steps = True
@@ -258,7 +257,7 @@ leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients
 
 
 def _same_memory(grad: Tensor, view: Tensor) -> bool:
-    """Whether they begin at the same address; another tensor may be there, as by `detach()`."""
+    """Whether both begin at the same address. They may be different tensors, as after `detach()`."""
     return grad.layout is torch.strided and grad.numel() > 0 and grad.data_ptr() == view.data_ptr()
 
 

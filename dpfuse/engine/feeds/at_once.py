@@ -11,7 +11,7 @@ __all__ = ["AtOnce"]
 
 
 class AtOnce(Feed):
-    """The usual feed.
+    """The usual feed: one call packs all gradients.
 
     Args:
         buffer: of the bucket.

@@ -21,14 +21,14 @@ from dpfuse_kernels.backend import uses_triton
 
 __all__ = ["LARGE", "Eager"]
 
-LARGE = 128 << 10  # bytes from which a gradient is worth a call of its own: of 64 KB it costs what it saves
+LARGE = 128 << 10  # bytes from which a gradient is worth a call of its own; at 64 KB the call costs as much as it saves
 
 
 class Eager(Feed):
-    """A gradient that was just computed is in the caches of a CPU, and becomes its view there.
+    """Packs a large gradient as soon as it is ready, while it is in the caches of the CPU, and makes it a view.
 
-    If its memory is free again at once, the next gradient is computed there, and so are all. Behind a bucket of 25 MB
-    each gradient has memory of its own, which is not in the caches.
+    Its memory is free again at once, so the next gradient is computed in the same memory, which is in the caches. If
+    a bucket of 25 MB were packed at the end, each gradient would have its own memory, which is no longer there.
 
     Args:
         bucket: its plan.
@@ -39,12 +39,12 @@ class Eager(Feed):
     def __init__(self, bucket: Bucket, buffer: Buffer, hooks: Hooks) -> None:
         self._buffer = buffer
         self._hooks = hooks
-        self._packed: dict[int, int] = {}  # places, since the bucket was sent last, and versions of their views then
+        self._packed: dict[int, int] = {}  # places packed since the last send -> version of the view then
         table = buffer.table
         self._large: dict[int, PointerTable] = {}
         for place in () if uses_triton(table) else _large_places(bucket):
             slot = table.slots[place]
-            # By way of `data`, so that each counts its own versions.
+            # A view of `data`, so that each part has a version counter of its own.
             part = table.flat.data[slot.offset : slot.offset + slot.numel]
             self._large[place] = PointerTable(part, [replace(slot, offset=0)], table.dtype)
         self._views = {place: large.views[0] for place, large in self._large.items()}
@@ -62,11 +62,11 @@ class Eager(Feed):
         return {self._buffer.indices[place]: partial(self._pack_now, place) for place in self._large}
 
     def _pack_now(self, place: int) -> None:
-        """Pack the gradient there and make it its view; what is unusual is left for `pack`."""
-        # Every call counts: code that runs once for each large gradient has left the caches when it runs again.
+        """Pack the gradient at `place` and make it a view of the buffer; leave unusual gradients to `pack`."""
+        # Each call is expensive here: between two large gradients this code leaves the caches.
         if place in self._packed or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
-        if not self._hooks.is_ours(place):  # another one, say of a second wrapper, has still to read it
+        if not self._hooks.is_ours(place):  # another hook, such as that of a second wrapper, still has to read it
             return
         buffer, view, large = self._buffer, self._views[place], self._large[place]
         param, scale = buffer.params[place], buffer.averaging.pre_scale
@@ -83,9 +83,9 @@ class Eager(Feed):
             else:
                 torch.mul(grad, scale, out=view)
             param.grad = view
-        except (TypeError, RuntimeError):  # such as a sparse one, or a parameter that was converted
+        except (TypeError, RuntimeError):  # such as a sparse gradient, or a converted parameter
             return
-        increment_version(buffer.flat)  # a graph may have saved a gradient of the step before, which lay there
+        increment_version(buffer.flat)  # a graph may have saved the gradient of the last step, which was here
         self._packed[place] = view._version
 
     leave_untraced(_pack_now, calls=True, reason="dpfuse packs gradients here")
@@ -119,7 +119,7 @@ class Eager(Feed):
                 )
 
     def _refuse_elsewhere(self, grad: Tensor | None, large: PointerTable) -> None:
-        """Raise ValueError for a gradient in another parameter's slot; packing may have overwritten either."""
+        """Raise ValueError for a gradient in the slot of another parameter. Packing may have overwritten either."""
         low, high = self._buffer.table.storage_range
         if grad is not None and low <= grad.data_ptr() < high and grad.data_ptr() != large.address:
             raise ValueError(
