@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -32,12 +32,21 @@ from dpfuse.model.check import check_module
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.model.options import SyncOptions
 
-if TYPE_CHECKING:
-    from dpfuse.tune import Tuning
-
-__all__ = ["SyncedModule", "loss_scale_of", "time_communication"]
+__all__ = ["SyncedModule", "Tuned", "loss_scale_of", "time_communication"]
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
+
+
+class Tuned(Protocol):
+    """What users read of the `dpfuse.tune.Tuning` of a model."""
+
+    done: bool  # whether the recording has ended
+    kept: bool | None  # whether the new buckets are in use; None until that is known
+    error: str  # why there are no new buckets, if something failed
+    plan: BucketPlan | None  # the new buckets
+
+    def explain(self) -> str:
+        """Return the recorded and the expected times, as text with tables."""
 
 
 class SyncedModule(nn.Module):
@@ -52,7 +61,7 @@ class SyncedModule(nn.Module):
 
     module: nn.Module
     _options: SyncOptions
-    tuning: Tuning | None = None
+    tuning: Tuned | None = None
     _number: int | None = None  # how many were made for the group before; a copy has that of its original
     _finalizer: finalize[..., Any] | None = None
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place

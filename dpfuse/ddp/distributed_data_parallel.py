@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
+from dpfuse.ddp.logging_data import logging_data
 from dpfuse.ddp.mixed_precision import MixedPrecision
 from dpfuse.ddp.placement import (
     device_index,
@@ -312,6 +313,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return facts about the wrapper, under torch's keys where they mean the same here."""
+        return logging_data(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:

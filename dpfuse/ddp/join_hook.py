@@ -5,18 +5,17 @@ from __future__ import annotations
 import weakref
 from enum import IntFlag
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from dpfuse.engine import collective
 from dpfuse.engine.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 
 if TYPE_CHECKING:
-    from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
     from dpfuse.model.module_sync import ModuleSync
 
 __all__ = ["Turn", "UnevenInputs", "UnevenInputsHook"]
@@ -28,6 +27,19 @@ class Turn(IntFlag):
     ACTIVE = 1  # it runs a forward
     SYNC = 2  # whose backward is synchronised
     BUFFERS = 4  # and before which buffers are sent
+
+
+class _Joined(Protocol):
+    """What this file uses of the wrapper, which is a `Joinable`, too."""
+
+    require_forward_param_sync: bool
+    forward_sync_buffers: bool
+    _join_config: Any
+    _authoritative_rank: int | None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` communicates."""
 
 
 class UnevenInputs(Join):
@@ -62,9 +74,9 @@ class UnevenInputsHook(JoinHook):
         divide_by_initial_world_size: False divides by the number of active ranks.
     """
 
-    def __init__(self, model: DistributedDataParallel, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, model: _Joined, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
         # A join that an exception ended leaves its hook with `sync`, which is kept as long as the model.
-        self._model = cast("DistributedDataParallel", weakref.proxy(model))
+        self._model = cast("_Joined", weakref.proxy(model))
         self._sync = sync
         self._divide_by_active = not divide_by_initial_world_size
         self._shadowed = False  # whether other ranks shadow a backward of this one
@@ -83,7 +95,7 @@ class UnevenInputsHook(JoinHook):
             return
         reducer = self._sync.reducer
         self.expect_no_backward()
-        work = Join.notify_join_context(self._model)
+        work = Join.notify_join_context(cast("Joinable", self._model))
         if work is not None:
             finish(work, board_of(self._sync.group), self._model.join_device.type)
         turns = self._exchange(

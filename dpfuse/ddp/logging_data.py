@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from dpfuse.ddp.torch_names import TorchNames
-    from dpfuse.engine.plan import BucketPlan
+from dpfuse.ddp.torch_names import TorchNames
+from dpfuse.engine.plan import BucketPlan
 
 __all__ = ["logging_data"]
 

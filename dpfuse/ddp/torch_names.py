@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.ddp.logging_data import logging_data
 from dpfuse.engine.collective import BROADCAST_BYTES
 from dpfuse.engine.reducer import IDLE
 from dpfuse.errors import DPFuseError
@@ -160,10 +159,6 @@ class TorchNames(SyncedModule):
         """The parameters of `module` that a wrapper around it does not ignore."""
         named = ((n, p) for n, p in module.named_parameters() if not getattr(p, "_ddp_ignored", False))
         return named if named_params else (param for _, param in named)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about the wrapper, under torch's keys where they mean the same here."""
-        return logging_data(self)
 
     @property
     def _logged_error(self) -> str:

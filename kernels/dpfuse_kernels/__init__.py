@@ -1,8 +1,9 @@
 """Kernels that pack tensors into flat buffers, unpack, measure and scale them. They need torch, and triton to launch.
 
-Read `pointer_table` first: it says which tensor lies where in a buffer. Then read `flatten`, a whole example of a
-kernel with its reference, and `unflatten`. `backend` chooses between the two; `entries` checks their tensors.
-`launcher` runs kernels on a GPU (with `address_ring` and `bound`), `host_plan` runs torch's operations on the CPU.
+Read `layout` first, which says which tensor lies where in a buffer. `pointer_table` adds what runs over it: `launcher`
+runs kernels on a GPU (with `address_ring` and `bound`), `host_plan` runs torch's operations on the CPU. Then read
+`flatten`, a whole example of a kernel with its reference, and `unflatten`. `backend` chooses between the two, and
+`checks` looks at the tensors that they get.
 The other kernels are `squared_norm`, `multiply`, `spoil`, `sum_parts`, and for eight-bit blocks `quantize`,
 `dequantize` and `sum_quantized`, which use the files `mx*`.
 """
@@ -18,9 +19,10 @@ from dpfuse_kernels.backend import (
     sum_quantized,
     unflatten,
 )
+from dpfuse_kernels.layout import Slot
 from dpfuse_kernels.mx import mx_bytes, mx_decode, mx_encode
 from dpfuse_kernels.mx_table import MxTable
-from dpfuse_kernels.pointer_table import PointerTable, Slot
+from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.spoil import SpoilTable
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.entries import check_all
+from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.mx import mx_decode
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _scale_ptr
 from dpfuse_kernels.mx_table import MxTable

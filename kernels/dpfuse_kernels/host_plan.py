@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.entries import Entries
-from dpfuse_kernels.pointer_table import PointerTable, Slot
+from dpfuse_kernels.layout import Layout, Slot
 
 __all__ = ["HostPlan"]
 
@@ -56,7 +56,7 @@ class _Stretch:
 class HostPlan:
     """Decides which call moves which slots of a table. Made once; keeps no reference to the table."""
 
-    def __init__(self, table: PointerTable) -> None:
+    def __init__(self, table: Layout) -> None:
         slots = table.slots
         # A single small slot is treated as a large one: one call instead of a copy and a multiplication.
         least = LARGE if sum(0 < slot.numel < LARGE for slot in slots) > 1 else 1
@@ -70,10 +70,10 @@ class HostPlan:
         self.only_rows = len(in_rows) == len(slots) and table.dtype == table.flat.dtype
         self._stretches = _stretches(table, self._small)
         self._scratch: list[Tensor] | None = None
-        self._stage: PointerTable | None = None
+        self._stage: tuple[Layout, HostPlan] | None = None
         self._scratch_views: list[Tensor | None] = []  # None for a large slot
 
-    def pack(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
+    def pack(self, tensors: list[Tensor | None], table: Layout, entries: Entries, scale: float) -> None:
         """Pack as `flatten_reference` does; `check_cheaply` must have passed the tensors."""
         views, compute = self._views, table.compute_dtype
         scaled = scale != 1.0
@@ -108,16 +108,16 @@ class HostPlan:
     def pack_staged(
         self,
         tensors: list[Tensor | None],
-        table: PointerTable,
+        table: Layout,
         entries: Entries,
         scale: float,
         residual: Tensor | None,
         accumulate: bool,
     ) -> None:
         """Pack into an unrounded copy, add the buffer's values and the residual to it, and round once."""
-        stage = self._stage_of(table)
+        stage, plan = self._stage_of(table)
         # The stage and the buffer share no memory, so no tensor is its slot in the stage.
-        stage.host_plan.pack(tensors, stage, replace(entries, own=()), scale)
+        plan.pack(tensors, stage, replace(entries, own=()), scale)
         for index in entries.missing:
             stage.views[index].fill_(-0.0)  # adding -0.0 changes no value
         value, flat = stage.flat, table.flat
@@ -130,7 +130,7 @@ class HostPlan:
                 flat.copy_(value.add_(residual))
                 torch.sub(value, flat, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 
-    def add(self, tensors: list[Tensor | None], table: PointerTable, entries: Entries, scale: float) -> None:
+    def add(self, tensors: list[Tensor | None], table: Layout, entries: Entries, scale: float) -> None:
         """Add to a buffer of the compute dtype. It needs no stage, because nothing is rounded later."""
         missing = set(entries.missing)
         present = [index for index in range(len(tensors)) if index not in missing]
@@ -143,15 +143,15 @@ class HostPlan:
             products = torch._foreach_mul([value.to(table.compute_dtype) for value in values], scale)
             torch._foreach_add_(views, products)
 
-    def _stage_of(self, table: PointerTable) -> PointerTable:
-        """Return a table with the same layout over a separate buffer in the compute dtype."""
+    def _stage_of(self, table: Layout) -> tuple[Layout, HostPlan]:
+        """Return the same layout over a separate buffer in the compute dtype, and its plan."""
         if self._stage is None:
-            self._stage = PointerTable(
-                torch.zeros_like(table.flat, dtype=table.compute_dtype), table.slots, table.dtype
-            )
+            flat = torch.zeros_like(table.flat, dtype=table.compute_dtype)
+            stage = Layout(flat, table.slots, table.dtype)
+            self._stage = stage, HostPlan(stage)
         return self._stage
 
-    def pack_matched(self, tensors: list[Tensor | None], table: PointerTable, scale: float) -> bool:
+    def pack_matched(self, tensors: list[Tensor | None], table: Layout, scale: float) -> bool:
         """Pack the usual gradients, and check only their dtypes.
 
         Args:
@@ -194,7 +194,7 @@ class HostPlan:
                         stretch.flat.mul_(scale)
         return True
 
-    def unpack_matched(self, tensors: list[Tensor | None], table: PointerTable) -> bool:
+    def unpack_matched(self, tensors: list[Tensor | None], table: Layout) -> bool:
         """Unpack the usual gradients with scale 1. Arguments and result are those of `pack_matched`."""
         try:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
@@ -206,7 +206,7 @@ class HostPlan:
 
     def unpack(
         self,
-        table: PointerTable,
+        table: Layout,
         tensors: list[Tensor | None],
         entries: Entries,
         scale: float,
@@ -249,7 +249,7 @@ class HostPlan:
         stay = {*entries.own, *entries.missing}
         return [i for i in self._small if i not in stay]
 
-    def _scratch_of(self, table: PointerTable) -> list[Tensor]:
+    def _scratch_of(self, table: Layout) -> list[Tensor]:
         """Return for each stretch a buffer of the tensors' dtype. It starts as zeros, so that padding holds numbers."""
         if self._scratch is None:
             self._scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
@@ -308,7 +308,7 @@ def _padding_kept(stretch: _Stretch) -> Iterator[None]:
     stretch.flat.index_copy_(0, stretch.padding, kept)
 
 
-def _rows(table: PointerTable, views: list[Tensor]) -> list[_Row]:
+def _rows(table: Layout, views: list[Tensor]) -> list[_Row]:
     rows: list[_Row] = []
     slots = table.slots
     first = 0
@@ -336,7 +336,7 @@ def _continues(before: Slot, before_view: Tensor, slot: Slot, view: Tensor) -> b
     )
 
 
-def _stretches(table: PointerTable, small: list[int]) -> list[_Stretch]:
+def _stretches(table: Layout, small: list[int]) -> list[_Stretch]:
     stretches: list[_Stretch] = []
     order = sorted(small, key=lambda i: table.slots[i].offset)
     end = -math.inf

@@ -14,7 +14,7 @@ import torch
 from dpfuse_kernels.address_ring import AddressRing
 from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
-from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.layout import Layout
 
 __all__ = ["Launcher", "dispatch", "jit"]
 
@@ -82,7 +82,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def chunk_rows(table: PointerTable, chunk: int) -> torch.Tensor:
+def chunk_rows(table: Layout, chunk: int) -> torch.Tensor:
     """Return for each program: tensor index, first element in the tensor, number of elements, offset in flat.
 
     Args:
@@ -95,7 +95,7 @@ def chunk_rows(table: PointerTable, chunk: int) -> torch.Tensor:
     Example:
         >>> from dpfuse_kernels import Slot
         >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
-        >>> chunk_rows(PointerTable(torch.zeros(6), slots, torch.float32), 2).tolist()
+        >>> chunk_rows(Layout(torch.zeros(6), slots, torch.float32), 2).tolist()
         [[0, 0, 2, 0], [0, 2, 1, 2], [1, 0, 2, 4]]
     """
     numels = torch.tensor(table.numels, dtype=torch.int64)
@@ -123,7 +123,7 @@ class Launcher:
         ValueError: A CUDA graph is being captured.
     """
 
-    def __init__(self, table: PointerTable, shape: LaunchShape | None = None) -> None:
+    def __init__(self, table: Layout, shape: LaunchShape | None = None) -> None:
         self._device = table.flat.device
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(

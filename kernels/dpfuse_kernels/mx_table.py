@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.layout import Slot, check_slots
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, mx_bytes, mx_format
-from dpfuse_kernels.pointer_table import PointerTable, Slot, check_slots
+from dpfuse_kernels.pointer_table import PointerTable
 
 __all__ = ["MxTable"]
 

@@ -1,58 +1,21 @@
-"""The static description of one flat buffer: where each tensor lies. Knows no bucket and no kernel."""
+"""The layout of one flat buffer, with what runs over it. Knows no bucket and no kernel."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dpfuse_kernels.host_plan import HostPlan
-    from dpfuse_kernels.launcher import Launcher
+from dpfuse_kernels.host_plan import HostPlan
+from dpfuse_kernels.launcher import Launcher
+from dpfuse_kernels.layout import Layout, Slot
 
-__all__ = ["PointerTable", "Slot"]
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+__all__ = ["PointerTable"]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One tensor's place in a flat buffer.
-
-    Args:
-        name: the tensor's name in error texts.
-        offset: where the slot starts, in elements from the start of the flat buffer.
-        shape: the tensor's shape.
-        stride: its strides in elements. They must be a dense permutation, so that the slot fills elements `offset` to
-            `offset + numel` without holes. A dimension of size 1 may have any stride.
-
-    Example:
-        >>> Slot("weight", offset=4, shape=(2, 3), stride=(3, 1)).numel
-        6
-    """
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return a new, uninitialised tensor in this slot's memory order, with the dtype and device of `tensor`."""
-        return torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
-
-
-class PointerTable:
+class PointerTable(Layout):
     """The places of all tensors in one flat buffer, built once per plan and used at every pack and unpack.
 
     Args:
@@ -65,6 +28,7 @@ class PointerTable:
     Attributes:
         views: per slot, a view of `flat` with the slot's shape and strides.
         address: of `flat`, in bytes.
+        triton: whether kernels run over this table; None until `backend` has chosen.
 
     Raises:
         ValueError: A slot leaves the buffer, overlaps another slot or is not dense; `flat` is not 1-D and contiguous;
@@ -79,33 +43,8 @@ class PointerTable:
     """
 
     def __init__(self, flat: Tensor, slots: Sequence[Slot], dtype: torch.dtype) -> None:
-        self.flat = flat
-        self.slots = tuple(slots)
-        self.dtype = dtype
-        self._check_layout()
-        self.address = flat.data_ptr()
-        self.triton: bool | None = None  # whether kernels run over this table; None until `backend` has chosen
-        self.views: list[Tensor] = self.new_views()
-
-    def _check_layout(self) -> None:
-        flat = self.flat
-        for what, got in (("flat.dtype", flat.dtype), ("dtype", self.dtype)):
-            if got not in DTYPES:
-                raise ValueError(
-                    f"{what} is {got}, expected one of {', '.join(map(str, DTYPES))}. "
-                    "Leave tensors of other types out of fused buffers."
-                )
-        if flat.layout is not torch.strided or flat.dim() != 1 or not flat.is_contiguous():
-            raise ValueError(
-                f"flat has shape {tuple(flat.shape)} and layout {flat.layout}, expected a contiguous 1-D tensor. "
-                "Allocate it with torch.zeros(numel)."
-            )
-        check_slots(self.slots, flat.numel())
-
-    def new_views(self) -> list[Tensor]:
-        """Return a new view of `flat` for each slot."""
-        base = self.flat.storage_offset()
-        return [self.flat.as_strided(slot.shape, slot.stride, base + slot.offset) for slot in self.slots]
+        super().__init__(flat, slots, dtype)
+        self.triton: bool | None = None
 
     def first(self, count: int) -> PointerTable:
         """Return a table of only the first `count` slots, over the buffer up to their end, with the same views."""
@@ -114,141 +53,15 @@ class PointerTable:
         table.views[:] = self.views[:count]
         return table
 
-    @contextmanager
-    def gaps_kept(self, *beside: Tensor, zero: bool = False) -> Iterator[None]:
-        """Restore the elements between the slots after a write to the whole buffer.
-
-        Args:
-            beside: other buffers of the same length, restored in the same way.
-            zero: fill the elements between the slots of `flat` with zeros first.
-        """
-        if self._gaps is None:
-            yield
-            return
-        # Write to `data`: a graph may have saved the slots, and autograd must not count this as a write to them.
-        buffers = [buffer.data for buffer in (self.flat, *beside)]
-        kept = [buffer[self._gaps] for buffer in buffers]
-        if zero:
-            buffers[0][self._gaps] = 0
-        yield
-        for buffer, values in zip(buffers, kept, strict=True):
-            buffer[self._gaps] = values
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype in which the scale is applied: float64 if either side is float64, else float32."""
-        return torch.float64 if torch.float64 in (self.dtype, self.flat.dtype) else torch.float32
-
-    # The checks of every call compare with these lists: one comparison in C instead of a Python loop. They are computed
-    # from the slots, not from the views: views are used as gradients, and `gradient.data = x` moves a view.
-
-    @cached_property
-    def numels(self) -> list[int]:
-        """Elements per slot."""
-        return [slot.numel for slot in self.slots]
-
-    @cached_property
-    def shapes(self) -> list[torch.Size]:
-        """Shape per slot, as `Tensor.size` returns it."""
-        return [torch.Size(slot.shape) for slot in self.slots]
-
-    @cached_property
-    def strides(self) -> list[tuple[int, ...]]:
-        """Strides per slot, in elements."""
-        return [tuple(slot.stride) for slot in self.slots]
-
-    @cached_property
-    def ndims(self) -> int:
-        """Number of dimensions, summed over all slots."""
-        return sum(len(slot.shape) for slot in self.slots)
-
-    @cached_property
-    def addresses(self) -> list[int]:
-        """Address per slot, in bytes; 0 for an empty slot, as from `Tensor.data_ptr`."""
-        size = self.flat.element_size()
-        return [self.address + slot.offset * size if slot.numel else 0 for slot in self.slots]
-
-    @cached_property
-    def contiguous(self) -> bool:
-        """Whether all slots are in C order."""
-        return all(view.is_contiguous() for view in self.new_views())
-
-    @cached_property
-    def ascending(self) -> bool:
-        """Whether the slots' offsets ascend."""
-        return all(a.offset + a.numel <= b.offset for a, b in zip(self.slots, self.slots[1:], strict=False))
-
-    @cached_property
-    def storage_range(self) -> tuple[int, int]:
-        """First address of the storage of `flat`, and the first address behind the storage."""
-        storage = self.flat.untyped_storage()
-        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-
-    @cached_property
-    def _gaps(self) -> Tensor | None:
-        """Indices of the elements of `flat` that belong to no slot; None if there are none."""
-        end = 0
-        gaps: list[int] = []
-        for slot in sorted(self.slots, key=lambda slot: slot.offset):
-            gaps += range(end, slot.offset)
-            end = max(end, slot.offset + slot.numel)
-        gaps += range(end, self.flat.numel())
-        return torch.tensor(gaps, device=self.flat.device) if gaps else None
-
     # The next two are made on first use. They hold no reference to the table: a cycle would keep `flat` allocated until
     # the garbage collector runs.
 
     @cached_property
     def launcher(self) -> Launcher:
         """Runs kernels over this table."""
-        from dpfuse_kernels.launcher import Launcher
-
         return Launcher(self)
 
     @cached_property
     def host_plan(self) -> HostPlan:
         """Runs torch's own operations over this table."""
-        from dpfuse_kernels.host_plan import HostPlan
-
         return HostPlan(self)
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one block of memory, each address once, in any order of dimensions.
-
-    Example:
-        >>> is_dense((2, 3), (1, 2)), is_dense((2, 3), (4, 1)), is_dense((1, 3), (99, 1))
-        (True, False, True)
-    """
-    if 0 in shape:
-        return True
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def check_slots(slots: Sequence[Slot], numel: int) -> None:
-    """Raise ValueError for a slot that is not dense, leaves a buffer of `numel` elements or overlaps another slot."""
-    end, previous = 0, ""
-    for slot in sorted(slots, key=lambda slot: slot.offset):
-        if len(slot.stride) != len(slot.shape) or not is_dense(slot.shape, slot.stride):
-            raise ValueError(
-                f"Slot {slot.name!r} has strides {slot.stride} for shape {slot.shape}, expected a dense "
-                "permutation. Give the slot the strides of torch.empty_like(parameter)."
-            )
-        if slot.offset < 0 or slot.offset + slot.numel > numel:
-            raise ValueError(
-                f"Slot {slot.name!r} covers elements {slot.offset} to {slot.offset + slot.numel}, expected "
-                f"them inside the {numel} elements of flat. Allocate flat for the whole plan."
-            )
-        if slot.numel == 0:
-            continue
-        if slot.offset < end:
-            raise ValueError(
-                f"Slot {slot.name!r} starts at element {slot.offset}, expected {end} or later, "
-                f"where slot {previous!r} ends. Give each tensor its own place."
-            )
-        end, previous = slot.offset + slot.numel, slot.name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.entries import check_all
+from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.flatten import _count, count_nonfinite, flatten_reference, product
 from dpfuse_kernels.mx import mx_decode, mx_encode
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr

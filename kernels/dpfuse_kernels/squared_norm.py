@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.entries import Entries, check_all, check_cheaply
+from dpfuse_kernels.checks import check_all, check_cheaply
+from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.pointer_table import PointerTable
 
 if TYPE_CHECKING:

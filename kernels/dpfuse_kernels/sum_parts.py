@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dpfuse_kernels.launch_shape import launch_shape
 from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
+from dpfuse_kernels.layout import DTYPES
 from dpfuse_kernels.options import check_residual
-from dpfuse_kernels.pointer_table import DTYPES
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.entries import check_all, check_cheaply, diagnose
+from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
 from dpfuse_kernels.options import check_squares
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.squared_norm import chunk_sums, squared_norm, squares_of

@@ -6,20 +6,35 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dpfuse import DPFuseError
+from dpfuse.paddle.static.declarations import Feed
 from dpfuse.paddle.static.evaluation import remember_mode
 
-if TYPE_CHECKING:
-    from dpfuse.paddle.static.program import Program
-
-__all__ = ["Recorder", "Variable", "modules_recorded"]
+__all__ = ["NamedGraph", "Recorder", "Variable", "modules_recorded"]
 
 _count: Counter[str] = Counter()  # of automatic names; one per process, so that no two programs use the same name
+
+
+class NamedGraph(Protocol):
+    """What variables use of their program: named nodes of a graph, whose modules and tensors are below one root."""
+
+    root: nn.Module
+    graph: fx.Graph
+
+    @property
+    def feeds(self) -> dict[str, Feed]:
+        """The inputs, by name."""
+
+    def name_of(self, node: fx.Node) -> str:
+        """Return the name of a node's value."""
+
+    def rename(self, node: fx.Node, name: str) -> None:
+        """Give a node's value a name."""
 
 
 class Variable(fx.Proxy):
@@ -89,7 +104,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
         active: number of active `program_guard`s of the program.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: NamedGraph) -> None:
         super().__init__(program.graph)
         self.program = program
         self.active = 0
