@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +11,7 @@ import dpfuse
 import dpfuse.distributed
 import dpfuse_kernels
 from tests.docs.pages import ROOT, pages
+from tests.warm import warm_python
 
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)", re.MULTILINE)
@@ -20,7 +20,7 @@ DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)", re.
 def test_sphinx_builds_every_page_without_a_warning(tmp_path):
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
+    command = [warm_python(), "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
     done = subprocess.run(
         [*command, "docs", str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
