@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,8 @@ class _Making:
         elif self._packs_eagerly(bucket, buffer):
             feed = Eager(bucket, buffer, hooks)
         delivery = self._delivery(order, bucket, buffer, hooks, report, label)
-        return self._parts(order, bucket, buffer, feed, exchange, delivery, report)
+        parts = self._parts(order, bucket, buffer, feed, exchange, delivery, report)
+        return replace(parts, writers=writers)
 
     def _packs_eagerly(self, bucket: Bucket, buffer: Buffer) -> bool:
         assembly = self.assembly

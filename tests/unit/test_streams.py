@@ -20,6 +20,7 @@ from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.hooked import Hooked, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.sparse import SparseRows
+from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.report import Outcome
 from dpfuse.engine.streams import SideStream, WritingStreams, writers_on
 from tests.streams import PretendedStreams
@@ -180,6 +181,26 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
     assert most > 1
     assert exchanges >= ({Hooked, HookedRows} if prepare is hooked else {SparseRows})
     assert prepare is hooked or exchanges >= {AllReduce if views else InPlace}
+
+
+def test_what_is_accumulated_is_packed_behind_all_streams_that_wrote_it(streams, writing, monkeypatch):
+    def dense():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    model, wrote = writing(dense, gradient_as_bucket_view=True, accumulate_in_buckets=True)
+    model(torch.ones(2, 4)).sum().backward()
+    streams.log.clear()
+    seen, pack = [], Accumulating.pack
+
+    def packed(feed, grads, arguments):
+        assert_waited(streams, {wrote[name] for name in feed._buffer.names})
+        seen.append(len({wrote[name] for name in feed._buffer.names}))
+        pack(feed, grads, arguments)
+
+    monkeypatch.setattr(Accumulating, "pack", packed)
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    assert max(seen) > 1
 
 
 @pytest.mark.parametrize("several", [True, False])

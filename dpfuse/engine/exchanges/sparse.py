@@ -70,7 +70,7 @@ class SparseRows(Exchange):
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
         """As `Exchange.tensors`: the numbers of rows, and the rows."""
-        return [torch.empty(2, dtype=torch.float64), self._rows]
+        return [torch.empty(2, dtype=torch.float64, device=self._device), self._rows]
 
     def landed(self, work: dist.Work) -> None:
         assert isinstance(work, _RowsWork)
