@@ -223,6 +223,8 @@ class GradBucket:
     def _gather(self, outcome: Outcome, complete: bool) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""
         buffer, frozen = self.parts.buffer, outcome.frozen
+        if frozen:  # in the middle of a window: what the buffer holds by then is averaged
+            frozen -= self.parts.feed.held
         self._frozen = frozen
         grads: list[Tensor | None] = [param.grad for param in buffer.params]
         if complete and not frozen:
