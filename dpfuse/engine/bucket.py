@@ -223,17 +223,21 @@ class GradBucket:
     def _gather(self, outcome: Outcome, complete: bool) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""
         buffer, frozen = self.parts.buffer, outcome.frozen
-        if frozen:  # in the middle of a window: what the buffer holds by then is averaged
+        if frozen:  # what an open window has accumulated before they were frozen is averaged
             frozen -= self.parts.feed.held
+        if frozen and outcome.in_window:
+            pairs = zip(buffer.indices, buffer.params, strict=True)
+            frozen -= {index for index, param in pairs if param.grad is not None}
         self._frozen = frozen
         grads: list[Tensor | None] = [param.grad for param in buffer.params]
         if complete and not frozen:
             return grads
-        # What is left in the `.grad` of a frozen parameter is not averaged.
+        # What else is left in the `.grad` of a frozen parameter is not averaged.
         grads = [None if index in frozen else grad for index, grad in zip(buffer.indices, grads, strict=True)]
         there = self.parts.feed.held | frozen
-        pairs = zip(buffer.indices, grads, strict=True)
-        self.missing = [index for index, grad in pairs if grad is None and index not in there]
+        self.missing = [
+            index for index, grad in zip(buffer.indices, grads, strict=True) if grad is None and index not in there
+        ]
         return grads
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:

@@ -356,6 +356,7 @@ class Reducer:
             if self._frozen and any(self._params[index].requires_grad for index in self._frozen):
                 self._freeze(frozenset(i for i in self._frozen if not self._params[i].requires_grad))
             run.outcome.frozen = self._frozen
+            run.outcome.in_window = wiring.window.is_open
             self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
@@ -585,11 +586,11 @@ class Reducer:
     # --- Its end ---
 
     def _close_local(self) -> None:
-        if self._run.recorded:
-            orders = list(range(len(self.buckets)))
-        else:
-            orders = [order for order, ready in enumerate(self._ready) if ready.entries]
         try:
+            if self._run.recorded:
+                orders = list(range(len(self.buckets)))
+            else:
+                orders = [order for order, ready in enumerate(self._ready) if ready.entries]
             if orders:
                 self.accumulation.finish(orders)
         finally:

@@ -59,6 +59,11 @@ class Window:
         self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward since the last synchronised one accumulated gradients."""
+        return self._backwards > 0
+
     def begin(self) -> None:
         """Begin a new window after a synchronised backward, failed or not."""
         self._number += 1

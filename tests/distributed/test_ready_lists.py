@@ -539,3 +539,21 @@ def any_order(rank, size, views, alike):
 @pytest.mark.parametrize("alike", [True, False], ids=["the same everywhere", "another on each rank"])
 def test_gradients_are_those_of_ddp_whatever_the_order_of_each_step(ranks, views, alike):
     ranks(any_order, views, alike)
+
+
+def frozen_inside_a_window(rank, size):
+    for views in (True, False):
+        model = dpfuse.DataParallel(nn.Linear(2, 1), gradient_as_bucket_view=views)
+        for _ in range(2):  # also with the buckets that the first backward has made anew
+            model.requires_grad_(True)
+            with model.no_sync():
+                model(torch.full((1, 2), rank + 1.0)).sum().backward()
+            model.module.weight.requires_grad_(False)
+            model(torch.ones(1, 2)).sum().backward()
+            assert model.module.weight.grad.tolist() == [[1.5, 1.5]], "it has accumulated 1 and 2"
+            assert model.module.bias.grad.tolist() == [2.0]
+            model.zero_grad()
+
+
+def test_what_a_window_accumulated_before_a_parameter_was_frozen_is_averaged(ranks):
+    ranks(frozen_inside_a_window)
