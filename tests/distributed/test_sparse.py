@@ -183,8 +183,11 @@ def failures_are_told_by_a_sparse_bucket(rank, size):
     if rank == 1:
         elements = torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 2), check_invariants=True)
         hooks = model.table.weight._post_accumulate_grad_hooks
-        planted = model.table.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", elements))
-        hooks.move_to_end(planted.id, last=False)  # before ours, which sends the bucket
+        ours = dict(hooks)
+        model.table.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", elements))
+        for number, hook in ours.items():  # again, so that the planted one comes before ours, which sends the bucket
+            del hooks[number]
+            hooks[number] = hook
         expected = r"rank 1 could not pack its gradients: parameter 'table.weight' has a gradient of layout"
     else:
         expected = r"failed on rank 1 of 2"
