@@ -139,7 +139,8 @@ def test_manual_reductions_are_sent_in_paddles_groups(ranks):
             report = 256 + len(case["params"])  # numbers: at most 1 KB, and a flag for each parameter
             groups_sent = sent[: len(case["groups"])]
             alone = [("float32", numel) for _, numel in sent[len(case["groups"]) :]]
-            assert sent == [*groups_sent, *alone] and len(alone) <= 1, case["id"]
+            assert sent == [*groups_sent, *alone], case["id"]
+            assert len(alone) <= 1, case["id"]
             assert all(numel <= report for _, numel in alone), case["id"]
             assert [dtype for dtype, _ in groups_sent] == case["coalesced_dtype"], case["id"]
             slots = [len(group) * 16 for group in case["groups"]]  # what the padding of a slot may add, in bytes
