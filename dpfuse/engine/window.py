@@ -55,6 +55,8 @@ class Window:
         self.began = NEVER
         self._counts_forwards = counts_forwards
         self._number = NEVER
+        self._backwards = 0
+        self._forwards = 0
         self._watched = True  # whether the outputs of the last forward are watched
         self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
