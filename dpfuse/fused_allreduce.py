@@ -16,9 +16,9 @@ from torch.autograd.graph import increment_version
 from dpfuse.engine import votes
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
-from dpfuse.engine.bucket import GradBucket, Surroundings
+from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
 from dpfuse.engine.buffer import dense_stride
-from dpfuse.engine.collective import check_all_to_all, resolve_group
+from dpfuse.engine.collective import check_all_to_all, has_raised, resolve_group
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, plan_groups
@@ -222,28 +222,49 @@ class _Prepared:
         """
         if not self.buckets:
             return
-        params, outcome, report = self.params(), Outcome(), self.buckets[-1].parts.report
-        assert report is not None
+        outcome, unsent = Outcome(), list(self.buckets)
         try:
-            for bucket in self.buckets:
-                bucket.bind([params[index] for index in bucket.plan.params])
-            for bucket in self.buckets:
-                bucket.send(outcome, complete=True)
-            for bucket in self.buckets:
-                bucket.wait()
-            reading = report.read(outcome, wait=True, gather=True)
-            for bucket in self.buckets:
-                if reading.all_well:
-                    bucket.deliver()
-                else:
-                    bucket.discard()
-        finally:
-            for bucket in self.buckets:
-                bucket.bind(())
+            reading = self._exchange(unsent, outcome)
+        except Exception as error:
+            if isinstance(error, DPFuseError) or has_raised(error):
+                raise
+            # The peers wait for the rest of the collectives, and for this rank's report.
+            outcome.error = outcome.error or error
+            reading = self._exchange(unsent, outcome)
         if not reading.all_well:
             raise DPFuseError(_failure(group, reading, outcome)) from outcome.error
         # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
-        increment_version([param.grad for param in params if param.grad is not None])
+        increment_version([param.grad for param in self.params() if param.grad is not None])
+
+    def _exchange(self, unsent: list[GradBucket], outcome: Outcome) -> Reading:
+        """Send, wait, deliver. After an exception it can be called again: what was done is not done again.
+
+        Args:
+            unsent: the buckets that are still to be sent; this method removes those that were.
+            outcome: of this rank; after an error, the buckets that are left send zeros.
+        """
+        buckets, params, report = self.buckets, self.params(), self.buckets[-1].parts.report
+        assert report is not None
+        if outcome.well:
+            for bucket in buckets:
+                bucket.bind([params[index] for index in bucket.plan.params])
+        while unsent:
+            if not unsent[0].busy and outcome.well:
+                unsent[0].send(outcome, complete=True)
+            elif not unsent[0].busy:
+                unsent[0].send_empty(outcome)
+            del unsent[0]
+        for bucket in buckets:
+            if bucket.state is FLIGHT:
+                bucket.wait()
+        reading = report.read(outcome, wait=True, gather=True)
+        for bucket in buckets:
+            if bucket.busy and reading.all_well:
+                bucket.deliver()
+            elif bucket.busy:
+                bucket.discard()
+            bucket.bind(())
+        return reading
 
 
 def _facts_of(items: Sequence[Tensor]) -> list[Any]:

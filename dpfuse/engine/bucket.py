@@ -226,7 +226,7 @@ class GradBucket:
         if frozen:  # what an open window has accumulated before they were frozen is averaged
             frozen -= self.parts.feed.held
         if frozen and outcome.in_window:
-            pairs = zip(buffer.indices, buffer.params, strict=True)
+            pairs = zip(self.plan.params, self.params, strict=True)
             frozen -= {index for index, param in pairs if param.grad is not None}
         self._frozen = frozen
         grads: list[Tensor | None] = [param.grad for param in buffer.params]
@@ -246,7 +246,7 @@ class GradBucket:
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
         for step in parts.steps:
             step.before(arguments)
-        if outside := parts.exchange.take(arguments.scale, parts.steps):
+        if outside := parts.exchange.take(arguments.scale, parts.steps, self._frozen):
             self.missing += [index for index in outside if index not in self._frozen]
         outcome.missing += self.missing
         if parts.report is not None:

@@ -70,8 +70,11 @@ class Exchange:
         """Use these parameters, or none, and return the places of those that travel outside the buffer."""
         return set()
 
-    def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
-        """Take what travels outside the buffer, and return the registration indices without a gradient."""
+    def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
+        """Take what travels outside the buffer, and return the registration indices without a gradient.
+
+        What is left in the `.grad` of a parameter in `frozen` (registration indices) is no gradient.
+        """
         return []
 
     def empty(self) -> None:

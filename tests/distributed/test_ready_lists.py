@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -557,3 +558,35 @@ def frozen_inside_a_window(rank, size):
 
 def test_what_a_window_accumulated_before_a_parameter_was_frozen_is_averaged(ranks):
     ranks(frozen_inside_a_window)
+
+
+LARGE_ROWS = 600_000  # of float32, 2.4 MB: such a gradient is reduced in its own memory
+
+
+def outside_the_buffer(rank, size, kind):
+    """The weight of `kind` travels outside the buffer; it is frozen inside a window, and the bias is not."""
+    weight = nn.Linear(1, LARGE_ROWS) if kind == "large" else nn.Embedding(4, 2, sparse=True)
+    batch = torch.ones(1, 1) if kind == "large" else torch.tensor([0, 2])
+    last = nn.Linear(LARGE_ROWS if kind == "large" else 2, 1)
+    model = dpfuse.DistributedDataParallel(nn.Sequential(weight, last))
+    if kind == "hooked":
+        model.register_comm_hook(None, allreduce_hook)
+    for _ in range(2):
+        model.requires_grad_(True)
+        with model.no_sync():
+            (model(batch).sum() * (rank + 1)).backward()
+        own = weight.weight.grad.clone()
+        weight.weight.requires_grad_(False)
+        model(batch).sum().backward()
+        mean = weight.weight.grad
+        assert mean.is_sparse == (kind != "large")
+        assert torch.allclose(mean.to_dense(), own.to_dense() * (1.5 / (rank + 1)))
+        left = mean.clone()
+        model(batch).sum().backward()
+        assert torch.equal(weight.weight.grad.to_dense(), left.to_dense()), "it was averaged before"
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["large", "sparse", "hooked"])
+def test_so_is_what_travels_outside_the_buffer(ranks, kind):
+    ranks(outside_the_buffer, kind)

@@ -167,9 +167,9 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
             assert_waited(streams, {wrote[name] for name in names})
         start(bucket, flat, outcome)
 
-    def taken(large):
+    def taken(large, **options):
         streams.log.append("read")
-        take(large)
+        take(large, **options)
 
     monkeypatch.setattr(GradBucket, "_start", started)
     monkeypatch.setattr(in_place._LargeGradient, "take", taken)

@@ -144,9 +144,9 @@ class HookedRows(Hooked):
         self._device = torch.device(bucket.device)
         self._grad = self._without_rows()
 
-    def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
+    def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
         self.empty()
-        grad = self._param.grad if self._param.requires_grad else None
+        grad = None if self._registered in frozen else self._param.grad
         if grad is None:
             return [self._registered]
         if grad.dtype != self._param.dtype or grad.layout not in (torch.strided, torch.sparse_coo):

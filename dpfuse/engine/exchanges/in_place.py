@@ -69,12 +69,12 @@ class InPlace(Exchange):
             one.param = params[one.place] if params else None
         return {one.place for one in self._large}
 
-    def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
+    def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
         """As `Exchange.take`. No gradient is written before all were read."""
         self._scale = scale
         with torch.no_grad():
             for one in self._large:
-                one.take()
+                one.take(frozen=one.index in frozen)
             present = [one for one in self._large if not one.missing]
             for step in steps:
                 step.outside([one.name for one in present], [one.flat for one in present])
@@ -144,11 +144,10 @@ class _LargeGradient:
         self._copy: PointerTable | None = None
         self._taken: Tensor | None = None  # the gradient, kept until all kernels that read it are queued
 
-    def take(self) -> None:
-        """Make `flat` the gradient, or a copy of it, or zeros where there is none; writes no gradient."""
-        # A gradient that was left in a frozen parameter is not averaged.
+    def take(self, *, frozen: bool) -> None:
+        """Make `flat` the gradient, or a copy, or zeros where there is none or it is frozen; write no gradient."""
         param = self.param
-        self._taken = grad = param.grad if param is not None and param.requires_grad else None
+        self._taken = grad = None if frozen or param is None else param.grad
         self.missing = grad is None
         self.in_place = grad is not None and self._may_be_written(grad)
         if self.in_place:

@@ -52,9 +52,9 @@ class SparseRows(Exchange):
         self._rows = self._no_rows()
         self._is_dense = False
 
-    def take(self, scale: float, steps: Sequence[PackStep]) -> list[int]:
+    def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
         self.empty()
-        grad = self._param.grad if self._param.requires_grad else None
+        grad = None if self._index in frozen else self._param.grad
         if grad is None:
             return [self._index]
         with torch.no_grad():
