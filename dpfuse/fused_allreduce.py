@@ -224,24 +224,27 @@ class _Prepared:
             return
         outcome, unsent = Outcome(), list(self.buckets)
         try:
-            reading = self._exchange(unsent, outcome)
+            failed = self._exchange(unsent, outcome)
         except Exception as error:
             if isinstance(error, DPFuseError) or has_raised(error):
                 raise
             # The peers wait for the rest of the collectives, and for this rank's report.
             outcome.error = outcome.error or error
-            reading = self._exchange(unsent, outcome)
-        if not reading.all_well:
-            raise DPFuseError(_failure(group, reading, outcome)) from outcome.error
+            failed = self._exchange(unsent, outcome)
+        if failed is not None:
+            raise DPFuseError(_failure(group, failed, outcome)) from outcome.error
         # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
         increment_version([param.grad for param in self.params() if param.grad is not None])
 
-    def _exchange(self, unsent: list[GradBucket], outcome: Outcome) -> Reading:
+    def _exchange(self, unsent: list[GradBucket], outcome: Outcome) -> Reading | None:
         """Send, wait, deliver. After an exception it can be called again: what was done is not done again.
 
         Args:
             unsent: the buckets that are still to be sent; this method removes those that were.
             outcome: of this rank; after an error, the buckets that are left send zeros.
+
+        Returns:
+            The report if a rank has failed, else None.
         """
         buckets, params, report = self.buckets, self.params(), self.buckets[-1].parts.report
         assert report is not None
@@ -264,7 +267,7 @@ class _Prepared:
             elif bucket.busy:
                 bucket.discard()
             bucket.bind(())
-        return reading
+        return None if reading.all_well else reading
 
 
 def _facts_of(items: Sequence[Tensor]) -> list[Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dis import opmap
+from linecache import getline
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +30,8 @@ LEFT_OUT = tuple(f"{ROOT}/engine/{name}.py" for name in ("collective", "waiting"
 COLLECTIVE = f"{ROOT}/engine/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group", "waits_on_streams"})
 WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
+HARMLESS = re.compile(r"try:|return( \w+)?")
+YIELD = opmap["YIELD_VALUE"]
 FUNCTIONS = (
     "zeros", "zeros_like", "empty", "empty_like", "empty_strided", "full", "tensor", "cat", "stack", "frombuffer",
     "view_as_real", "_foreach_copy_", "_foreach_mul_", "_foreach_add_", "_foreach_norm",
@@ -105,6 +110,7 @@ class _Tracer:
         self._scopes: dict[str, bool] = {}
         # By id: a reference to a frame would keep its tensors alive, which the library may look at.
         self._began: set[int] = set()  # frames that run, in or below which a collective has begun
+        self._entered: set[tuple[int, int]] = set()  # `with` lines that were passed, by the id of their frame
         self._collectives = 0
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -122,10 +128,11 @@ class _Tracer:
             self._pass(frame, f" {name}")
 
     def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line" and self._lines:
+        if event == "line" and self._lines and self._can_fail(frame):
             self._pass(frame, "")
-        elif event == "return":
+        elif event == "return" and frame.f_code.co_code[frame.f_lasti] != YIELD:
             self._began.discard(id(frame))
+            self._entered = {place for place in self._entered if place[0] != id(frame)}
         return self._step
 
     def _pass(self, frame: FrameType, suffix: str) -> None:
@@ -139,6 +146,22 @@ class _Tracer:
         if len(points) == self._at:
             self._record.raised = True
             raise self._make()
+
+    def _can_fail(self, frame: FrameType) -> bool:
+        """Whether an exception can come from this line; `sys.settrace` can raise one where none is possible.
+
+        Neither `try:` nor returning a name can fail. And a `with` line is told again when its block ends; an exception
+        there would skip the exit of the context.
+        """
+        line = getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if HARMLESS.fullmatch(line):
+            return False
+        if not line.startswith("with "):
+            return True
+        place = (id(frame), frame.f_lineno)
+        known = place in self._entered
+        self._entered.add(place)
+        return not known
 
     def _in_scope(self, file: str) -> bool:
         known = self._scopes.get(file)
