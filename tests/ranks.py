@@ -39,6 +39,7 @@ def _serve(rank: int, size: int, store_path: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     stacks = open(f"{store_path}-stacks-{rank}", "w")  # noqa: SIM115  # lives as long as the process
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    faulthandler.enable(stacks, all_threads=True)
     # With the key of the tests, tensors can be passed on, which are sent as open files.
     sys.path[:], current_process().authkey = pipe.recv()
     torch.set_num_threads(1)
@@ -122,7 +123,7 @@ class RankPool:
                 try:
                     kind, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    kind, value = "ended", f"exit code {self._processes[rank].wait(10)}"
+                    kind, value = "ended", f"exit code {self._processes[rank].wait(10)}\n{self._stacks(rank)}"
                 if kind in ("returned", "ready"):
                     results[rank] = value
                 else:
@@ -135,7 +136,7 @@ class RankPool:
         return results
 
     def _stacks(self, rank: int) -> str:
-        """Where a rank is that does not answer."""
+        """Where a rank is that does not answer, or was when it ended by a signal."""
         if self._processes[rank].poll() is None and self._pids:
             os.kill(self._pids[rank], signal.SIGUSR1)
             sleep(0.5)  # the handler writes at once
