@@ -13,8 +13,10 @@ NEED_DEMO := torch numpy triton rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark
 # The tests marked so: others import packages that a GPU machine need not have.
 GPU_TESTS := tests/gpu tests/bench/test_size_list.py tests/commands/test_gpu.py
-NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout hypothesis matplotlib sklearn ruff mypy sphinx furo \
+NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy sphinx furo \
 	myst_parser build hatchling
+# Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray
 
 demo: need := $(NEED_DEMO)
@@ -35,10 +37,10 @@ demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(python) -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
 
 test: lint  ## what .ci/run does: lint, types, tests
-	$(python) -m pytest -m "not gpu and not slow" --timeout 300 --durations=25
+	$(python) -m pytest -m "not gpu and not slow" --timeout 300 --durations=25 $(SIDE_BY_SIDE)
 
 test-all: lint  ## the long tests too, and those with accelerate, Lightning, transformers and Ray
-	$(python) -m pytest -m "not gpu" --timeout 1200 --durations=25
+	$(python) -m pytest -m "not gpu" --timeout 1200 --durations=25 $(SIDE_BY_SIDE)
 
 lint:
 	$(ready)

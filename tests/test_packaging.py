@@ -125,9 +125,9 @@ def test_importing_is_quick_and_leaves_triton_alone(tmp_path):
         import gc, sys, time, torch
         before = "triton" in sys.modules
         gc.freeze()  # a collection that comes by chance would look at all of torch's objects
-        start = time.perf_counter()
+        start = time.process_time()  # not by the clock: other tests run beside this one
         import dpfuse
-        print(time.perf_counter() - start, before, "triton" in sys.modules)
+        print(time.process_time() - start, before, "triton" in sys.modules)
     """
     seconds = []
     for _ in range(3):

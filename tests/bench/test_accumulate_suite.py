@@ -21,6 +21,7 @@ def few_windows(rank: int, size: int) -> dict[str, float]:
     return {name: result["peak"] for name, result in results.items()}
 
 
+@pytest.mark.slow
 def test_contenders_are_proved_weighed_and_timed(ranks):
     for peaks in ranks(few_windows):
         # A buffer, and at the worst moment gradients beside it and activations of eight rows.

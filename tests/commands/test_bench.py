@@ -30,6 +30,7 @@ def row_of(row):
     return Row(row["name"], None if row["buckets"] is None else sizes, row["buckets"], seconds)
 
 
+@pytest.mark.slow
 def test_the_door_measures_and_writes(tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--comm_buffer_sizes=0.1,25,inf", "--last-comm-buffer-sizes=0.05,0.1", "--rounds=3", "--steps=2"]

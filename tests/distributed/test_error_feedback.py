@@ -82,7 +82,7 @@ def nothing_is_lost(rank, size, wires, steps=30):
             assert (arrived[place] - true[place]).abs().max() > 2 * tolerance
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_arrives_is_the_true_sum_but_for_what_is_kept(ranks, size):
     ranks(nothing_is_lost, WIRES, size=size)
 
@@ -319,6 +319,7 @@ def with_hard_gradients(rank, size):
             assert errors[1] <= errors[0] / 4, (name, wire, errors)
 
 
+@pytest.mark.slow
 def test_equal_steps_average_what_one_step_rounds_away(ranks):
     ranks(with_hard_gradients, size=3)
 

@@ -88,9 +88,9 @@ def test_without_a_count_one_rank_starts_and_a_hint_is_given():
     ("how", "code", "text"),
     [
         ("raise", 1, "raised ValueError: planted"),
-        ("raise-while-peer-sleeps", 1, "raised ValueError: planted"),
-        ("exit", 3, "ended with exit code 3"),
-        ("_exit", 4, "ended with exit code 4"),
+        pytest.param("raise-while-peer-sleeps", 1, "raised ValueError: planted", marks=pytest.mark.slow),
+        pytest.param("exit", 3, "ended with exit code 3", marks=pytest.mark.slow),
+        pytest.param("_exit", 4, "ended with exit code 4", marks=pytest.mark.slow),
         ("kill", 137, "was killed by SIGKILL"),
     ],
 )
@@ -115,11 +115,11 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
     ("how", "code", "text"),
     [
         ("return", 0, None),
-        ("0", 0, None),
+        pytest.param("0", 0, None, marks=pytest.mark.slow),
         ("raise", 1, "raised ValueError: planted"),
-        ("text", 1, "raised SystemExit: planted"),
+        pytest.param("text", 1, "raised SystemExit: planted", marks=pytest.mark.slow),
         ("3", 3, "ended with exit code 3"),
-        ("300", 300 & 0xFF, "raised SystemExit: 300"),
+        pytest.param("300", 300 & 0xFF, "raised SystemExit: 300", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(how, code, text):
@@ -133,6 +133,7 @@ def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(how, cod
         assert done.stderr.startswith("planted\n")
 
 
+@pytest.mark.slow
 def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
     done = launch(
         "--nproc_per_node=2", "--redirects=3", "--log_dir", tmp_path, SCRIPTS / "fail.py", "raise", warm_ranks=True
@@ -143,7 +144,7 @@ def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
     assert list(tmp_path.glob("**/stdout.log"))
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
 def test_log_dir_keeps_a_log_per_rank_and_the_first_failure_is_still_reported(how, tmp_path):
     logs = tmp_path / "new" / "logs"
     done = launch("--nproc_per_node=2", "--log_dir", logs, SCRIPTS / "fail.py", how, TEST_SECRET="hunter2")
@@ -164,6 +165,7 @@ def test_log_dir_keeps_a_log_per_rank_and_the_first_failure_is_still_reported(ho
     assert "hunter2" not in first + second + done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_log_of_the_failed_attempt(tmp_path):
     words = ("--nproc_per_node=1", "--max_restarts=1", "--log_dir", tmp_path, SCRIPT)
     done = launch(*words, warm_ranks=True, TEST_FAIL_UNTIL_RESTART="1")
@@ -180,7 +182,10 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
     assert f"dpfuse.launch: the job could not be started or supervised: [Errno 17] File exists: '{path}'" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_no_rank_outlives_the_launcher(number):
     words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
     job = start(*words, warm=number != signal.SIGKILL)
@@ -237,6 +242,7 @@ def test_a_taken_port_of_several_machines_is_named(rank):
     assert "A port that this job needs is taken: give another one, the same on every machine." in done.stderr
 
 
+@pytest.mark.slow
 def test_two_machines_meet_by_torchruns_own_flags():
     flags = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     ranks = {"PYTHON_EXEC": python(warm=True)}
@@ -288,6 +294,7 @@ def test_cards_without_gpus_become_ranks_on_the_cpu():
     assert done.stderr.count("no GPU here") == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_a_rank_see_their_own_job():
     done = launch("--nproc_per_node=2", SCRIPTS / "nested.py", warm_ranks=True)
     outer, inner, torchruns = json.loads(done.stdout)

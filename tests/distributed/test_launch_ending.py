@@ -89,6 +89,7 @@ def test_the_launcher_is_asked_to_end_and_its_ranks_will_not(how, number, time_t
     )
 
 
+@pytest.mark.slow
 def test_asked_twice_it_waits_no_longer():
     job = launched(SCRIPT, "ignores")
     pids = started(job)
@@ -99,7 +100,7 @@ def test_asked_twice_it_waits_no_longer():
     assert job.returncode == 130
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("fault", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
 def test_what_an_obedient_rank_has_started_ends_with_it(fault):
     job = launched(SCRIPT, "obedient", fault)
     ended(job, started(job), within=DELAY + 7)

@@ -152,7 +152,10 @@ def test_a_failed_rank_has_no_value():
         context.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_no_rank_outlives_a_parent_that_is_ended(number, tmp_path):
     parent = start(SCRIPTS / "spawn_and_wait.py", tmp_path, warm=number != signal.SIGKILL)
     try:

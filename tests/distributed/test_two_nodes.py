@@ -127,6 +127,7 @@ def test_the_documents_command_with_cluster_node_ips(machines, folder):
     check(machines, run_in_shells(machines, folder, commands), per_node, port)
 
 
+@pytest.mark.slow
 def test_machines_meet_at_the_master_with_ranks_given(machines):
     nodes = [machines.launch(number, *machines.way(number), SCRIPTS / "train.py") for number in (0, 1)]
     for node, seen in enumerate(reports(finish(nodes))):
@@ -140,6 +141,7 @@ def test_machines_meet_at_the_master_with_ranks_given(machines):
         assert s["endpoint"] == f"{own}:{machines.port}"
 
 
+@pytest.mark.slow
 def test_machines_without_ranks_number_themselves(machines):
     flags = [f"--master={machines.addresses[0]}:{machines.port}", "--nnodes=2", "--nproc_per_node=2"]
     nodes = [machines.launch(number, *flags, SCRIPTS / "train.py") for number in (0, 1)]
@@ -149,7 +151,9 @@ def test_machines_without_ranks_number_themselves(machines):
     assert sorted(s["paddle"]["PADDLE_NNODES"] for node in seen for s in node) == ["2"] * 4
 
 
-@pytest.mark.parametrize(("number", "how"), [(1, signal.SIGKILL), (0, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "how"), [(1, signal.SIGKILL), pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, machines):
     nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "fail.py", "loop") for n in (0, 1)]
     pids = [pids_in(node.stdout.readline())[0] for node in nodes]
@@ -163,6 +167,7 @@ def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, mac
     assert f"dpfuse.launch: rank {1 - number} (pid {pids[1 - number]}) raised" in told[1 - number]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_on_one_machine_is_named_there(machines):
     nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "fail.py", "raise") for n in (0, 1)]
     told = [node.communicate(timeout=TIMEOUT) for node in nodes]

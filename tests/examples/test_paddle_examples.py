@@ -78,6 +78,7 @@ def two_cores() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_the_four_usages_of_spawn() -> None:
     ranks = len(os.sched_getaffinity(0))
@@ -91,12 +92,14 @@ def test_the_four_usages_of_spawn() -> None:
     assert done.stderr.count("torch sees no GPU here, so 2 gloo rank(s) run on the CPU instead") == 1
 
 
+@pytest.mark.slow
 def test_linear_net_under_launch() -> None:
     first, second = launched("linear_net_launch.py")
     assert numbers("loss", first) != numbers("loss", second)
     assert weights(first) == weights(second)
 
 
+@pytest.mark.slow
 def test_a_state_dict_comes_back_as_it_went() -> None:
     first, second = launched("state_dict.py")
     assert first == second == [f"saved and loaded weight, weights {weights(first)}"]
@@ -107,10 +110,12 @@ def test_gradients_of_a_custom_function_averaged_by_hand_are_those_of_a_plain_ba
     assert first == second == [f"10 steps, gradients as of a plain backward, weights {weights(first)}"]
 
 
+@pytest.mark.slow
 def test_what_no_sync_accumulates_is_averaged_once() -> None:
     assert launched("no_sync.py") == [[f"gradient {own} of its own, then 1015 on all"] for own in (10, 20)]
 
 
+@pytest.mark.slow
 def test_fleet_learns_files_in_the_form_of_cifar_10(tmp_path: Path) -> None:
     cifar10.write_made_up(tmp_path, train=640, test=150)
     first, second = launched("fleet_cifar10.py", "--data", tmp_path, "--epochs", 4)
@@ -122,6 +127,7 @@ def test_fleet_learns_files_in_the_form_of_cifar_10(tmp_path: Path) -> None:
         assert accuracy[-1] > 0.95
 
 
+@pytest.mark.slow
 def test_fleet_on_one_process_says_that_its_pictures_are_made_up(tmp_path: Path) -> None:
     done = run(EXAMPLES / "fleet_cifar10.py", "--epochs", 1, "--limit", 64, DPFUSE_DATA=str(tmp_path))
     assert len(said(done, ranks=1)[0]) == 2
@@ -138,6 +144,7 @@ def test_fleet_learns_from_real_pictures() -> None:
     assert min(numbers("accuracy", first)[-1], numbers("accuracy", second)[-1]) > 0.25
 
 
+@pytest.mark.slow
 def test_fleet_trains_a_resnet() -> None:
     sizes = ["--depth", 14, "--image-size", 32, "--batch-size", 4, "--batch-num", 12]
     first, second = launched("fleet_resnet.py", *sizes)
@@ -178,6 +185,7 @@ def test_the_basic_api_learns_on_two_ranks(mnist: str) -> None:
         assert accuracy[-1] > 0.9
 
 
+@pytest.mark.slow
 def test_the_high_level_api_is_the_same_program_on_one_process_and_on_two_ranks(mnist: str) -> None:
     arguments = ["--limit", 301, "--epochs", 3]  # which two ranks cannot share evenly
     alone = said(run(EXAMPLES / "mnist_high_level_api.py", *arguments, DPFUSE_DATA=mnist), ranks=1)
@@ -224,6 +232,7 @@ def test_parallel_executors_are_fed_dicts_and_lists_and_drop_their_scopes(
     assert out.startswith("6 steps, the same whenever scopes are dropped; loss ")
 
 
+@pytest.mark.slow
 def test_parallel_executors_of_two_processes_train_one_model() -> None:
     first, second = launched("parallel_executor_trainers.py", CPU_NUM="2")
     assert weights(first) == weights(second)

@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.examples.test_fashion_mnist import folder  # noqa: F401  # a fixture
 from tests.warm import warm_python
 
@@ -34,6 +36,7 @@ def weights(done: subprocess.CompletedProcess[str]) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_a_crash_changes_nothing_in_the_end(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     whole = resume(tmp_path / "whole", "--data", str(folder))
     crashed = resume(tmp_path / "crashed", "--data", str(folder), "--crash-at", "23")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.distributed.processes import run
 
 PROGRAM = """
@@ -43,6 +45,7 @@ print(json.dumps({name: [one["codes"], one["left"]] for name, one in seen.items(
 """
 
 
+@pytest.mark.slow
 def test_every_end_is_seen_for_what_it_is() -> None:
     done = run("-c", PROGRAM)
     assert done.returncode == 0, done.stderr

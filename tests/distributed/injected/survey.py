@@ -62,8 +62,8 @@ class Survey:
 
     def close(self) -> None:
         """End the ranks."""
-        if self._pool is not None:
-            self._pool.close()
+        if self._pool is not None and self._pool.healthy:
+            self._end_pool()
         self._folder.cleanup()
 
     def points(self, case: str, step: int, rank: int, kind: str) -> Sequence[Point]:
