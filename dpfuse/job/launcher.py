@@ -1,165 +1,32 @@
 """`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
-Owns the command line. Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`); what
-runs inside a rank is in rank_program.py. nodes.py reads Paddle's flags that describe other machines.
+Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`). launch_flags.py reads the command line,
+and nodes.py those of Paddle's flags that describe other machines. What runs inside a rank is in rank_program.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
 import signal
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 from dpfuse.job import rank_program
-from dpfuse.job.devices import cores_per_rank, select_gpus
+from dpfuse.job.devices import cores_per_rank
 from dpfuse.job.failure import RankFailure, first_failure, read_record
 from dpfuse.job.interfaces import interface_of, public_address
-from dpfuse.job.nodes import MASTER_PORT, Nodes, add_flags, read_nodes
+from dpfuse.job.launch_flags import parse, say
+from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.variables import LOOPBACK_HOSTS, environment, one_machine_variables
 
 __all__ = ["main"]
-
-PROGRAM = "dpfuse.launch"
-SHUTDOWN_SECONDS = 8  # that ranks get to end before they are killed; torchrun gives 30
-# The dashes into which word processors and web pages turn hyphens.
-TYPOGRAPHIC_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
-
-
-def _parser() -> argparse.ArgumentParser:
-    from torch.distributed.run import get_args_parser
-
-    parser: argparse.ArgumentParser = get_args_parser()
-    parser.prog = "python -m dpfuse.launch"
-    parser.usage = "%(prog)s [flags] script.py [arguments of the script]"
-    parser.description = "Start a program on several ranks, here or on more machines, with torchrun's flags."
-    parser.add_argument(
-        "--gpus",
-        "--devices",
-        "--selected_gpus",
-        "--selected-gpus",
-        dest="gpus",
-        default=None,
-        help="physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs.",
-    )
-    add_flags(parser)
-    # torchrun's defaults would hide whether the user asked; its variables still count.
-    for name in ("nproc_per_node", "master_port"):
-        if f"PET_{name.upper()}" not in os.environ:
-            parser.set_defaults(**{name: None})
-    return parser
-
-
-def _plain(word: str) -> str:
-    """Return `word` as a flag: two hyphens in place of its dashes, and no value."""
-    return "--" + word.lstrip("-" + TYPOGRAPHIC_DASHES).partition("=")[0]
-
-
-def _suggestion(word: str, flags: Sequence[str]) -> str:
-    close = difflib.get_close_matches(_plain(word).replace("-", "_"), [f.replace("-", "_") for f in flags], n=1)
-    if not close:
-        return f" See `python -m {PROGRAM} --help`."
-    return f" Did you mean --{close[0].lstrip('_')}?"
-
-
-def _misspelt(word: str, flags: Sequence[str]) -> str | None:
-    """Return what is wrong with a word that looks like a flag but cannot be one; None if nothing is."""
-    if word.lstrip("-")[:1] in tuple(TYPOGRAPHIC_DASHES):
-        return (
-            f"{word!r} begins with a typographic dash, not with the hyphens of a flag (copied from a page?)."
-            f"{_suggestion(word, flags)}"
-        )
-    if word.startswith("-") and not word.startswith("--") and _plain(word) in flags:
-        return f"{word!r} begins with one hyphen, expected two. Write {_plain(word)}."
-    return None
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the parsed command line; an error in it ends the program with exit code 2."""
-    parser = _parser()
-    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    for word in arguments:
-        problem = _misspelt(word, flags)
-        if problem:
-            parser.error(problem)
-        if word in ("-m", "--module", "--no-python", "--no_python") or word.endswith(".py"):
-            break  # the words from here on are the program and its arguments
-    args, unknown = parser.parse_known_args(arguments)
-    problem = _misspelt(args.training_script, flags)
-    if problem:
-        parser.error(problem)
-    if unknown:
-        parser.error(f"unknown flag {unknown[0]!r}.{_suggestion(unknown[0], flags)}")
-    if not (args.module or args.no_python) and not os.path.isfile(args.training_script):
-        parser.error(f"there is no script {args.training_script!r} (to run a module, put -m before its name)")
-    # Parsed once more without defaults: the values that are set then were written by the user.
-    written = argparse.Namespace(**{action.dest: None for action in parser._actions})
-    parser.parse_known_args(arguments, written)
-    try:
-        args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
-        _settle_ranks(args)
-        _settle_end(args)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
-
-
-def _settle_ranks(args: argparse.Namespace) -> None:
-    """Set the number of ranks on this machine (as text, for torchrun), and turn `args.gpus` into a list of cards."""
-    import torch
-    from torch.distributed.run import determine_local_world_size
-
-    if args.gpus is not None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            args.gpus = select_gpus(args.gpus, "--gpus")
-        for warning in caught:
-            _say(str(warning.message))
-        if args.nproc_per_node is None:
-            args.nproc_per_node = str(len(args.gpus))
-    if args.nproc_per_node is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not gpus:
-            _say("no GPU is visible: starting one rank on the CPU; use --nproc_per_node N to start more")
-        args.nproc_per_node = str(gpus or 1)
-    try:
-        count = determine_local_world_size(args.nproc_per_node)
-    except ValueError as error:
-        raise ValueError(
-            f"--nproc_per_node: got {args.nproc_per_node!r}, expected a number, gpu, cpu or auto ({error})"
-        ) from error
-    if count < 1:
-        raise ValueError(f"--nproc_per_node: got {args.nproc_per_node!r}, expected at least 1")
-    if args.gpus is not None and count != len(args.gpus):
-        raise ValueError(
-            f"--gpus names {len(args.gpus)} card(s), but --nproc_per_node is {count}; expected the same "
-            "number. Leave --nproc_per_node out, or name one card for each rank."
-        )
-    args.nproc_per_node = str(count)
-
-
-def _settle_end(args: argparse.Namespace) -> None:
-    """Set `args.seconds_to_end`: how long a rank may take to end after it failed or was asked to end."""
-    seconds: Any = getattr(args, "shutdown_timeout", None)  # a flag of torch 2.12
-    source = "--shutdown_timeout"
-    if seconds is None:
-        source = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        seconds = os.environ.get(source, SHUTDOWN_SECONDS)
-    try:
-        args.seconds_to_end = int(seconds)
-    except ValueError:
-        args.seconds_to_end = -1
-    if args.seconds_to_end < 0:
-        raise ValueError(f"{source}: got {seconds!r}, expected whole seconds from 0 on")
 
 
 def _on_one_machine(args: argparse.Namespace) -> bool:
@@ -196,7 +63,7 @@ def _warn_of_public_address(args: argparse.Namespace) -> None:
     host = re.sub(r":\d*$", "", place) if place else args.master_addr
     address = public_address(host.strip("[]"))
     if address is not None:
-        _say(
+        say(
             f"warning: {address} is a public address, and torch's store there accepts every connection, which can then "
             "run code in every rank. Use an address in a private network, or a firewall that admits only the machines "
             "of the job."
@@ -275,10 +142,6 @@ def _run(args: argparse.Namespace) -> None:
         elastic_launch(config=config, entrypoint=command)(*arguments)
 
 
-def _say(text: str) -> None:
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the job that the command line describes and wait for it.
 
@@ -303,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Source: PyTorch's torchrun, whose flags all work, and Paddle's launchers, whose flags name cards and machines.
     """
-    args = _parse(list(sys.argv[1:] if arguments is None else arguments))
+    args = parse(list(sys.argv[1:] if arguments is None else arguments))
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -311,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         nodes = None if args.nodes is None else args.nodes.located()
     except ValueError as error:
-        _say(str(error))
+        say(str(error))
         return 2
     with ExitStack() as cleanup:
         _prepare(args, nodes, cleanup)
@@ -321,10 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _report(error.failures, args)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
-            _say(f"got {name}; every rank was ended")
+            say(f"got {name}; every rank was ended")
             return 128 + int(error.sigval)
         except (ValueError, AssertionError, RuntimeError, OSError, RendezvousError) as error:
-            _say(f"the job could not be started or supervised: {str(error).rstrip('.')}.{_remedy(error)}")
+            say(f"the job could not be started or supervised: {str(error).rstrip('.')}.{_remedy(error)}")
             return 1
     return 0
 
@@ -352,7 +215,5 @@ def _report(failures: Mapping[int, Any], args: argparse.Namespace) -> int:
     elif args.redirects != "0":
         # Without redirection the rank has printed its traceback on the console.
         trace = f"\n{first.traceback}"
-    _say(
-        f"{first}; it was the first rank to fail, and the others were ended. Exit code {first.shell_code}.{log}{trace}"
-    )
+    say(f"{first}; it was the first rank to fail, and the others were ended. Exit code {first.shell_code}.{log}{trace}")
     return first.shell_code

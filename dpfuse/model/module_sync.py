@@ -19,8 +19,8 @@ from dpfuse.engine.waiting import LOSS, Track
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
-from dpfuse.gradients.factors import GradientFactors
 from dpfuse.gradients.finite import FiniteCheck
+from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, Gradients
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.model.agreement import send_tensors

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from dpfuse.job.launcher import _parse
+from dpfuse.job.launch_flags import parse
 from tests.distributed.processes import SCRIPTS, alive, all_gone, pids_in, start
 
 LIMIT = 12.0  # seconds, of which ranks get eight to end by themselves
@@ -57,7 +57,7 @@ def flags(time_to_end):
 
 
 def test_ranks_get_eight_seconds_to_end_if_nothing_else_is_said():
-    assert _parse(["--nproc_per_node=2", str(SCRIPT)]).seconds_to_end == 8
+    assert parse(["--nproc_per_node=2", str(SCRIPT)]).seconds_to_end == 8
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("line", LAUNCHES)
 def test_the_launcher_understands_every_command_line_shown(line, tmp_path, monkeypatch):
-    from dpfuse.job.launcher import _parse
+    from dpfuse.job.launch_flags import parse
 
     words = shlex.split(line, comments=True)
     words = words[3 if words[0] == "python" else 1 :]
@@ -87,7 +87,7 @@ def test_the_launcher_understands_every_command_line_shown(line, tmp_path, monke
         path = tmp_path / script
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    _parse(words)
+    parse(words)
 
 
 def docstring_examples() -> list[doctest.DocTest]:

@@ -12,7 +12,7 @@ import torch
 import dpfuse.launch
 import dpfuse.paddle
 from dpfuse.job import nodes
-from dpfuse.job.launcher import _parse
+from dpfuse.job.launch_flags import parse
 from tests.distributed.processes import SCRIPTS, shell
 
 IPS = "python -m paddle.distributed.launch --gpus=0,1,2,3 --ips=192.168.1.2,192.168.1.3 train_with_fleet.py"
@@ -115,7 +115,7 @@ def test_spawn_in_its_four_usages(folder):
 def parsed(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    args = _parse(shlex.split(command)[3:])
+    args = parse(shlex.split(command)[3:])
     assert (args.training_script, args.gpus, args.nproc_per_node) == ("train_with_fleet.py", ["0", "1", "2", "3"], "4")
     return args.nodes
 
