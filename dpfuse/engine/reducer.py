@@ -17,13 +17,12 @@ from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["ABANDONED", "IDLE", "Phase", "Reducer", "Wiring"]
-
-HELD_UP = 4  # backwards in a row in which one bucket holds others up, before a warning names it
 
 
 class Phase(Enum):
@@ -129,7 +128,7 @@ class Reducer:
         self.last_error = ""
         self._require_sync = True
         self._wiring = wiring
-        self._warn_unused = wiring.warn_unused
+        self._unused = UnusedParameters(wiring.rank, warns=wiring.warn_unused)
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
@@ -226,11 +225,14 @@ class Reducer:
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
-        append, examine = ready.entries.append, self._examine
+        append, examine, send = ready.entries.append, self._examine, self._send_complete
 
         def mark_sentinel(param: Any) -> None:
             append(param)
-            examine(order)
+            if self.phase is REDUCING:
+                send()
+            else:
+                examine(order)
 
         if pack is None:
             return mark_sentinel
@@ -485,15 +487,14 @@ class Reducer:
             DPFuseError: that backward failed on some rank.
         """
         window = self._wiring.window
-        warn_unused, self._warn_unused = self._warn_unused, False
         window.elsewhere = True
         try:
-            self.record_forward(True)
-            self.open(announced=True)
-            self.close(lambda: True)
+            with self._unused.expected():
+                self.record_forward(True)
+                self.open(announced=True)
+                self.close(lambda: True)
         finally:
             window.elsewhere = False
-            self._warn_unused = warn_unused
 
     # --- While it runs ---
 
@@ -574,8 +575,7 @@ class Reducer:
             return
         blocking.held_up += 1
         names = [self._names[self._indices[id(param)]] for param in blocking.missing()]
-        if blocking.held_up == HELD_UP and names and self._wiring.warn_unused:
-            self._run.warnings.append(messages.held_up(self._wiring.rank, names, HELD_UP))
+        self._warn(self._unused.held_up(blocking.held_up, names))
 
     def _freeze(self, frozen: frozenset[int]) -> None:
         self._frozen = frozen
@@ -664,10 +664,10 @@ class Reducer:
         missing = run.outcome.missing
         held = [bucket for bucket in self.buckets if bucket.state is LANDED]
         if missing and held:
-            untouched = frozenset(missing) - report.used_somewhere(missing)
+            untouched = self._unused.untouched(missing, report)
             for bucket in held:
                 bucket.deliver(untouched)
-            self._warn_of_unused(missing, len(untouched))
+            self._warn(self._unused.warning(missing, len(untouched), self._names))
         for bucket in held:
             if bucket.state is LANDED:
                 bucket.deliver()
@@ -693,11 +693,9 @@ class Reducer:
                     {i: hook for i, hook in self.hooks().items() if i in self.buckets[order].plan.params}
                 )
 
-    def _warn_of_unused(self, missing: Sequence[int], nowhere: int) -> None:
-        if self._warn_unused:
-            self._warn_unused = False
-            names = [self._names[index] for index in sorted(missing)]
-            self._run.warnings.append(messages.unused(self._wiring.rank, names, nowhere))
+    def _warn(self, text: str | None) -> None:
+        if text is not None:
+            self._run.warnings.append(text)  # for when all is delivered
 
     @property
     def _all_read_now(self) -> bool:

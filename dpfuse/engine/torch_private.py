@@ -152,7 +152,9 @@ def no_graph() -> AbstractContextManager[object]:
 
 def ranged_without_graph(name: str, label: str) -> AbstractContextManager[object]:
     """Return both contexts in one. Usually neither is needed, and one empty context is entered."""
-    return _both(name, label) if torch.is_grad_enabled() else ranged(name, label)
+    if torch.is_grad_enabled():
+        return _both(name, label)
+    return ranged(name, label) if _profiler_enabled() else _NOTHING
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
-Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`). launch_flags.py reads the command line,
-and nodes.py those of Paddle's flags that describe other machines. What runs inside a rank is in rank_program.py.
+Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`). paddle_launch_flags.py reads the command
+line, and nodes.py those of Paddle's flags that describe other machines. What runs inside a rank is in rank_program.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dpfuse.job import rank_program
 from dpfuse.job.devices import cores_per_rank
 from dpfuse.job.failure import RankFailure, first_failure, read_record
 from dpfuse.job.interfaces import interface_of, public_address
-from dpfuse.job.launch_flags import parse, say
 from dpfuse.job.nodes import MASTER_PORT, Nodes
+from dpfuse.job.paddle_launch_flags import parse, say
 from dpfuse.job.variables import LOOPBACK_HOSTS, environment, one_machine_variables
 
 __all__ = ["main"]

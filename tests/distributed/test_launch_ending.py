@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from dpfuse.job.launch_flags import parse
+from dpfuse.job.paddle_launch_flags import parse
 from tests.distributed.processes import SCRIPTS, alive, all_gone, pids_in, start
 
 LIMIT = 12.0  # seconds, of which ranks get eight to end by themselves

@@ -75,7 +75,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("line", LAUNCHES)
 def test_the_launcher_understands_every_command_line_shown(line, tmp_path, monkeypatch):
-    from dpfuse.job.launch_flags import parse
+    from dpfuse.job.paddle_launch_flags import parse
 
     words = shlex.split(line, comments=True)
     words = words[3 if words[0] == "python" else 1 :]

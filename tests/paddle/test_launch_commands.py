@@ -12,7 +12,7 @@ import torch
 import dpfuse.launch
 import dpfuse.paddle
 from dpfuse.job import nodes
-from dpfuse.job.launch_flags import parse
+from dpfuse.job.paddle_launch_flags import parse
 from tests.distributed.processes import SCRIPTS, shell
 
 IPS = "python -m paddle.distributed.launch --gpus=0,1,2,3 --ips=192.168.1.2,192.168.1.3 train_with_fleet.py"
