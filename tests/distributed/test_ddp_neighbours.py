@@ -288,7 +288,7 @@ def count_graphs(rank, size, cap, order):
 
 
 @pytest.mark.parametrize("order", ["outside", "inside"])
-@pytest.mark.parametrize("cap", [2, 4])
+@pytest.mark.parametrize("cap", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::Warning:torch")
 def test_the_compiler_splits_graphs_where_it_splits_torchs(ranks, cap, order):
     """And fullgraph=True, which torch's class cannot take outside, changes nothing."""

@@ -62,6 +62,7 @@ def error_of(text: str) -> tuple[float, str]:
     return float(found[1]), found[2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_a_forward_ahead_with_its_buffers_is_a_deadlock():
     job = Job("ahead", 3)
     for rank, told in enumerate(job.finish()):
@@ -83,6 +84,7 @@ def test_a_killed_rank_is_named_at_once():
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_exception_on_the_other_face_too():
     job = Job("hook-raise", 60, warm=False, FAULTY="0")
     told = job.finish()
@@ -94,7 +96,7 @@ def test_a_rank_that_raises_is_named_with_its_exception_on_the_other_face_too():
     assert "DPFuseError" not in told[0]
 
 
-@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("faulty", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_its_group_is_named_and_lives(faulty):
     job = Job("leave-group", 60, FAULTY=str(faulty))
     told = job.finish()

@@ -100,7 +100,8 @@ def test_asked_twice_it_waits_no_longer():
     assert job.returncode == 130
 
 
-@pytest.mark.parametrize("fault", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_what_an_obedient_rank_has_started_ends_with_it(fault):
     job = launched(SCRIPT, "obedient", fault)
     ended(job, started(job), within=DELAY + 7)
@@ -144,13 +145,14 @@ def test_what_ranks_leave_behind_after_they_ended_well_is_theirs():
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "fault"),
     [
         ("in C", "raise"),
-        pytest.param("in C", "kill", marks=pytest.mark.slow),
-        pytest.param("ignores", "raise", marks=pytest.mark.slow),
-        pytest.param("ignores", "kill", marks=pytest.mark.slow),
+        ("in C", "kill"),
+        ("ignores", "raise"),
+        ("ignores", "kill"),
     ],
 )
 def test_spawn_ends_ranks_that_will_not_end(how, fault):

@@ -181,7 +181,7 @@ def test_spawn_reads_nothing_from_a_folder_that_others_can_write_to(tmp_path, mo
     assert list(tmp_path.glob("pytorch-errorfile*")) == [name]
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
 def test_the_environment_is_never_printed(how):
     done = launched("--nproc_per_node=2", SCRIPTS / "fail.py", how, TEST_SECRET="hunter2", LOGLEVEL="DEBUG")
     assert done.returncode != 0

@@ -105,6 +105,7 @@ def test_a_state_dict_comes_back_as_it_went() -> None:
     assert first == second == [f"saved and loaded weight, weights {weights(first)}"]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_custom_function_averaged_by_hand_are_those_of_a_plain_backward() -> None:
     first, second = launched("pylayer_fused_allreduce.py")
     assert first == second == [f"10 steps, gradients as of a plain backward, weights {weights(first)}"]

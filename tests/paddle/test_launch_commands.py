@@ -49,11 +49,23 @@ def test_python_alone_runs_on_one_process(folder):
 @pytest.mark.parametrize(
     ("command", "size", "door"),
     [
-        ("python -m paddle.distributed.launch train.py", 1, "dpfuse.launch"),
+        pytest.param("python -m paddle.distributed.launch train.py", 1, "dpfuse.launch", marks=pytest.mark.slow),
         ("python -m paddle.distributed.launch --gpus='0,1' train.py", 2, "dpfuse.paddle.distributed.launch"),
-        ("python -m paddle.distributed.launch --gpus '0,1' train.py", 2, "dpfuse.launch"),
-        ("python -m paddle.distributed.launch --selected_gpus=0,1 demo.py", 2, "dpfuse.launch"),
-        ("python -m paddle.distributed.launch --gpus=0,1,2,3 train_with_fleet.py", 4, "dpfuse.launch"),
+        pytest.param(
+            "python -m paddle.distributed.launch --gpus '0,1' train.py", 2, "dpfuse.launch", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "python -m paddle.distributed.launch --selected_gpus=0,1 demo.py",
+            2,
+            "dpfuse.launch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "python -m paddle.distributed.launch --gpus=0,1,2,3 train_with_fleet.py",
+            4,
+            "dpfuse.launch",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_launcher_starts_as_many_ranks_as_cards(command, size, door, folder):
@@ -89,6 +101,7 @@ def test_the_typographic_dash_of_the_page_is_explained(folder):
     assert "Did you mean --selected_gpus?" in done.stderr
 
 
+@pytest.mark.slow
 def test_log_dir_gets_one_log_per_rank(folder):
     done = run("python -m paddle.distributed.launch --gpus=0,1 --log_dir logs train.py", folder)
     assert done.returncode == 0, done.stderr
@@ -98,6 +111,7 @@ def test_log_dir_gets_one_log_per_rank(folder):
     assert done.stdout == "[default0]:" + (logs / "workerlog.0").read_text()
 
 
+@pytest.mark.slow
 def test_spawn_in_its_four_usages(folder):
     shutil.copy(SCRIPTS / "demo_spawn.py", folder / "demo.py")
     done = run("python demo.py", folder)

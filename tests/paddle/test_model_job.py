@@ -147,6 +147,7 @@ def test_torchs_distributed_sampler_shuffles_anew_in_every_epoch(ranks):
     ranks(epochs_of_a_distributed_sampler)
 
 
+@pytest.mark.slow
 def test_a_script_for_one_card_runs_under_launch(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
