@@ -57,7 +57,7 @@ FAULTS = [
     Fault("link_down", "1b 14", "two machines: the link of one goes down", silences.steps_through_a_fault,
           named("rank {peer}", within=AT_STALL), SILENT, slow=True, cable="down"),
     Fault("frames_vanish", "1b 14", "two machines: what they send each other vanishes", silences.steps_through_a_fault,
-          named("rank {peer}", within=AT_STALL), SILENT, slow=True, cable="vanishes"),
+          named("rank {peer}", within=AT_STALL), SILENT, cable="vanishes"),
     Fault("blip", "1b 15", "two machines: nothing arrives for 5 s", silences.steps_through_a_fault, RIGHT,
           {"stall_timeout": 12.0}, slow=True, cable="blip"),
     Fault("user_collectives", "1b 16", "all-reduces of the program between the backwards", paths.user_collectives,
