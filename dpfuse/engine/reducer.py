@@ -555,7 +555,10 @@ class Reducer:
         run, ready = self._run, self._ready
         run.outcome.late += [self._indices[id(param)] for one in ready[: run.next] for param in one.late()]
         if self.phase is REDUCING:
-            missing = [param for one in ready[run.next :] if not one.is_complete for param in one.missing()]
+            incomplete = [one for one in ready[run.next :] if not one.is_complete]
+            if not incomplete:
+                return
+            missing = [param for one in incomplete for param in one.missing()]
         else:
             seen = set(map(id, run.recorded))
             missing = [param for param in self._params if id(param) not in seen]
@@ -700,8 +703,7 @@ class Reducer:
     @property
     def _all_read_now(self) -> bool:
         """Whether every rank reads the report at the end of this backward, as on CPUs and in strict mode."""
-        device = self.buckets[-1].parts.buffer.flat.device.type
-        return device == "cpu" or self._wiring.strict or (not self.rebuilt and self._change is None)
+        return self._report.is_on_cpu or self._wiring.strict or (not self.rebuilt and self._change is None)
 
     def _explain(self, reading: Reading, error: Exception | None) -> str:
         wiring, outcome = self._wiring, self._run.outcome
@@ -714,7 +716,10 @@ class Reducer:
         return messages.differing(wiring.rank, wiring.fields, reading)
 
     def _any_ready(self) -> bool:
-        return bool(self._run.recorded) or any(ready.entries for ready in self._ready)
+        for ready in self._ready:
+            if ready.entries:
+                return True
+        return bool(self._run.recorded)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

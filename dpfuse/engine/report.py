@@ -189,6 +189,11 @@ class Report:
         return {index for index in indices if flags[index]}
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether it lies on the CPU, where every rank reads it as soon as it has landed."""
+        return self._source.is_cpu
+
+    @property
     def unreadable(self) -> bool:
         """Whether a CUDA graph is being captured, so that nothing on the device can be read."""
         return capturing()

@@ -1,0 +1,59 @@
+"""How many functions of ours a gradient passes on its way from its ready hook to the collective."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+import dpfuse_kernels
+
+CALLS, MODULES = 28, 13
+WHOLE = 140  # of a backward with two buckets
+FOLDERS = tuple(str(Path(module.__file__).parent) for module in (dpfuse, dpfuse_kernels))
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def calls_in_backward(model):
+    """(file, function) of each call of ours in one backward, in order."""
+    calls = []
+
+    def note(frame, event, _argument):
+        if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):
+            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    loss = model(torch.ones(1, 4)).sum()
+    sys.setprofile(note)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_way_from_the_hook_to_the_collective_does_not_grow(group):
+    """The goal of the design is 14 calls through 8 modules; these numbers are what is reached, and may only fall."""
+    layers = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]
+    model = dpfuse.DataParallel(nn.Sequential(*layers), None, 1e-5, 1e-5)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+    assert len(model.bucket_plan.buckets) == 2
+    model.zero_grad()
+    calls = calls_in_backward(model)
+    names = [name for _, name in calls]
+    way = calls[names.index("mark_sentinel") : names.index("all_reduce") + 1]
+    assert len(way) <= CALLS, way
+    assert len({file for file, _ in way}) <= MODULES
+    assert len(calls) <= WHOLE
