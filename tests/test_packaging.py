@@ -18,7 +18,7 @@ import dpfuse
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = ("bench/results/", ".ci/", ".venv/", "docs/_build/", "data/")
-IMPORT_SECONDS = 0.3
+IMPORT_PART = 0.25  # of the time that importing torch takes
 
 
 def run(*command: object, cwd: Path, **environ: str) -> str:
@@ -122,21 +122,24 @@ def python(program: str, cwd: Path) -> str:
 
 def test_importing_is_quick_and_leaves_triton_alone(tmp_path):
     program = """
-        import gc, sys, time, torch
+        import gc, sys, time
+        start = time.process_time()
+        import torch
+        whole = time.process_time() - start
         before = "triton" in sys.modules
         gc.freeze()  # a collection that comes by chance would look at all of torch's objects
         start = time.process_time()  # not by the clock: other tests run beside this one
         import dpfuse
-        print(time.process_time() - start, before, "triton" in sys.modules)
+        print((time.process_time() - start) / whole, before, "triton" in sys.modules)
     """
-    seconds = []
+    parts = []
     for _ in range(3):
-        time, before, after = python(program, tmp_path).split()
+        part, before, after = python(program, tmp_path).split()
         assert before == after
-        seconds.append(float(time))
-        if min(seconds) <= IMPORT_SECONDS:
+        parts.append(float(part))
+        if min(parts) <= IMPORT_PART:
             break
-    assert min(seconds) <= IMPORT_SECONDS
+    assert min(parts) <= IMPORT_PART
 
 
 def test_a_step_works_where_triton_cannot_be_imported(tmp_path):

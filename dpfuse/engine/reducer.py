@@ -335,6 +335,8 @@ class Reducer:
                 added to gradients of that one; or a CUDA graph captures the first synchronised backward.
         """
         wiring, run = self._wiring, self._run
+        if self.phase not in RESTING:
+            self.abandon()  # an exception struck between the end of the backward before and its close
         if self.phase is ABANDONED:
             begun = run.next > 0 and not announced
             self.drain()

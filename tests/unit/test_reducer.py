@@ -597,13 +597,15 @@ def test_what_the_report_says_is_raised_and_the_next_backward_goes_on(reading, t
     assert bench.reducer.completed == 2
 
 
-def test_an_abandoned_backward_is_drained_with_a_report_of_failure():
+@pytest.mark.parametrize("told", [True, False], ids=["abandoned", "ended, but not closed"])
+def test_an_abandoned_backward_is_drained_with_a_report_of_failure(told):
     bench = Bench().settled()
     bench.reducer.open(announced=True)
     bench.mark(5)
     bench.report.reading = Reading(any_failed=True, rank=1)
-    bench.reducer.abandon()
-    assert bench.reducer.phase is Phase.ABANDONED
+    if told:
+        bench.reducer.abandon()
+        assert bench.reducer.phase is Phase.ABANDONED
     with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
         bench.reducer.open(announced=True)
     assert bench.orders("send") == [0]
