@@ -218,21 +218,24 @@ class _Prepared:
         """Average the gradients.
 
         Raises:
-            DPFuseError: a rank could not pack its gradients; on every rank.
+            DPFuseError: a rank failed; on every rank.
         """
         if not self.buckets:
             return
         outcome, unsent = Outcome(), list(self.buckets)
         try:
-            failed = self._exchange(unsent, outcome)
-        except Exception as error:
-            if isinstance(error, DPFuseError) or has_raised(error):
-                raise
-            # The peers wait for the rest of the collectives, and for this rank's report.
-            outcome.error = outcome.error or error
-            failed = self._exchange(unsent, outcome)
-        if failed is not None:
-            raise DPFuseError(_failure(group, failed, outcome)) from outcome.error
+            try:
+                failed = self._exchange(unsent, outcome)
+            except Exception as error:
+                if isinstance(error, DPFuseError) or has_raised(error):
+                    raise
+                # The peers wait for the rest of the collectives, and for this rank's report.
+                outcome.error = outcome.error or error
+                failed = self._exchange(unsent, outcome)
+            if failed is not None:
+                raise DPFuseError(_failure(group, failed, outcome)) from outcome.error
+        finally:
+            outcome.error = None  # its frames would keep the parameters alive
         # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
         increment_version([param.grad for param in self.params() if param.grad is not None])
 
@@ -295,7 +298,7 @@ def _failure(group: dist.ProcessGroup, reading: Reading, outcome: Outcome) -> st
             "next backward."
         )
     return (
-        f"rank {rank} could not pack its gradients in fused_allreduce_gradients(): "
+        f"rank {rank} failed in fused_allreduce_gradients(): "
         f"{str(outcome.error).rstrip('.')}. No rank's gradients of this call are averaged: zero them before the next "
         "backward."
     )

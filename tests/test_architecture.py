@@ -20,9 +20,16 @@ FACES = {"data_parallel", "wrapper", "fused_allreduce", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "version"}
 LARGE_CLASSES = {
-    "GradSync": 22, "Heartbeat": 23, "ModelSignature": 15, "ModuleSync": 17, "Reducer": 18, "Report": 13,
-    "_LargeGradient": 14,
-}  # fmt: skip
+    "engine.exchanges.in_place._LargeGradient": 14,
+    "engine.reducer.Reducer": 18,
+    "engine.reducer.Wiring": 14,
+    "engine.report.Report": 13,
+    "engine.sync.GradSync": 22,
+    "liveness.heartbeat.Heartbeat": 23,
+    "model.module_sync.ModuleSync": 17,
+    "model.options.SyncOptions": 22,
+    "model.signature.ModelSignature": 15,
+}
 READING_PATH = ["plan", "autograd", "reducer", "bucket", "buffer", "collective"]
 
 
@@ -140,9 +147,10 @@ def test_the_engine_reads_in_an_afternoon():
 
 
 def attributes_of(definition: ast.ClassDef) -> set[str]:
-    """What the methods of a class assign to `self`."""
+    """The fields of a class, and what its methods assign to `self`."""
     stores = (node for node in ast.walk(definition) if isinstance(node, ast.Attribute))
-    return {
+    fields = (node.target for node in definition.body if isinstance(node, ast.AnnAssign))
+    return {field.id for field in fields if isinstance(field, ast.Name)} | {
         node.attr
         for node in stores
         if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
@@ -150,12 +158,12 @@ def attributes_of(definition: ast.ClassDef) -> set[str]:
 
 
 def test_classes_have_few_attributes():
-    """The goal is 12. The classes that have more may not grow."""
+    """The goal is 12. The classes that have more may not grow. The wings and the kernels are not looked at."""
     found = {}
     for module, path in MODULES.items():
         if layer_of(module) not in {*WINGS, "kernels"}:
             classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
-            found |= {each.name: len(attributes_of(each)) for each in classes}
+            found |= {f"{module.removeprefix('dpfuse.')}.{each.name}": len(attributes_of(each)) for each in classes}
     assert {name: count for name, count in found.items() if count > 12} == LARGE_CLASSES
 
 

@@ -223,11 +223,10 @@ class GradBucket:
     def _gather(self, outcome: Outcome, complete: bool) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""
         buffer, frozen = self.parts.buffer, outcome.frozen
-        if frozen:  # what an open window has accumulated before they were frozen is averaged
-            frozen -= self.parts.feed.held
-        if frozen and outcome.in_window:
-            pairs = zip(self.plan.params, self.params, strict=True)
-            frozen -= {index for index, param in pairs if param.grad is not None}
+        if frozen:
+            # What an open window has accumulated before they were frozen is averaged. A rank that has accumulated
+            # nothing for such a parameter still takes part: the report tells whether another one has.
+            frozen = frozen - outcome.just_frozen - self.parts.feed.held
         self._frozen = frozen
         grads: list[Tensor | None] = [param.grad for param in buffer.params]
         if complete and not frozen:

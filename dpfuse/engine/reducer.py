@@ -352,15 +352,14 @@ class Reducer:
             sync = self._require_sync
         for feature in wiring.features:
             feature.opened(sync=sync, announced=announced)
+        if self._frozen and any(self._params[index].requires_grad for index in self._frozen):
+            self._freeze(frozenset(i for i in self._frozen if not self._params[i].requires_grad))
         if not sync:
             self._enter(LOCAL)
         elif not self._settled_buckets and self._report.unreadable:
             raise DPFuseError(messages.unsettled(wiring.rank))
         else:
-            if self._frozen and any(self._params[index].requires_grad for index in self._frozen):
-                self._freeze(frozenset(i for i in self._frozen if not self._params[i].requires_grad))
             run.outcome.frozen = self._frozen
-            run.outcome.in_window = wiring.window.is_open
             self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
@@ -566,6 +565,8 @@ class Reducer:
             missing = [param for param in self._params if id(param) not in seen]
         frozen = {self._indices[id(param)] for param in missing if not param.requires_grad}
         if not frozen <= self._frozen:
+            if self._wiring.window.is_open:
+                run.outcome.just_frozen |= frozen - self._frozen
             self._freeze(self._frozen | frozen)
             run.outcome.frozen = self._frozen
         if self.phase is REDUCING and run.next < len(self.buckets) - 1:
@@ -672,7 +673,8 @@ class Reducer:
             untouched = self._unused.untouched(missing, report)
             for bucket in held:
                 bucket.deliver(untouched)
-            self._warn(self._unused.warning(missing, len(untouched), self._names))
+            unused = [index for index in missing if index not in run.outcome.frozen]
+            self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._names))
         for bucket in held:
             if bucket.state is LANDED:
                 bucket.deliver()

@@ -31,7 +31,7 @@ class Outcome:
 
     missing: list[int] = field(default_factory=list)  # parameters without a gradient, of the buckets sent so far
     frozen: frozenset[int] = frozenset()  # parameters that were frozen since they were planned
-    in_window: bool = False  # whether backwards before it were not synchronised
+    just_frozen: frozenset[int] = frozenset()  # those of them that an open window may have accumulated before
     late: list[int] = field(default_factory=list)  # parameters that became ready after their bucket was sent
     error: Exception | None = None  # the first error of this rank
     failed: bool = False  # whether an exception ended it

@@ -1,5 +1,7 @@
 """Unused parameters: which of them no rank has used, and the warnings that name them. Touches no gradient.
 
+The second warning is of parameters that keep other buckets waiting, since they never become ready.
+
 A bucket packs zeros for a parameter without a gradient. If some rank has used it, every rank gets the mean. If none
 has, its `.grad` stays as it was. The flags of the report say which.
 """
@@ -42,7 +44,7 @@ class UnusedParameters:
             untouched: a number.
             names: of all parameters, by registration index.
         """
-        if self._warned or not self._warns:
+        if self._warned or not self._warns or not missing:
             return None
         self._warned = True
         return messages.unused(self._rank, [names[index] for index in sorted(missing)], untouched)

@@ -50,10 +50,13 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
     """
     data = text.encode()
     device = collective.group_device(group)
-    header = torch.tensor([len(data), *hashlib.sha256(data).digest(), text.startswith(FAILURE)], dtype=torch.int64)
+    try:
+        header = _header_of(data, device)
+    except Exception:
+        header = _header_of(data, device)  # memory may have been short for a moment, and the peers wait
     rows: list[torch.Tensor] = []
     try:
-        rows[:] = collective.all_gather(header.to(device), group)
+        rows[:] = collective.all_gather(header, group)
         _compare(rows, data, group, what, remedy)
     except DPFuseError:
         raise
@@ -61,6 +64,11 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
         if not rows:
             raise
         _compare(rows, data, group, what, remedy)  # the peers go on: an error that passes must not be raised here
+
+
+def _header_of(data: bytes, device: torch.device) -> torch.Tensor:
+    header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode())]
+    return torch.tensor(header, dtype=torch.int64).to(device)
 
 
 def _compare(rows: Sequence[torch.Tensor], data: bytes, group: dist.ProcessGroup, what: str, remedy: str) -> None:

@@ -252,13 +252,14 @@ class HostPlan:
     def _scratch_of(self, table: Layout) -> list[Tensor]:
         """Return for each stretch a buffer of the tensors' dtype. It starts as zeros, so that padding holds numbers."""
         if self._scratch is None:
-            self._scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
-            self._scratch_views = [None] * len(table.slots)
-            for stretch, stage in zip(self._stretches, self._scratch, strict=True):
+            scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
+            views: list[Tensor | None] = [None] * len(table.slots)
+            for stretch, stage in zip(self._stretches, scratch, strict=True):
                 for i in stretch.indices:
                     slot = table.slots[i]
-                    place = stage.as_strided(slot.shape, slot.stride, slot.offset - stretch.start)
-                    self._scratch_views[i] = place
+                    views[i] = stage.as_strided(slot.shape, slot.stride, slot.offset - stretch.start)
+            # Last, so that the next call begins again if there was no memory for one of them.
+            self._scratch_views, self._scratch = views, scratch
         return self._scratch
 
 

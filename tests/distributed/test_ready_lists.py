@@ -590,3 +590,32 @@ def outside_the_buffer(rank, size, kind):
 @pytest.mark.parametrize("kind", ["large", "sparse", "hooked"])
 def test_so_is_what_travels_outside_the_buffer(ranks, kind):
     ranks(outside_the_buffer, kind)
+
+
+def used_on_one_rank_only(rank, size, large):
+    """Rank 0 alone uses a layer inside a window, in which it is frozen on both ranks."""
+    layer = nn.Linear(1, LARGE_ROWS if large else 3)
+    model = dpfuse.DataParallel(nn.ModuleList([layer, nn.Linear(1, 1)]), gradient_as_bucket_view=False)
+    model.module.forward = lambda x, use: model.module[1](x).sum() + (layer(x).sum() if use else 0)
+    for _ in range(2):
+        model.requires_grad_(True)
+        with model.no_sync():
+            model(torch.ones(1, 1), use=rank == 0).backward()
+        layer.requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a frozen parameter is not one that a user forgot
+            model(torch.ones(1, 1), use=False).backward()
+        assert layer.weight.grad is not None
+        assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 0.5))
+        model.zero_grad()
+        layer.weight.grad = layer.bias.grad = None
+        with model.no_sync():
+            model(torch.ones(1, 1), use=False).backward()
+        model(torch.ones(1, 1), use=False).backward()
+        assert layer.weight.grad is None, "it was frozen before this window"
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["in the buffer", "in place"])
+def test_a_rank_that_accumulated_nothing_gets_the_same_mean(ranks, large):
+    ranks(used_on_one_rank_only, large)

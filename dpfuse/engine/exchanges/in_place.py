@@ -170,7 +170,9 @@ class _LargeGradient:
         self._taken, self.in_place = None, False
 
     def deliver(self) -> None:
-        """Give the reduced gradient to the parameter."""
+        """Give the reduced gradient to the parameter, unless that was done before."""
+        if self.flat is self._nothing:
+            return
         assert self.param is not None
         grad = self.param.grad
         if self.in_place:
@@ -179,7 +181,8 @@ class _LargeGradient:
             # It was replaced or removed after it was sent.
             table = PointerTable(self.flat, [self._slot], self._dtype)
         else:
-            table = self._table_for_copy()
+            # The copy belongs to the parameter if it was delivered before, and something failed behind it.
+            table = self._copy if self._copy is not None else PointerTable(self.flat, [self._slot], self._dtype)
         if grad is not None:
             try:
                 unflatten(table, [grad], matched=True)

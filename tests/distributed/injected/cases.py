@@ -46,7 +46,7 @@ class Case:
 
     Attributes:
         build: makes the module.
-        options: of `dpfuse.DataParallel`.
+        options: of `dpfuse.DataParallel`, or of `fused_allreduce_gradients`.
         steps: the synchronised backwards in which a rank is to fail; 1 is the recorded one.
         window: whether a step is one backward inside `no_sync()` and a synchronised one.
         local: whether the rank fails in the former.
@@ -77,7 +77,8 @@ CASES = {
     "checks": Case(options={**SMALL, "check_finite": "raise", "grad_norm_in_backward": True}),
     "wide": Case(wide),
     "wide-private": Case(wide, {"gradient_as_bucket_view": False}),
-    "manual": Case(steps=(1, 2), manual=True),
+    "manual": Case(options={"bucket_size": 0}, steps=(1, 2), manual=True),
+    "manual-wide": Case(wide, steps=(1, 2), manual=True),
 }
 
 

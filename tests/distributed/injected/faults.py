@@ -24,8 +24,13 @@ __all__ = ["ERRORS", "KINDS", "TEXT", "Point", "Record", "failing"]
 TEXT = "injected"
 KINDS = ("line", "call")
 ROOT = Path(dpfuse.__file__).parent
-FOLDERS = (f"{ROOT}/engine/", f"{ROOT}/gradients/", f"{Path(dpfuse_kernels.__file__).parent}/")
+FOLDERS = (
+    f"{ROOT}/engine/",
+    f"{ROOT}/gradients/",
+    f"{Path(dpfuse_kernels.__file__).parent}/",
+)
 # A collective that has begun cannot be taken back, and waiting for one is not ours to interrupt.
+MANUAL = f"{ROOT}/fused_allreduce.py"  # only what comes after the vote, and before a user's code goes on
 LEFT_OUT = tuple(f"{ROOT}/engine/{name}.py" for name in ("collective", "waiting", "patience"))
 COLLECTIVE = f"{ROOT}/engine/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group", "waits_on_streams"})
@@ -110,7 +115,7 @@ class _Tracer:
         self._scopes: dict[str, bool] = {}
         # By id: a reference to a frame would keep its tensors alive, which the library may look at.
         self._began: set[int] = set()  # frames that run, in or below which a collective has begun
-        self._entered: set[tuple[int, int]] = set()  # `with` lines that were passed, by the id of their frame
+        self._entered: set[tuple[int, int]] = set()  # `with` lines whose block runs, by the id of their frame
         self._collectives = 0
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -120,7 +125,8 @@ class _Tracer:
             if code.co_name in STARTING and frame.f_back is not None and frame.f_back.f_code.co_filename != COLLECTIVE:
                 self._collective_begins(frame.f_back)
             return None
-        return self._step if self._in_scope(code.co_filename) else None
+        manual = code.co_filename == MANUAL and code.co_name == "_exchange"
+        return self._step if manual or self._in_scope(code.co_filename) else None
 
     def passes_call(self, name: str, frame: FrameType) -> None:
         """A torch function is called from `frame`."""
@@ -158,10 +164,9 @@ class _Tracer:
             return False
         if not line.startswith("with "):
             return True
-        place = (id(frame), frame.f_lineno)
-        known = place in self._entered
-        self._entered.add(place)
-        return not known
+        # Beginning and end alternate, also in a loop.
+        self._entered ^= {(id(frame), frame.f_lineno)}
+        return (id(frame), frame.f_lineno) in self._entered
 
     def _in_scope(self, file: str) -> bool:
         known = self._scopes.get(file)

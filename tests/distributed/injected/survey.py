@@ -197,6 +197,6 @@ class Survey:
                 text += " < ".join(f"{file}:{line} {function}" for file, line, function in frames[:3])
             else:
                 words = Path(words_of(self._folder.name, int(rank))).read_text(errors="replace").strip().splitlines()
-                text += " ".join([*lines[-1:], *words[-1:]])
+                text += " ".join([*lines[1:2], *words[-1:]])
             found.append(text[:400])
         return found

@@ -169,7 +169,7 @@ class _Trained:
                 _loss(self._module, step, 0, self._rank).backward()
                 stage = "backward"
                 with armed:
-                    dpfuse.fused_allreduce_gradients(self._module.parameters())
+                    dpfuse.fused_allreduce_gradients(self._module.parameters(), **case.options)
                 return self._landed(step)
             self._wrapped.zero_grad()
             if case.window:
