@@ -17,7 +17,7 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import BucketObserver, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
 from dpfuse.engine.streams import WritingStreams
-from dpfuse.engine.torch_private import ranged, ranged_without_graph
+from dpfuse.engine.torch_private import NOTHING, profiler_runs, ranged, ranged_without_graph
 from dpfuse.engine.waiting import Board, finish
 from dpfuse.errors import DPFuseError
 
@@ -116,12 +116,15 @@ class GradBucket:
         if self.state is not FREE:
             raise self._misuse(FREE)
         buffer, parts = self.parts.buffer, self.parts
-        self.missing, self.error = [], None
+        self.missing, self.error, self._frozen = [], None, frozenset()
         several_streams = parts.writers is not None and parts.writers.precede()
         grads: list[Tensor | None] = []
         try:
-            grads = self._gather(outcome, complete)
-            with ranged_without_graph("dpfuse::pack", self._label):
+            grads = [param.grad for param in buffer.params]
+            if outcome.frozen or not complete:
+                grads = self._without_missing(grads, outcome)
+            usual = not (torch.is_grad_enabled() or profiler_runs())
+            with NOTHING if usual else ranged_without_graph("dpfuse::pack", self._label):
                 self._pack(grads, outcome)
         except Exception as error:
             self._send_zeros_for(error, outcome)
@@ -146,7 +149,8 @@ class GradBucket:
             flat = parts.buffer.flat.zero_()
         if parts.report is not None:
             self._room_in(flat).copy_(parts.report.source(outcome))
-        parts.exchange.empty()
+        if parts.exchange.has_outside:
+            parts.exchange.empty()
         self._start(flat, outcome)
         parts.feed.sent()
 
@@ -158,7 +162,7 @@ class GradBucket:
         parts, observers = self.parts, self._around.observers
         for observer in observers:
             observer.wait_begins(self._sent)
-        with ranged("dpfuse::wait", self._label):
+        with ranged("dpfuse::wait", self._label) if profiler_runs() else NOTHING:
             finish(self._work, self._around.board, self._sent.device.type, last=parts.report is not None)
             parts.delivery.landed()
         for observer in observers:
@@ -177,7 +181,8 @@ class GradBucket:
         untouched = untouched | self._frozen
         if parts.buffer.params:
             parts.delivery.deliver({*self.missing}, untouched)
-        parts.exchange.deliver(untouched)
+        if parts.exchange.has_outside:
+            parts.exchange.deliver(untouched)
         for step in parts.steps:
             step.delivered(untouched)
         self._sources = []
@@ -191,7 +196,8 @@ class GradBucket:
             raise self._misuse(LANDED)
         if self._sent is self.parts.buffer.flat:
             self.parts.delivery.discard()
-        self.parts.exchange.discard()
+        if self.parts.exchange.has_outside:
+            self.parts.exchange.discard()
         self._sources, self._sent = [], self.parts.buffer.flat
         self.state = FREE
 
@@ -220,22 +226,18 @@ class GradBucket:
         """Whether the bucket was sent, and neither delivered nor discarded since."""
         return self.state is not FREE
 
-    def _gather(self, outcome: Outcome, complete: bool) -> list[Tensor | None]:
+    def _without_missing(self, grads: list[Tensor | None], outcome: Outcome) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""
-        buffer, frozen = self.parts.buffer, outcome.frozen
-        if frozen:
-            # What an open window has accumulated before they were frozen is averaged. A rank that has accumulated
-            # nothing for such a parameter still takes part: the report tells whether another one has.
-            frozen = frozen - outcome.just_frozen - self.parts.feed.held
-        self._frozen = frozen
-        grads: list[Tensor | None] = [param.grad for param in buffer.params]
-        if complete and not frozen:
-            return grads
-        # What else is left in the `.grad` of a frozen parameter is not averaged.
-        grads = [None if index in frozen else grad for index, grad in zip(buffer.indices, grads, strict=True)]
-        there = self.parts.feed.held | frozen
+        indices, held = self.parts.buffer.indices, self.parts.feed.held
+        # What an open window has accumulated before they were frozen is averaged. A rank that has accumulated nothing
+        # for such a parameter still takes part: the report tells whether another one has. What else is left in the
+        # `.grad` of a frozen parameter is not averaged.
+        frozen = self._frozen = outcome.frozen - outcome.just_frozen - held
+        grads = [None if index in frozen else grad for index, grad in zip(indices, grads, strict=True)]
         self.missing = [
-            index for index, grad in zip(buffer.indices, grads, strict=True) if grad is None and index not in there
+            index
+            for index, grad in zip(indices, grads, strict=True)
+            if grad is None and index not in frozen and index not in held
         ]
         return grads
 
@@ -245,7 +247,8 @@ class GradBucket:
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
         for step in parts.steps:
             step.before(arguments)
-        if outside := parts.exchange.take(arguments.scale, parts.steps, self._frozen):
+        if parts.exchange.has_outside:
+            outside = parts.exchange.take(arguments.scale, parts.steps, self._frozen)
             self.missing += [index for index in outside if index not in self._frozen]
         outcome.missing += self.missing
         if parts.report is not None:
@@ -262,7 +265,8 @@ class GradBucket:
         outcome.error = outcome.error or error
         with torch.no_grad():
             parts.buffer.clear()
-            parts.exchange.empty()
+            if parts.exchange.has_outside:
+                parts.exchange.empty()
             if parts.report is not None:
                 parts.buffer.report.copy_(parts.report.source(outcome))
 
@@ -272,7 +276,7 @@ class GradBucket:
         return buffer.report if flat is buffer.flat else flat[flat.numel() - buffer.report.numel() :]
 
     def _start(self, flat: Tensor, outcome: Outcome) -> None:
-        with ranged("dpfuse::all_reduce", self._label):
+        with ranged("dpfuse::all_reduce", self._label) if profiler_runs() else NOTHING:
             try:
                 self._sent, self.state = flat, FLIGHT
                 self._work = self.parts.exchange.start(flat)  # nothing may come between the start and this

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dpfuse.engine.averaging import Averaging, real_dtype
 from dpfuse.engine.plan import Bucket, lay_out_slots
-from dpfuse.engine.protocols import PackArguments
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
@@ -30,8 +29,18 @@ class Format(Protocol):
     ) -> PointerTable:
         """Allocate a flat tensor with these slots."""
 
-    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
-        """Write gradients into the table of the arguments."""
+    def pack(
+        self,
+        tensors: Sequence[Tensor | None],
+        table: Any,
+        *,
+        scale: float = 1.0,
+        counts: Tensor | None = None,
+        factor: Tensor | None = None,
+        residual: Tensor | None = None,
+        matched: bool = False,
+    ) -> None:
+        """Write gradients into a table that `table` has made. The arguments are those of `dpfuse_kernels.flatten`."""
 
     def unpack(
         self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
@@ -51,16 +60,7 @@ class _Plain:
     ) -> PointerTable:
         return PointerTable(zeros(numel, getattr(torch, wire)), slots, dtype)
 
-    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
-        flatten(
-            grads,
-            arguments.table,
-            scale=arguments.scale,
-            counts=arguments.counts,
-            factor=arguments.factor,
-            residual=arguments.residual,
-            matched=True,
-        )
+    pack = staticmethod(flatten)
 
     def unpack(
         self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
@@ -146,15 +146,6 @@ class Buffer:
         """Whether the numbers in it are the gradients' own, so that `.grad` can be a view."""
         return self.table.dtype == self.flat.dtype
 
-    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
-        """Write these gradients, one per parameter or None, and the report of the arguments."""
-        if self.is_complex:
-            grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
-        if arguments.report is not None:
-            grads = [*grads, arguments.report]
-        if grads:
-            self.format.pack(grads, arguments)
-
     def unpack(
         self, targets: Sequence[Tensor | None], *, scale: float, squares: Tensor | None = None, matched: bool = True
     ) -> None:
@@ -163,22 +154,15 @@ class Buffer:
 
     def hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of each parameter its view of the buffer, except at the registration indices in `but`."""
-        views = self.current_views()
+        if list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses:
+            self._replace_views()  # `param.grad.data = x` has moved one
         if not but:
-            for param, view in zip(self.params, views, strict=True):
+            for param, view in zip(self.params, self.views, strict=True):
                 param.grad = view
             return
-        for param, index, view in zip(self.params, self.indices, views, strict=True):
+        for param, index, view in zip(self.params, self.indices, self.views, strict=True):
             if index not in but:
                 param.grad = view
-
-    def current_views(self) -> list[Tensor]:
-        """Return the views, each on its slot. Views that `param.grad.data = x` has moved are replaced."""
-        if list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses:
-            self.gradients.views[:] = self.gradients.new_views()
-            self.table.views[: len(self.params)] = self.gradients.views
-            self.views = self._views_of(self.gradients)
-        return self.views
 
     def target(self, place: int) -> Tensor:
         """Return the gradient of a parameter, to be written; a new one if it has none. A complex one is a real view."""
@@ -214,6 +198,11 @@ class Buffer:
             and (self.report.numel() if self.has_room else 0) == room
             and type(self.format) is type(format)
         )
+
+    def _replace_views(self) -> None:
+        self.gradients.views[:] = self.gradients.new_views()
+        self.table.views[: len(self.params)] = self.gradients.views
+        self.views = self._views_of(self.gradients)
 
     def _views_of(self, table: PointerTable) -> list[Tensor]:
         views = table.views[: len(self.params)]

@@ -55,11 +55,14 @@ class Exchange:
 
     Attributes:
         takes_factors: whether gradients are multiplied by a factor before the sum.
+        has_outside: whether some gradients travel outside the buffer; only then `take`, `empty`, `deliver` and
+            `discard` are called.
         error: why the result of the last exchange cannot be used, if it cannot.
         bytes_in_place: bytes of the gradients that the last exchange has reduced in their own memory.
     """
 
     takes_factors = True
+    has_outside = False
     error: Exception | None = None
     bytes_in_place = 0
 

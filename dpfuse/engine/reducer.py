@@ -88,6 +88,7 @@ class _Run:
     outputs_watched: bool = True
     recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
     reading: Reading | None = None  # what the ranks have reported
+    waits: bool = True  # whether this rank waits for that, also on a GPU
     delivered: bool = False
     warnings: list[str] = field(default_factory=list)  # given after delivery: they may become errors
 
@@ -225,7 +226,7 @@ class Reducer:
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
-        append, examine, send = ready.entries.append, self._examine, self._send_complete
+        append, examine, send = ready.entries.append, self._examine, self._send_next
 
         def mark_sentinel(param: Any) -> None:
             append(param)
@@ -285,7 +286,7 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
-        found = self.unaveraged()
+        found = [param for ready in self._ready for param in ready.entries]
         if found:
             self.refuse(found)
             self._wiring.window.backward_ends()
@@ -421,11 +422,10 @@ class Reducer:
             self._wiring.window.gradients_accumulated()
             if self.phase is CHANGED:
                 self._settle_change()
-            self._note_stragglers()
-            for order in range(run.next, len(self.buckets)):
-                self._send(order, complete=False)
+            complete = self._note_stragglers()
+            self._send_next(rest=True, complete=complete)
             run.reading = self._hear()
-        if not run.reading.all_well:
+        if run.reading is not ALL_WELL and not run.reading.all_well:
             self._fail(run.reading)
         self._deliver()
         if not self.rebuilt:
@@ -514,7 +514,7 @@ class Reducer:
     def _examine(self, order: int) -> None:
         """Send what is complete. The sentinel of bucket `order` became ready."""
         if self.phase is REDUCING:
-            self._send_complete()
+            self._send_next()
         elif self.phase is LOCAL:
             if self._ready[order].is_complete:
                 self.accumulation.ready(order)
@@ -523,27 +523,34 @@ class Reducer:
             self._wiring.open_backward()
             self._examine(order)
 
-    def _send_complete(self) -> None:
+    def _send_next(self, *, rest: bool = False, complete: bool = False) -> None:
+        """Send the buckets that are complete, or all the `rest`, because backward has ended.
+
+        Args:
+            rest: whether backward has ended.
+            complete: whether all of them are known to be complete.
+        """
         # In plan order, not in the order of completion: collectives must match on all ranks. The last bucket is sent
         # when backward has ended, because its report says whether all went well. Its gradients arrive last anyway.
-        run = self._run
+        run, buckets = self._run, self.buckets
+        end = len(buckets) if rest else len(buckets) - 1
         try:
-            while run.next < len(self.buckets) - 1 and self._ready[run.next].is_complete:
-                self._send(run.next, complete=True)
+            while run.next < end:
+                ready, bucket = self._ready[run.next], buckets[run.next]
+                all_there = complete or ready.is_complete
+                if not (all_there or rest):
+                    return
+                self._wiring.track.tell(BACKWARD, self.completed, run.next)
+                if bucket.state is FREE:
+                    bucket.send(run.outcome, complete=all_there)
+                ready.sent = len(ready.entries)
+                run.next += 1
         except Exception as error:
-            if run.outcome.torn:
+            if rest or run.outcome.torn:
                 raise
             run.outcome.error = run.outcome.error or error  # the rest is sent when backward has ended
 
-    leave_untraced(_send_complete, calls=True, reason="dpfuse sends gradients here")
-
-    def _send(self, order: int, *, complete: bool) -> None:
-        self._wiring.track.tell(BACKWARD, self.completed, order)
-        ready, bucket, run = self._ready[order], self.buckets[order], self._run
-        if bucket.state is FREE:
-            bucket.send(run.outcome, complete=complete or ready.is_complete)
-        ready.sent = len(ready.entries)
-        run.next = order + 1
+    leave_untraced(_send_next, calls=True, reason="dpfuse sends gradients here")
 
     def _send_empty(self, buckets: Sequence[GradBucket]) -> None:
         for order in range(self._run.next, len(buckets)):
@@ -551,14 +558,20 @@ class Reducer:
                 buckets[order].send_empty(self._run.outcome)
             self._run.next = order + 1
 
-    def _note_stragglers(self) -> None:
-        """Backward has ended: find late and frozen parameters, and a bucket that holds others up."""
+    def _note_stragglers(self) -> bool:
+        """Backward has ended: find late and frozen parameters, and a bucket that holds others up.
+
+        Returns:
+            Whether all buckets that were not sent are complete.
+        """
         run, ready = self._run, self._ready
-        run.outcome.late += [self._indices[id(param)] for one in ready[: run.next] for param in one.late()]
+        for one in ready[: run.next]:
+            if len(one.entries) > one.sent:
+                run.outcome.late += [self._indices[id(param)] for param in one.late()]
         if self.phase is REDUCING:
             incomplete = [one for one in ready[run.next :] if not one.is_complete]
             if not incomplete:
-                return
+                return True
             missing = [param for one in incomplete for param in one.missing()]
         else:
             seen = set(map(id, run.recorded))
@@ -571,6 +584,7 @@ class Reducer:
             run.outcome.frozen = self._frozen
         if self.phase is REDUCING and run.next < len(self.buckets) - 1:
             self._note_held_up(run.next)
+        return False
 
     def _note_held_up(self, order: int) -> None:
         blocking = self._ready[order]
@@ -629,7 +643,7 @@ class Reducer:
 
     def _hear(self) -> Reading:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
-        report, outcome = self._report, self._run.outcome
+        report, run, outcome = self._report, self._run, self._run.outcome
         for order, bucket in enumerate(self.buckets):
             if len(self.buckets) > 1:  # with one bucket, the track has not changed since it was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
@@ -642,13 +656,9 @@ class Reducer:
         if outcome.missing and report.unreadable:
             names = [self._names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
-        return report.read(outcome, wait=self._waits_for_report, gather=self._all_read_now)
-
-    @property
-    def _waits_for_report(self) -> bool:
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
-        outcome = self._run.outcome
-        return not outcome.well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
+        run.waits = not outcome.well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
+        return report.read(outcome, wait=run.waits, gather=self._all_read_now)
 
     def _fail(self, reading: Reading) -> None:
         """Raise the error that every rank raises."""
@@ -678,7 +688,7 @@ class Reducer:
         for bucket in held:
             if bucket.state is LANDED:
                 bucket.deliver()
-        if report.unreadable or not self._waits_for_report:
+        if not run.waits or report.unreadable:
             self._wiring.guard(report.alarm)
         run.delivered = True
 

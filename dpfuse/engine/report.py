@@ -104,6 +104,7 @@ class Report:
 
     Attributes:
         numel: the number of its elements.
+        is_on_cpu: whether it lies on the CPU, where every rank reads it as soon as it has landed.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Report:
         self._values: list[object] = [*[0] * len(fields), False, frozenset()]  # what `_source` tells
         start = [*self._pairs_of(self._values), *[0.0] * (2 * RANK_BITS + len(SLOTS)), *[1.0] * param_count]
         self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
+        self.is_on_cpu = self._source.is_cpu
         self._landing: _Landing | None = None  # of this backward
         self._landed: _Landing | None = None  # of this one, or the one before
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
@@ -189,11 +191,6 @@ class Report:
         return {index for index in indices if flags[index]}
 
     @property
-    def is_on_cpu(self) -> bool:
-        """Whether it lies on the CPU, where every rank reads it as soon as it has landed."""
-        return self._source.is_cpu
-
-    @property
     def unreadable(self) -> bool:
         """Whether a CUDA graph is being captured, so that nothing on the device can be read."""
         return capturing()
@@ -223,10 +220,11 @@ class Report:
             return before
         if self._well is not None and torch.equal(states, self._well):
             return ALL_WELL
-        reading = self._interpret(states.tolist())
+        numbers = states.tolist()
+        reading = self._interpret(numbers)
         if reading.all_well:
             if not states.is_cuda:
-                self._well = states.clone()
+                self._well = torch.tensor(numbers, dtype=states.dtype)
         elif gather:
             landing.reading = self._with_rows(reading, outcome)
             return landing.reading

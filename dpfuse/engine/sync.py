@@ -351,7 +351,7 @@ def names_of(plan: BucketPlan) -> list[str]:
 def _wrapper_field(number: int) -> Field:
     return Field(
         "wrapper",
-        lambda: number,
+        number.__int__,  # a constant: no call of Python in each backward
         lambda other: f"averages the gradients of the wrapped model number {other + 1} of its group",
         "Run the backwards of several wrapped models in the same order everywhere.",
     )

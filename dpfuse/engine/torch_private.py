@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[attr-defined]
 
 __all__ = [
+    "NOTHING",
     "EndOfCompiledBackward",
     "Hooks",
     "compiled_backward",
     "is_private",
     "leave_untraced",
     "no_graph",
+    "profiler_runs",
     "ranged",
     "ranged_without_graph",
     "set_tracer",
@@ -135,26 +137,26 @@ class Hooks:
         return len(self._look()[place]) <= 1
 
 
-_NOTHING = nullcontext()  # one for all uses: making a context costs more than entering it
+NOTHING = nullcontext()  # one for all uses: making a context costs more than entering it
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:
     """Return a context: a range of that name in the profile, if a profiler is running."""
-    if _profiler_enabled():
+    if profiler_runs():
         return torch.profiler.record_function(f"{name} ({label})")
-    return _NOTHING
+    return NOTHING
 
 
 def no_graph() -> AbstractContextManager[object]:
     """Return a context without autograd: gradients with a graph (create_graph=True) are packed by value."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return torch.no_grad() if torch.is_grad_enabled() else NOTHING
 
 
 def ranged_without_graph(name: str, label: str) -> AbstractContextManager[object]:
     """Return both contexts in one. Usually neither is needed, and one empty context is entered."""
     if torch.is_grad_enabled():
         return _both(name, label)
-    return ranged(name, label) if _profiler_enabled() else _NOTHING
+    return ranged(name, label)
 
 
 @contextmanager

@@ -94,7 +94,8 @@ def flatten(
         >>> table.flat
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
-    if uses_triton(table):
+    # The choice is read here, because a call for each bucket costs more than the check.
+    if table.triton or (table.triton is None and uses_triton(table)):
         flatten_triton(
             tensors, table, scale=scale, counts=counts, factor=factor, residual=residual, accumulate=accumulate
         )

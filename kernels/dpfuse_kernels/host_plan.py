@@ -170,19 +170,21 @@ class HostPlan:
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
             # A large tensor in its slot would be scaled twice if something below fails and `pack` follows.
-            large = self._large
-            if large and any(tensors[i].data_ptr() == views[i].data_ptr() for i in large):  # type: ignore[union-attr]
-                return False
+            for i in self._large:
+                if tensors[i].data_ptr() == views[i].data_ptr():  # type: ignore[union-attr]
+                    return False
             for row in self._rows:
                 torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
             if self._loose:
                 torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
-            for index in self._large:
-                _check_shape(tensors[index], views[index])  # type: ignore[arg-type]
+            for i in self._large:
+                tensor, view = tensors[i], views[i]
+                if tensor.size() != view.size():  # type: ignore[union-attr]
+                    return False  # `out=` would resize the tensor
                 if scale == 1.0:  # older versions of torch change the bits of a NaN when they multiply it by 1
-                    views[index].copy_(tensors[index])  # type: ignore[arg-type]
+                    view.copy_(tensor)  # type: ignore[arg-type]
                 else:
-                    torch.mul(tensors[index], scale, out=views[index])  # type: ignore[arg-type]
+                    torch.mul(tensor, scale, out=view)  # type: ignore[arg-type]
         except (AttributeError, TypeError, RuntimeError):
             return False
         if scale != 1.0:

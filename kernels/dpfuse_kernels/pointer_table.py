@@ -28,7 +28,7 @@ class PointerTable(Layout):
     Attributes:
         views: per slot, a view of `flat` with the slot's shape and strides.
         address: of `flat`, in bytes.
-        triton: whether kernels run over this table; None until `backend` has chosen.
+        triton: whether kernels run over this table; None until `uses_triton` has chosen.
 
     Raises:
         ValueError: A slot leaves the buffer, overlaps another slot or is not dense; `flat` is not 1-D and contiguous;

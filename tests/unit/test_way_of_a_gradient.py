@@ -14,8 +14,8 @@ import dpfuse
 import dpfuse_kernels
 
 INLINED = {"<listcomp>", "<setcomp>", "<dictcomp>"}  # no calls from Python 3.12 on
-CALLS, MODULES = 27, 13
-WHOLE = 132  # of a backward with two buckets
+CALLS, MODULES = 15, 12
+WHOLE = 97  # of a backward with two buckets
 FOLDERS = tuple(str(Path(module.__file__).parent) for module in (dpfuse, dpfuse_kernels))
 
 
@@ -45,7 +45,11 @@ def calls_in_backward(model):
 
 
 def test_the_way_from_the_hook_to_the_collective_does_not_grow(group):
-    """The goal of the design is 14 calls through 8 modules; these numbers are what is reached, and may only fall."""
+    """The goal of the design is 14 calls through 8 modules; these numbers are what is reached, and may only fall.
+
+    Feed, exchange and delivery are files of their own, and so are the list of ready gradients and the heartbeat's
+    track: that is why there are more than 8 modules.
+    """
     layers = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]
     model = dpfuse.DataParallel(nn.Sequential(*layers), None, 1e-5, 1e-5)
     for _ in range(3):

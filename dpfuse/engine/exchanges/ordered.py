@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from dpfuse.engine import collective
 from dpfuse.engine.buffer import PLAIN, Zeros
-from dpfuse.engine.protocols import Exchange, PackArguments
+from dpfuse.engine.protocols import Exchange
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
 
@@ -81,17 +81,7 @@ class Blocks:
     def table(self, zeros: Zeros, numel: int, wire: str, slots: Sequence[Slot], dtype: torch.dtype) -> PointerTable:
         return MxTable(zeros(mx_bytes(numel), torch.uint8), slots, dtype, self._dtype)
 
-    def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
-        assert isinstance(arguments.table, MxTable)
-        quantize(
-            grads,
-            arguments.table,
-            scale=arguments.scale,
-            factor=arguments.factor,
-            counts=arguments.counts,
-            residual=arguments.residual,
-            matched=True,
-        )
+    pack = staticmethod(quantize)
 
     def unpack(
         self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpfuse.engine import messages
 from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
 from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph
@@ -42,6 +43,7 @@ class Accumulating(Feed):
     def __init__(self, buffer: Buffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
         self.held: set[int] = set()
         self._buffer = buffer
+        self._at_once = AtOnce(buffer)
         self._hooks = hooks
         self._writers = writers
         self._label = label
@@ -82,7 +84,7 @@ class Accumulating(Feed):
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         buffer = self._buffer
         if not self.held:
-            buffer.pack(grads, arguments)
+            self._at_once.pack(grads, arguments)
             return
         if capturing():
             raise DPFuseError(_captured(self._label))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dpfuse.engine.buffer import Buffer
@@ -21,4 +22,18 @@ class AtOnce(Feed):
         self._buffer = buffer
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
-        self._buffer.pack(grads, arguments)
+        buffer = self._buffer
+        if buffer.is_complex:
+            grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
+        if arguments.report is not None:
+            grads = [*grads, arguments.report]
+        if grads:
+            buffer.format.pack(
+                grads,
+                arguments.table,
+                scale=arguments.scale,
+                counts=arguments.counts,
+                factor=arguments.factor,
+                residual=arguments.residual,
+                matched=True,
+            )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Feed, PackArguments
@@ -39,6 +40,7 @@ class Eager(Feed):
     def __init__(self, bucket: Bucket, buffer: Buffer, hooks: Hooks) -> None:
         self._buffer = buffer
         self._hooks = hooks
+        self._at_once = AtOnce(buffer)
         self._packed: dict[int, int] = {}  # places packed since the last send -> version of the view then
         table = buffer.table
         self._large: dict[int, PointerTable] = {}
@@ -92,7 +94,7 @@ class Eager(Feed):
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         if not self._packed:
-            self._buffer.pack(grads, arguments)
+            self._at_once.pack(grads, arguments)
             return
         self._check_untouched(grads)
         sources = grads if arguments.report is None else [*grads, arguments.report]
