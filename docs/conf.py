@@ -23,7 +23,6 @@ myst_heading_anchors = 3
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 # The pages are the same whether or not these are installed.
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "lightning_fabric"]
 napoleon_use_ivar = True

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from dpfuse.engine.collective import resolve_group
 from dpfuse.errors import DPFuseError
-from dpfuse.model.options import SyncOptions
+from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
 from dpfuse.wrapper import SyncedModule
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack  # which torch needs
 
 __all__ = ["DataParallel"]
 
 
+@takes_common_options
 class DataParallel(SyncedModule):
     """Averages gradients over the ranks while backward runs; a drop-in wrapper around any module.
 
@@ -46,34 +52,6 @@ class DataParallel(SyncedModule):
             forward with gradients enabled; otherwise they are sent at construction only.
         gradient_scale: factor on each rank's gradients before the sum; None is 1 / number of ranks, the
             mean; 1.0 gives the plain sum.
-        wire_dtype: the dtype in which gradients travel: torch.float16, torch.bfloat16, torch.float32, or, with a scale
-            for each block of 32, torch.float8_e4m3fn or torch.float8_e5m2; None is their own, which float64 always
-            keeps. `.grad` keeps the parameter's dtype, and is private where another one travels. Values are scaled in
-            float32 and rounded once before the sum.
-        wire_reduce: how narrow numbers are added up. "ring" is an all-reduce, which rounds after each addition. "fp32"
-            adds up in float32 in the order of the ranks, and rounds once: as many bytes, by all-to-all and all-gather;
-            where float32 or float64 travels, it is a ring all the same. None is "fp32" for float8, and "ring" else.
-        error_feedback: True adds what rounding to `wire_dtype` takes from a gradient to the next one, so that over many
-            steps nothing is lost. Costs 4 bytes per parameter; `model.error_feedback` is to be saved with a checkpoint.
-        check_finite: "raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite
-            values, "warn" a warning on that rank; both name parameters, how many values, and the step. On the CPU
-            in that backward, on a GPU, without waiting for it, by the end of the next.
-        check: when a failure of another rank raises where gradients are on a GPU: "deferred" is at the end of the next
-            backward at the latest, and until then this one's gradients are NaN; "strict" waits for the GPU in each
-            backward and raises in the same one. On the CPU that is always so.
-        deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: the
-            bits of a gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets
-            keep the order of registration. Costs time where all-to-all is slower than all-reduce.
-        accumulate_in_buckets: True adds gradients up in the communication buffers while backwards inside `no_sync()`
-            run, in float32 for 16-bit parameters too, and leaves None in `.grad` until the synchronised one: a window
-            of batches needs hardly any memory for gradients beside the buffers. `optimizer.zero_grad()` cannot see what
-            is there: `zero_grad()` or `discard_accumulated()` of the wrapper throws a window away.
-        grad_norm_in_backward: True measures, while gradients are handed over, what `grad_norm` and `clip_grad_norm_`
-            need, so that they read none again: for free where gradients are copied to `.grad`, and else while backward
-            runs. They do not notice what is written to `.grad` past torch's count of writes, such as through `.data`,
-            by a collective, or by `torch.amp.GradScaler` (use `dpfuse.GradScaler`).
-        stall_timeout: seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks
-            raise an error; `inf` waits for ever. One that is alive is waited for as long as it takes.
 
     Raises:
         TypeError, ValueError: an argument, or a parameter, that cannot be used; the text names it.
@@ -106,16 +84,9 @@ class DataParallel(SyncedModule):
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = False,
         gradient_scale: float | None = None,
-        wire_dtype: torch.dtype | None = None,
-        wire_reduce: Literal["ring", "fp32"] | None = None,
-        error_feedback: bool = False,
-        check_finite: Literal["off", "warn", "raise"] = "off",
-        check: str = "deferred",
-        deterministic: bool = False,
-        accumulate_in_buckets: bool = False,
-        grad_norm_in_backward: bool = False,
-        stall_timeout: float = 60.0,
+        **options: Unpack[CommonOptions],
     ) -> None:
+        common = filled(options, "DataParallel")
         super().__init__()
         if strategy is not None:
             warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)
@@ -127,17 +98,9 @@ class DataParallel(SyncedModule):
             find_unused_parameters,
             gradient_as_bucket_view,
             broadcast_buffers,
+            common,
             gradient_scale,
-            wire_dtype,
-            stall_timeout=stall_timeout,
             autotune=auto,
-            check_finite=check_finite,
-            checked=check,
-            deterministic=deterministic,
-            wire_reduce=wire_reduce,
-            error_feedback=error_feedback,
-            accumulate_in_buckets=accumulate_in_buckets,
-            grad_norm_in_backward=grad_norm_in_backward,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

@@ -23,11 +23,10 @@ LARGE_CLASSES = {
     "engine.exchanges.in_place._LargeGradient": 14,
     "engine.reducer.Reducer": 18,
     "engine.reducer.Wiring": 14,
-    "engine.report.Report": 13,
     "engine.sync.GradSync": 22,
     "liveness.heartbeat.Heartbeat": 23,
     "model.module_sync.ModuleSync": 17,
-    "model.options.SyncOptions": 22,
+    "model.options.SyncOptions": 14,
     "model.signature.ModelSignature": 15,
 }
 READING_PATH = ["plan", "autograd", "reducer", "bucket", "buffer", "collective"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,21 +30,27 @@ from dpfuse.ddp.torch_hooks import TorchHooks
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.votes import report_failure
 from dpfuse.errors import DPFuseError
-from dpfuse.model.options import SyncOptions
+from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import accept_unprefixed
 from dpfuse.wrapper import SyncedModule
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack  # which torch needs
 
 __all__ = ["DistributedDataParallel"]
 
 TORCH_CLASS = nn.parallel.DistributedDataParallel
 
 
+@takes_common_options
 class DistributedDataParallel(TorchHooks, Joinable):
     """`torch.nn.parallel.DistributedDataParallel`, on dpfuse's buckets: change the import, and nothing else.
 
-    Names, order, defaults and errors of the arguments are those of torch 2.13. What dpfuse does better is in
-    `DataParallel`: unused parameters, layers that run twice, changed graphs need no flag, and what goes wrong
-    is an error on every rank.
+    Names, order, defaults and errors of the arguments up to `forward_sync_buffers` are those of torch 2.13; the
+    keyword-only ones after it are those of `DataParallel`. What dpfuse does better is in `DataParallel`: unused
+    parameters, layers that run twice, changed graphs need no flag, and what goes wrong is an error on every rank.
 
     Args:
         module: the module to train; the same on every rank.
@@ -70,18 +77,6 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
-        check_finite: not in torch. "raise" makes it an error on every rank if a rank sends a gradient with NaN or
-            infinite values, "warn" a warning on that rank; both name parameters, how many values, and the step. On
-            the CPU in that backward, on a GPU, without waiting for it, by the end of the next.
-        check: not torch's; as for `DataParallel`.
-        deterministic: as for `DataParallel`: bits that depend on no bucket size. torch's class has nothing like it.
-        accumulate_in_buckets: as for `DataParallel`: gradients inside `no_sync()` are added up in the buckets.
-        grad_norm_in_backward: as for `DataParallel`: backward measures what `clip_grad_norm_` needs.
-        stall_timeout: as for `DataParallel`; no argument of torch's.
-        wire_dtype: as for `DataParallel`: the dtype in which gradients travel. With `mixed_precision` it is that of
-            `reduce_dtype`.
-        wire_reduce: as for `DataParallel`: how they are added up.
-        error_feedback: as for `DataParallel`: what rounding takes from a gradient is added to the next one.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -122,17 +117,9 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        *,
-        check_finite: Literal["off", "warn", "raise"] = "off",
-        check: str = "deferred",
-        deterministic: bool = False,
-        accumulate_in_buckets: bool = False,
-        grad_norm_in_backward: bool = False,
-        stall_timeout: float = 60.0,
-        wire_dtype: torch.dtype | None = None,
-        wire_reduce: Literal["ring", "fp32"] | None = None,
-        error_feedback: bool = False,
+        **options: Unpack[CommonOptions],
     ) -> None:
+        common = filled(options, "DistributedDataParallel")
         super().__init__()
         Joinable.__init__(self)
         if check_reduction:
@@ -188,20 +175,12 @@ class DistributedDataParallel(TorchHooks, Joinable):
             find_unused_parameters,
             gradient_as_bucket_view,
             each_forward,
-            wire_dtype=wire_dtype,
+            common,
             reduce_dtype=None if precision is None else precision.wire_dtype,
-            wire_reduce=wire_reduce,
-            error_feedback=error_feedback,
             forward_dtype=None if precision is None else precision.dtype,
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
-            check_finite=check_finite,
-            checked=check,
-            deterministic=deterministic,
-            accumulate_in_buckets=accumulate_in_buckets,
-            grad_norm_in_backward=grad_norm_in_backward,
-            stall_timeout=stall_timeout,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2s
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,10 +120,10 @@ class Report:
         self.group = group
         self._fields = list(fields)
         self._window = window
-        self._compared = 2 + sum(each.bits for each in fields) + HASH_BITS  # pairs
-        self._states = 2 * (self._compared + RANK_BITS)
-        self._flags = self._states + len(SLOTS)
-        self.numel = self._flags + param_count
+        compared = 2 + sum(each.bits for each in fields) + HASH_BITS
+        slots = 2 * (compared + RANK_BITS)
+        self._places = _Places(compared, slots, slots + len(SLOTS))
+        self.numel = self._places.flags + param_count
         self._values: list[object] = [*[0] * len(fields), False, frozenset()]  # what `_source` tells
         start = [*self._pairs_of(self._values), *[0.0] * (2 * RANK_BITS + len(SLOTS)), *[1.0] * param_count]
         self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
@@ -154,40 +155,40 @@ class Report:
             return source
         source = source.clone() if source is self._source else source
         for index in outcome.missing:
-            _put(source, self._flags + index, 0.0)
+            _put(source, self._places.flags + index, 0.0)
         if outcome.changed:
             self._write_bits(source, 1, 1, 1)
         if not outcome.well:
             self.write_failure(source)
         if outcome.changed:
-            self._write_bits(source, self._compared, self.group.rank(), RANK_BITS)
+            self._write_bits(source, self._places.ranks, self.group.rank(), RANK_BITS)
         return source
 
     def write_failure(self, packed: Tensor) -> None:
         """Write into what is packed, [numel], that this rank has failed."""
         self._write_bits(packed, 0, 1, 1)
-        self._write_bits(packed, self._compared, self.group.rank(), RANK_BITS)
+        self._write_bits(packed, self._places.ranks, self.group.rank(), RANK_BITS)
 
     def write_slot(self, packed: Tensor, name: str, value: Tensor) -> None:
         """Write into what is packed, [numel], a number that only the device may know, [], unscaled."""
-        packed[self._states + SLOTS.index(name)].copy_(value)
+        packed[self._places.slots + SLOTS.index(name)].copy_(value)
 
     def slot(self, name: str) -> Tensor:
         """Return the sum of that number over the ranks, [], on the device, without waiting."""
         assert self._landing is not None
-        return self._landing.view[self._states + SLOTS.index(name)]
+        return self._landing.view[self._places.slots + SLOTS.index(name)]
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
         before = self._landed
         # It is usually where the one before was, and making a slice takes a microsecond.
-        states = before.states if before is not None and before.view is view else view[: self._states]
+        states = before.states if before is not None and before.view is view else view[: self._places.slots]
         self._landed = self._landing = _Landing(view, states)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
         assert self._landing is not None
-        flags = self._landing.view[self._flags :].tolist()
+        flags = self._landing.view[self._places.flags :].tolist()
         return {index for index in indices if flags[index]}
 
     @property
@@ -260,7 +261,7 @@ class Report:
     def _interpret(self, states: list[float]) -> Reading:
         pairs = [(one != 0, other != 0) for one, other in zip(states[::2], states[1::2], strict=True)]
         differing = [name for name, (one, other) in zip(self._names(), pairs, strict=False) if one and other]
-        numbers = pairs[self._compared :]
+        numbers = pairs[self._places.ranks :]
         single = all(one != other for one, other in numbers)
         return Reading(
             *pairs[0],
@@ -298,6 +299,14 @@ class Report:
         pending, self._pending = self._pending, None
         pending.ready()
         return self._interpret(pending.states.tolist())
+
+
+class _Places(NamedTuple):
+    """Where the parts of a report begin."""
+
+    ranks: int  # the bits of a rank's number, as a place among the pairs
+    slots: int  # the numbers of features, as an element
+    flags: int  # one element for each parameter
 
 
 @dataclass(slots=True)

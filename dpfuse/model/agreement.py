@@ -28,9 +28,9 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     votes.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
-    start_heartbeat(group, options.stall_timeout)
+    start_heartbeat(group, options.common["stall_timeout"])
     device = next(iter(params.values())).device
-    if options.deterministic:
+    if options.common["deterministic"]:
         collective.check_all_to_all(group, device)
     if options.wire.probe is not None:
         collective.check_all_to_all(group, device, *options.wire.probe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -125,7 +124,7 @@ def _check_data(what: str, tensor: Tensor) -> None:
 def describe_options(options: SyncOptions) -> list[str]:
     """One line for the version, and for each option."""
     lines = [f"dpfuse {__version__}"]
-    for name, value in asdict(options).items():
+    for name, value in options.facts().items():
         # 25 and 25.0 are one size, and a set has no order of its own.
         value = float(value) if type(value) is int else sorted(value) if isinstance(value, frozenset) else value
         lines.append(f"option {name} = {value}")

@@ -80,23 +80,23 @@ class ModuleSync:
         self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
         self._reader = GradientReader(module, self._signature, group.rank())
         self.factors = GradientFactors(
-            self.window, options.gradient_scale, group, lambda: self.reducer, strict=options.checked == "strict"
+            self.window, options.gradient_scale, group, lambda: self.reducer, strict=options.strict
         )
         params = _params_of(module, plan)
         self.error_feedback = (
-            ErrorFeedback(group.rank(), group.size(), options.wire) if options.error_feedback else None
+            ErrorFeedback(group.rank(), group.size(), options.wire) if options.common["error_feedback"] else None
         )
         features: list[Feature] = [] if self.error_feedback is None else [self.error_feedback]
-        if options.check_finite != "off":
+        if options.common["check_finite"] != "off":
             features.append(
                 FiniteCheck(
-                    raises=options.check_finite == "raise",
+                    raises=options.common["check_finite"] == "raise",
                     late=params[0].is_cuda,
                     rank=group.rank(),
                     step=lambda: self.reducer.completed + 1,
                 )
             )
-        if options.grad_norm_in_backward:
+        if options.common["grad_norm_in_backward"]:
             features.append(NormInBackward())
         features += [_AfterDelivery(after_delivery)] if after_delivery else []
         self.grads = GradSync(
@@ -358,12 +358,12 @@ def _settings_of(options: SyncOptions, number: int) -> SyncSettings:
         wire=options.wire,
         views=options.gradient_as_bucket_view,
         registered=options.registered,
-        deterministic=options.deterministic,
-        accumulates=options.accumulate_in_buckets,
-        strict=options.checked == "strict",
+        deterministic=options.common["deterministic"],
+        accumulates=options.common["accumulate_in_buckets"],
+        strict=options.strict,
         warn_unused=not options.find_unused_parameters,
         alone=options.wants_params_alone,
-        stall_timeout=options.stall_timeout,
+        stall_timeout=options.common["stall_timeout"],
     )
 
 

@@ -1,18 +1,216 @@
-"""What a wrapper was asked for. Knows no module and no process group."""
+"""What a wrapper was asked for. Each option that both wrappers take is declared here, and nowhere else.
+
+Knows no module and no process group.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 import torch
 
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketRule
 
-__all__ = ["SyncOptions"]
+__all__ = ["CommonOptions", "SyncOptions", "filled", "takes_common_options"]
 
-CHECKS = ("deferred", "strict")
-FINITE_CHECKS = ("off", "warn", "raise")
+Face = TypeVar("Face", bound=type)
+WIDTH = 112  # columns of a docstring
+
+
+@dataclass(frozen=True)
+class Option:
+    """The declaration of one option.
+
+    Args:
+        default: its value if it is left out.
+        text: what it does, for the docstrings of the wrappers.
+        check: raises TypeError or ValueError for a value that cannot be used; gets the option's name and the value.
+    """
+
+    default: Any
+    text: str
+    check: Callable[[str, Any], None] = lambda name, value: None
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
+def _one_of(*choices: str, remedy: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in choices:
+            listed = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
+            raise ValueError(f"{name} must be {listed}, got {value!r}; {remedy}")
+
+    return check
+
+
+def _seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name} must be a number of seconds, got {value!r} of type {type(value).__name__}; "
+            f"pass for example {name}=60.0"
+        )
+    if not value > 0:
+        raise ValueError(f"{name} must be > 0 s, got {value!r}; float('inf') waits for silent ranks for ever")
+
+
+class CommonOptions(TypedDict, total=False):
+    """The options of both wrappers. To add one, declare it here and read it where it has an effect."""
+
+    # Wire.of checks wire_dtype and wire_reduce, since fused_allreduce_gradients() takes them, too.
+    wire_dtype: Annotated[
+        torch.dtype | None,
+        Option(
+            None,
+            "the dtype in which gradients travel: torch.float16, torch.bfloat16, torch.float32, or, with a scale for "
+            "each block of 32, torch.float8_e4m3fn or torch.float8_e5m2. None is their own, which float64 always "
+            "keeps. `.grad` keeps the parameter's dtype, and is private where another one travels. Values are scaled "
+            "in float32 and rounded once before the sum.",
+        ),
+    ]
+    wire_reduce: Annotated[
+        Literal["ring", "fp32"] | None,
+        Option(
+            None,
+            'how narrow numbers are added up. "ring" is an all-reduce, which rounds after each addition. "fp32" adds '
+            "up in float32 in the order of the ranks, and rounds once: as many bytes, by all-to-all and all-gather. "
+            "Where float32 or float64 travels, both are a ring. None is "
+            '"fp32" for float8, and "ring" else.',
+        ),
+    ]
+    error_feedback: Annotated[
+        bool,
+        Option(
+            False,
+            "True adds what rounding to `wire_dtype` takes from a gradient to the next one, so that over many steps "
+            "nothing is lost. It costs 4 bytes per parameter. Save `model.error_feedback` with a checkpoint.",
+            _flag,
+        ),
+    ]
+    check_finite: Annotated[
+        Literal["off", "warn", "raise"],
+        Option(
+            "off",
+            '"raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite values, "warn" a '
+            "warning on that rank. Both name parameters, how many values, and the step. On the CPU that happens in "
+            "that backward; on a GPU, without waiting for it, by the end of the next.",
+            _one_of("off", "warn", "raise", remedy="leave it out to send gradients without a check"),
+        ),
+    ]
+    check: Annotated[
+        str,
+        Option(
+            "deferred",
+            'when a failure of another rank raises where gradients are on a GPU. "deferred" is at the end of the next '
+            'backward at the latest, and until then this one\'s gradients are NaN. "strict" waits for the GPU in each '
+            "backward and raises in the same one. On the CPU that is always so.",
+            _one_of("deferred", "strict", remedy="strict waits for the GPU in each backward"),
+        ),
+    ]
+    deterministic: Annotated[
+        bool,
+        Option(
+            False,
+            "True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once. The bits of a "
+            "gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets keep the "
+            "order of registration. It costs time where all-to-all is slower than all-reduce.",
+            _flag,
+        ),
+    ]
+    accumulate_in_buckets: Annotated[
+        bool,
+        Option(
+            False,
+            "True adds gradients up in the communication buffers while backwards inside `no_sync()` run, in float32 "
+            "for 16-bit parameters too, and leaves None in `.grad` until the synchronised one. A window of batches "
+            "then needs hardly any memory for gradients beside the buffers. `optimizer.zero_grad()` cannot see what "
+            "is there: `zero_grad()` or `discard_accumulated()` of the wrapper drops a window.",
+            _flag,
+        ),
+    ]
+    grad_norm_in_backward: Annotated[
+        bool,
+        Option(
+            False,
+            "True measures, while gradients are delivered, what `grad_norm` and `clip_grad_norm_` need, so that they "
+            "read no gradient again. That is free where gradients are copied to `.grad`, and else done while backward "
+            "runs. They do not notice what is written to `.grad` past torch's count of writes, such as through "
+            "`.data`, by a collective, or by `torch.amp.GradScaler` (use `dpfuse.GradScaler`).",
+            _flag,
+        ),
+    ]
+    stall_timeout: Annotated[
+        float,
+        Option(
+            60.0,
+            "seconds without a sign of life of a rank, or with all ranks stuck, after which waiting ranks raise an "
+            "error; `inf` waits for ever. A rank that is alive is waited for as long as it takes.",
+            _seconds,
+        ),
+    ]
+
+
+_DECLARED: dict[str, Option] = {
+    name: get_args(hint)[1] for name, hint in get_type_hints(CommonOptions, include_extras=True).items()
+}
+
+
+def _type_text(name: str) -> str:
+    """Return the type of an option as a source would have it, the same in every version of Python."""
+    hint = get_type_hints(CommonOptions)[name]
+    parts = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    return " | ".join("None" if part is type(None) else inspect.formatannotation(part) for part in parts)
+
+
+def filled(options: CommonOptions, face: str) -> CommonOptions:
+    """Return these options and the defaults of all others.
+
+    Args:
+        options: what a caller has passed.
+        face: name of the class that was called, for the error.
+
+    Raises:
+        TypeError: there is no such option.
+
+    Example:
+        >>> from dpfuse.model.options import filled
+        >>> filled({"deterministic": True}, "DataParallel")["stall_timeout"]
+        60.0
+    """
+    for name in options:
+        if name not in _DECLARED:
+            close = get_close_matches(name, _DECLARED, n=1)
+            hint = f"did you mean {close[0]}" if close else f"its options are {', '.join(_DECLARED)}"
+            raise TypeError(f"{face}() got an unexpected keyword argument {name!r}; {hint}")
+    return cast(CommonOptions, {name: option.default for name, option in _DECLARED.items()} | options)
+
+
+def takes_common_options(face: Face) -> Face:
+    """Show the options, which the class takes as `**options`, in its signature and in its docstring's `Args`."""
+    construct: Any = vars(face)["__init__"]
+    signature = inspect.signature(construct)
+    kept = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=_type_text(name))
+        for name, option in _DECLARED.items()
+    ]
+    construct.__signature__ = signature.replace(parameters=[*kept, *added])
+    texts = [
+        textwrap.fill(f"{name}: {option.text}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name, option in _DECLARED.items()
+    ]
+    before, raises, after = inspect.cleandoc(face.__doc__ or "").partition("\n\nRaises:")
+    assert raises, f"{face.__name__}: the docstring has no section of errors behind its arguments"
+    face.__doc__ = "\n".join([before, *texts]) + raises + after
+    return face
 
 
 @dataclass(frozen=True)
@@ -24,47 +222,28 @@ class SyncOptions:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     broadcast_buffers: bool
+    common: CommonOptions
     gradient_scale: float | None = None
-    wire_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None  # mixed_precision's word for wire_dtype
     forward_dtype: torch.dtype | None = None  # in which the module computes; None is that of its parameters
     ignored: frozenset[str] = frozenset()  # parameters and buffers to leave alone, by name
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
-    stall_timeout: float = 60.0  # seconds
     autotune: bool = False  # whether the sizes are only those to begin with
-    check_finite: str = "off"  # what is done about gradients that are not: one of FINITE_CHECKS
-    checked: str = "deferred"  # when a CUDA model hears what the peers report: what users pass as `check`
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
-    deterministic: bool = False
-    wire_reduce: str | None = None
-    error_feedback: bool = False
-    accumulate_in_buckets: bool = False
-    grad_norm_in_backward: bool = False
 
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
+        common = self.common
         if isinstance(self.comm_buffer_size, str):
             raise TypeError(
                 f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
                 "for example comm_buffer_size=25"
             )
-        for name in (
-            "find_unused_parameters",
-            "gradient_as_bucket_view",
-            "broadcast_buffers",
-            "deterministic",
-            "error_feedback",
-            "accumulate_in_buckets",
-            "grad_norm_in_backward",
-        ):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
-        if self.checked not in CHECKS:
-            raise ValueError(
-                f"check must be {' or '.join(map(repr, CHECKS))}, got {self.checked!r}; strict waits for the GPU in "
-                "each backward"
-            )
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+            _flag(name, getattr(self, name))
+        for name, option in _DECLARED.items():
+            option.check(name, common[name])  # type: ignore[literal-required]
         try:
             averaging_for("float32", 1, self.gradient_scale)
         except (TypeError, ValueError) as error:
@@ -74,59 +253,55 @@ class SyncOptions:
                 f"gradient_scale must be between 1e-6 and 1e6, or between -1e6 and -1e-6, got {self.gradient_scale!r}; "
                 "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
             )
-        if isinstance(self.stall_timeout, bool) or not isinstance(self.stall_timeout, (int, float)):
-            raise TypeError(
-                f"stall_timeout must be a number of seconds, got {self.stall_timeout!r} of type "
-                f"{type(self.stall_timeout).__name__}; pass for example stall_timeout=60.0"
-            )
-        if not self.stall_timeout > 0:
+        wire_dtype = common["wire_dtype"]
+        if None not in (wire_dtype, self.reduce_dtype) and wire_dtype != self.reduce_dtype:
             raise ValueError(
-                f"stall_timeout must be > 0 s, got {self.stall_timeout!r}; float('inf') waits for silent ranks for ever"
-            )
-        if None not in (self.wire_dtype, self.reduce_dtype) and self.wire_dtype != self.reduce_dtype:
-            raise ValueError(
-                f"wire_dtype={self.wire_dtype!r} was passed, and mixed_precision reduces gradients in "
+                f"wire_dtype={wire_dtype!r} was passed, and mixed_precision reduces gradients in "
                 f"{self.reduce_dtype}; expected one of the two. Set reduce_dtype, and leave wire_dtype out."
             )
-        Wire.of(self.wire_dtype, self.wire_reduce, deterministic=self.deterministic)
-        if self.error_feedback and not self.wire.narrows:
+        Wire.of(wire_dtype, common["wire_reduce"], deterministic=common["deterministic"])
+        if common["error_feedback"] and not self.wire.narrows:
             raise ValueError(
-                f"error_feedback=True was passed with wire_dtype={self.wire_dtype!r}, expected a narrow wire: nothing "
+                f"error_feedback=True was passed with wire_dtype={wire_dtype!r}, expected a narrow wire: nothing "
                 "is rounded away that could be sent later. Pass for example wire_dtype=torch.bfloat16, or leave "
                 "error_feedback out."
             )
-        if self.accumulate_in_buckets and self.wire.narrows:
+        if common["accumulate_in_buckets"] and self.wire.narrows:
             raise ValueError(
                 "accumulate_in_buckets=True adds gradients up in the buffer that travels, in float32, but they are to "
                 f"travel in torch.{self.wire.dtype}; expected torch.float32 or None as wire_dtype (reduce_dtype of "
                 "mixed_precision). Leave out one of the two."
             )
-        if self.check_finite not in FINITE_CHECKS:
-            raise ValueError(
-                f"check_finite must be one of {', '.join(map(repr, FINITE_CHECKS))}, got {self.check_finite!r}; "
-                "leave it out to send gradients unseen"
-            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return all options by name, for the comparison with the other ranks."""
+        facts = asdict(self)
+        common: dict[str, Any] = facts.pop("common")
+        return common | facts
 
     @property
     def wire(self) -> Wire:
         """How gradients travel."""
-        dtype = self.wire_dtype or self.reduce_dtype or (torch.float32 if self.accumulate_in_buckets else None)
-        return Wire.of(dtype, self.wire_reduce)
+        common = self.common
+        needed = torch.float32 if common["accumulate_in_buckets"] else None
+        return Wire.of(common["wire_dtype"] or self.reduce_dtype or needed, common["wire_reduce"])
+
+    @property
+    def strict(self) -> bool:
+        """Whether to wait in each backward for what the peers report."""
+        return self.common["check"] == "strict"
 
     @property
     def wants_params_alone(self) -> bool:
         """Whether another wrapper of the same parameters would spoil what this one does."""
-        return self.gradient_scale is not None or self.accumulate_in_buckets or self.grad_norm_in_backward
+        common = self.common
+        return self.gradient_scale is not None or common["accumulate_in_buckets"] or common["grad_norm_in_backward"]
 
     @property
     def of_communication(self) -> str | None:
         """An option that says how gradients are added up, if there is one: what a communication hook decides itself."""
-        if self.deterministic:
-            return "deterministic=True"
-        if self.accumulate_in_buckets:
-            return "accumulate_in_buckets=True"
-        if self.error_feedback:
-            return "error_feedback=True"
-        if self.wire_reduce is not None:
-            return f"wire_reduce={self.wire_reduce!r}"
-        return None if self.wire_dtype is None else f"wire_dtype={self.wire_dtype}"
+        for name in ("deterministic", "accumulate_in_buckets", "error_feedback", "wire_reduce", "wire_dtype"):
+            value = self.common[name]
+            if value != _DECLARED[name].default:
+                return f"{name}={value!r}"
+        return None
