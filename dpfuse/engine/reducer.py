@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dpfuse.engine import messages
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
+from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
-from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
+from dpfuse.engine.report import ALL_WELL, Outcome, Reading
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
@@ -97,7 +98,7 @@ class _Run:
 class _Change:
     """A change of the model on this rank. The other ranks may have changed theirs, or not."""
 
-    outdated: list[GradBucket]  # in use until all ranks are known to have changed
+    outdated: BucketSet  # in use until all ranks are known to have changed
     text: str
     agree: Callable[[], None]
 
@@ -133,10 +134,16 @@ class Reducer:
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
-        self._use(buckets, params, names, [1] * len(names))
+        self._in_use = BucketSet(buckets, params, names, [1] * len(names))
+        self._use(self._in_use)
         watch_steps(self)
 
     # --- The buckets in use ---
+
+    @property
+    def buckets(self) -> list[GradBucket]:
+        """The buckets in use, in communication order."""
+        return self._in_use.buckets
 
     def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int], *, rebuilt: bool | None = None) -> None:
         """Use these buckets of the same parameters from now on.
@@ -150,7 +157,7 @@ class Reducer:
         if rebuilt is not None:
             self.rebuilt = rebuilt
         try:
-            self._use(buckets, self._params, self._names, marks)
+            self._use(BucketSet(buckets, self._in_use.params, self._in_use.names, marks, self._run.recorded))
         except BaseException:
             self.rebuilt = before
             raise
@@ -175,21 +182,22 @@ class Reducer:
             change: what has changed, for errors.
             agree: called once all have changed; raises on every rank if their changes differ.
         """
-        outdated = self.buckets if self._change is None else self._change.outdated
+        outdated = self._in_use if self._change is None else self._change.outdated
         self._change = _Change(outdated, change, agree)
-        self._use(buckets, params, names, [1] * len(names))
+        self._use(BucketSet(buckets, params, names, [1] * len(names)))
 
-    def unfollow(self, params: Sequence[Tensor], names: Sequence[str], marks: Sequence[int]) -> None:
-        """Return to the buckets in use, since the change was undone; arguments as for `follow` and `adopt`."""
+    def unfollow(self) -> None:
+        """Return to the buckets before the change, since it was undone."""
         assert self._change is not None
-        buckets, self._change = self._change.outdated, None
-        self._use(buckets, params, names, marks)
+        before, self._change = self._change.outdated, None
+        self._use(before)
 
     def hooks(self) -> dict[int, ReadyHook]:
         """Return the hook of each parameter, by registration index, to be called when its gradient was accumulated."""
         hooks: dict[int, ReadyHook] = {}
-        for order, bucket in enumerate(self.buckets):
-            ready, writers = self._ready[order], bucket.parts.writers
+        marks = self._in_use.marks
+        for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
+            writers = bucket.parts.writers
             eager = bucket.parts.feed.hooks() if self._settled_buckets else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
             usual = noting(ready.entries.append if self._settled_buckets else self._record)
@@ -197,23 +205,14 @@ class Reducer:
             if not self._settled_buckets:
                 continue
             for index, param in zip(bucket.plan.params, bucket.params, strict=True):
-                pack = eager.get(index) if self._marks[index] == 1 else None  # else more may be added to the gradient
+                pack = eager.get(index) if marks[index] == 1 else None  # else more may be added to the gradient
                 if param is ready.sentinel or pack is not None:
                     hooks[index] = noting(self._hook(order, ready, pack, is_sentinel=param is ready.sentinel))
         return hooks
 
-    def _use(
-        self, buckets: Sequence[GradBucket], params: Sequence[Tensor], names: Sequence[str], marks: Sequence[int]
-    ) -> None:
-        report = buckets[-1].parts.report
-        assert report is not None
-        same = params is getattr(self, "_params", None)
-        self.buckets = list(buckets)
-        self._report = report
-        self._params, self._names, self._marks = params, names, marks
-        self._indices = {id(param): index for index, param in enumerate(params)}
-        recorded = self._run.recorded
-        self._ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], recorded) for b in self.buckets]
+    def _use(self, buckets: BucketSet) -> None:
+        same = buckets.params is self._in_use.params
+        self._in_use = buckets
         self._freeze(self._frozen if same else frozenset())
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
@@ -286,14 +285,14 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
-        found = [param for ready in self._ready for param in ready.entries]
+        found = [param for ready in self._in_use.ready for param in ready.entries]
         if found:
             self.refuse(found)
             self._wiring.window.backward_ends()
 
     def unaveraged(self) -> list[Tensor]:
         """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
-        return [param for ready in self._ready for param in ready.entries]
+        return self._in_use.unsent()
 
     def refuse(self, found: Iterable[Tensor]) -> None:
         """Forget these ready gradients.
@@ -301,7 +300,7 @@ class Reducer:
         Raises:
             DPFuseError: they were to be averaged.
         """
-        names = [self._names[self._indices[id(param)]] for param in found]
+        names = self._in_use.names_of(found)
         if names:
             self._clear_ready()
         if names and self._require_sync:
@@ -324,7 +323,7 @@ class Reducer:
 
     def failed_somewhere(self) -> bool:
         """Whether the backward that ended last failed on some rank; waits for the device."""
-        return self._report.read(Outcome(), wait=True, gather=False).any_failed
+        return self._in_use.report.read(Outcome(), wait=True, gather=False).any_failed
 
     # --- A backward ---
 
@@ -353,11 +352,12 @@ class Reducer:
             sync = self._require_sync
         for feature in wiring.features:
             feature.opened(sync=sync, announced=announced)
-        if self._frozen and any(self._params[index].requires_grad for index in self._frozen):
-            self._freeze(frozenset(i for i in self._frozen if not self._params[i].requires_grad))
+        params = self._in_use.params
+        if self._frozen and any(params[index].requires_grad for index in self._frozen):
+            self._freeze(frozenset(index for index in self._frozen if not params[index].requires_grad))
         if not sync:
             self._enter(LOCAL)
-        elif not self._settled_buckets and self._report.unreadable:
+        elif not self._settled_buckets and self._in_use.report.unreadable:
             raise DPFuseError(messages.unsettled(wiring.rank))
         else:
             run.outcome.frozen = self._frozen
@@ -436,7 +436,7 @@ class Reducer:
         """End the backward. All is delivered, and the peers wait for nothing."""
         self._choose_sentinels()
         texts = self._run.warnings
-        self._clear_ready()
+        self._in_use.clear()
         self._wiring.window.begin()
         self._wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
@@ -463,14 +463,14 @@ class Reducer:
         """
         run, wiring = self._run, self._wiring
         wiring.check_group()
-        buckets = self.buckets if self._change is None else self._change.outdated
+        sent = self._in_use if self._change is None else self._change.outdated
         run.outcome.failed = True
         if not run.delivered:
-            self._send_empty(buckets)
-            for bucket in buckets:
+            self._send_empty(sent.buckets)
+            for bucket in sent.buckets:
                 if bucket.busy:  # not delivered before something went wrong
                     bucket.discard()
-            reading = run.reading or _report_of(buckets).read(run.outcome, wait=True, gather=self._all_read_now)
+            reading = run.reading or sent.report.read(run.outcome, wait=True, gather=self._all_read_now)
             run.delivered = not reading.any_failed
         else:
             reading = ALL_WELL
@@ -506,9 +506,8 @@ class Reducer:
             self._wiring.open_backward()
         self._run.recorded.append(param)
         if self.phase is LOCAL and self.accumulation.feeds:
-            index = self._indices[id(param)]
-            order = next(order for order, bucket in enumerate(self.buckets) if index in bucket.plan.params)
-            self._ready[order].entries.append(param)
+            order = self._in_use.order_of(param)
+            self._in_use.ready[order].entries.append(param)
             self._examine(order)
 
     def _examine(self, order: int) -> None:
@@ -516,7 +515,7 @@ class Reducer:
         if self.phase is REDUCING:
             self._send_next()
         elif self.phase is LOCAL:
-            if self._ready[order].is_complete:
+            if self._in_use.ready[order].is_complete:
                 self.accumulation.ready(order)
         elif self.phase in RESTING:
             # No output of the wrapper announced this backward, so the first sentinel opens it.
@@ -532,11 +531,11 @@ class Reducer:
         """
         # In plan order, not in the order of completion: collectives must match on all ranks. The last bucket is sent
         # when backward has ended, because its report says whether all went well. Its gradients arrive last anyway.
-        run, buckets = self._run, self.buckets
-        end = len(buckets) if rest else len(buckets) - 1
+        run, in_use = self._run, self._in_use
+        end = len(in_use.buckets) if rest else len(in_use.buckets) - 1
         try:
             while run.next < end:
-                ready, bucket = self._ready[run.next], buckets[run.next]
+                ready, bucket = in_use.ready[run.next], in_use.buckets[run.next]
                 all_there = complete or ready.is_complete
                 if not (all_there or rest):
                     return
@@ -564,10 +563,10 @@ class Reducer:
         Returns:
             Whether all buckets that were not sent are complete.
         """
-        run, ready = self._run, self._ready
+        run, in_use, ready = self._run, self._in_use, self._in_use.ready
         for one in ready[: run.next]:
             if len(one.entries) > one.sent:
-                run.outcome.late += [self._indices[id(param)] for param in one.late()]
+                run.outcome.late += map(in_use.index_of, one.late())
         if self.phase is REDUCING:
             incomplete = [one for one in ready[run.next :] if not one.is_complete]
             if not incomplete:
@@ -575,33 +574,22 @@ class Reducer:
             missing = [param for one in incomplete for param in one.missing()]
         else:
             seen = set(map(id, run.recorded))
-            missing = [param for param in self._params if id(param) not in seen]
-        frozen = {self._indices[id(param)] for param in missing if not param.requires_grad}
+            missing = [param for param in in_use.params if id(param) not in seen]
+        frozen = {in_use.index_of(param) for param in missing if not param.requires_grad}
         if not frozen <= self._frozen:
             if self._wiring.window.is_open:
                 run.outcome.just_frozen |= frozen - self._frozen
             self._freeze(self._frozen | frozen)
             run.outcome.frozen = self._frozen
-        if self.phase is REDUCING and run.next < len(self.buckets) - 1:
-            self._note_held_up(run.next)
+        if self.phase is REDUCING and run.next < len(ready) - 1 and in_use.waiting_for(run.next):
+            blocking = ready[run.next]
+            blocking.held_up += 1
+            self._warn(self._unused.held_up(blocking.held_up, in_use.names_of(blocking.missing())))
         return False
-
-    def _note_held_up(self, order: int) -> None:
-        blocking = self._ready[order]
-        waiting = [
-            bucket for bucket, one in zip(self.buckets, self._ready, strict=True) if one.is_complete and one.entries
-        ]
-        if blocking.is_complete or not waiting:
-            return
-        blocking.held_up += 1
-        names = [self._names[self._indices[id(param)]] for param in blocking.missing()]
-        self._warn(self._unused.held_up(blocking.held_up, names))
 
     def _freeze(self, frozen: frozenset[int]) -> None:
         self._frozen = frozen
-        ids = frozenset(id(self._params[index]) for index in frozen)
-        for ready in self._ready:
-            ready.wait_for_all_but(ids)
+        self._in_use.wait_for_all_but(frozen)
 
     # --- Its end ---
 
@@ -610,7 +598,7 @@ class Reducer:
             if self._run.recorded:
                 orders = list(range(len(self.buckets)))
             else:
-                orders = [order for order, ready in enumerate(self._ready) if ready.entries]
+                orders = [order for order, ready in enumerate(self._in_use.ready) if ready.entries]
             if orders:
                 self.accumulation.finish(orders)
         finally:
@@ -620,7 +608,7 @@ class Reducer:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
         change, run = self._change, self._run
         assert change is not None
-        buckets = change.outdated
+        buckets = change.outdated.buckets
         run.outcome.changed = True
         run.outcome.frozen = frozenset()
         self._send_empty(buckets)
@@ -629,7 +617,7 @@ class Reducer:
         error = next((bucket.error for bucket in buckets if bucket.error is not None), None)
         for bucket in buckets:
             bucket.discard()
-        reading = _report_of(buckets).read(run.outcome, wait=True, gather=self._all_read_now)
+        reading = change.outdated.report.read(run.outcome, wait=True, gather=self._all_read_now)
         try:
             if reading.any_unchanged or reading.any_failed:
                 raise DPFuseError(self._explain(reading, error)) from error
@@ -643,9 +631,10 @@ class Reducer:
 
     def _hear(self) -> Reading:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
-        report, run, outcome = self._report, self._run, self._run.outcome
-        for order, bucket in enumerate(self.buckets):
-            if len(self.buckets) > 1:  # with one bucket, the track has not changed since it was sent
+        report, run, outcome = self._in_use.report, self._run, self._run.outcome
+        buckets = self._in_use.buckets
+        for order, bucket in enumerate(buckets):
+            if len(buckets) > 1:  # with one bucket, the track has not changed since it was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
             if bucket.state is FLIGHT:
                 bucket.wait()
@@ -654,7 +643,7 @@ class Reducer:
             if bucket.state is LANDED and outcome.well and not bucket.missing:
                 bucket.deliver()
         if outcome.missing and report.unreadable:
-            names = [self._names[index] for index in sorted(outcome.missing)]
+            names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         run.waits = not outcome.well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
@@ -674,17 +663,17 @@ class Reducer:
 
     def _deliver(self) -> None:
         """Deliver what has waited for the report, which says that all is well on every rank."""
-        run, report = self._run, self._report
+        run, report = self._run, self._in_use.report
         if run.delivered:
             return
         missing = run.outcome.missing
-        held = [bucket for bucket in self.buckets if bucket.state is LANDED]
+        held = [bucket for bucket in self._in_use.buckets if bucket.state is LANDED]
         if missing and held:
             untouched = self._unused.untouched(missing, report)
             for bucket in held:
                 bucket.deliver(untouched)
             unused = [index for index in missing if index not in run.outcome.frozen]
-            self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._names))
+            self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
         for bucket in held:
             if bucket.state is LANDED:
                 bucket.deliver()
@@ -694,21 +683,18 @@ class Reducer:
 
     def _rebuild(self) -> None:
         """Agree with the other ranks on buckets for the ready order of the first synchronised backward."""
-        counts: dict[int, int] = {}
-        for param in self._run.recorded:
-            index = self._indices[id(param)]
-            counts[index] = counts.pop(index, 0) + 1  # the last mark counts for the order
-        error = self._wiring.rebuild(list(counts), [counts.get(index, 0) for index in range(len(self._names))])
+        counts = self._in_use.marks_in(self._run.recorded)
+        marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
+        error = self._wiring.rebuild(list(counts), marks)
         if error is not None:
             self._reset()
             raise error
 
     def _choose_sentinels(self) -> None:
-        for order, ready in enumerate(self._ready):
+        for order, ready in enumerate(self._in_use.ready):
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
-                self._wiring.install(
-                    {i: hook for i, hook in self.hooks().items() if i in self.buckets[order].plan.params}
-                )
+                inside = self.buckets[order].plan.params
+                self._wiring.install({index: hook for index, hook in self.hooks().items() if index in inside})
 
     def _warn(self, text: str | None) -> None:
         if text is not None:
@@ -717,12 +703,13 @@ class Reducer:
     @property
     def _all_read_now(self) -> bool:
         """Whether every rank reads the report at the end of this backward, as on CPUs and in strict mode."""
-        return self._report.is_on_cpu or self._wiring.strict or (not self.rebuilt and self._change is None)
+        on_cpu = self._in_use.report.is_on_cpu
+        return on_cpu or self._wiring.strict or (not self.rebuilt and self._change is None)
 
     def _explain(self, reading: Reading, error: Exception | None) -> str:
         wiring, outcome = self._wiring, self._run.outcome
         if reading.any_failed:
-            late = [self._names[index] for index in sorted(set(outcome.late))]
+            late = [self._in_use.names[index] for index in sorted(set(outcome.late))]
             return messages.failed(wiring.rank, wiring.size, reading.failed(), not outcome.well, error, late)
         if reading.any_changed:
             change = "" if self._change is None else self._change.text
@@ -730,10 +717,7 @@ class Reducer:
         return messages.differing(wiring.rank, wiring.fields, reading)
 
     def _any_ready(self) -> bool:
-        for ready in self._ready:
-            if ready.entries:
-                return True
-        return bool(self._run.recorded)
+        return bool(self._run.recorded) or any(ready.entries for ready in self._in_use.ready)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -743,16 +727,9 @@ class Reducer:
 
     def _clear_ready(self) -> None:
         self._run.recorded.clear()
-        for ready in self._ready:
-            ready.clear()
+        self._in_use.clear()
 
     def _reset(self) -> None:
         self._wiring.window.begin()
         self._enter(IDLE)
         self._run = _Run()
-
-
-def _report_of(buckets: Sequence[GradBucket]) -> Report:
-    report = buckets[-1].parts.report
-    assert report is not None
-    return report

@@ -245,7 +245,7 @@ class GradSync:
     def unfollow(self) -> None:
         """Return to the model before the change, since it was undone."""
         self._hooks.put_on(self._params)
-        self.reducer.unfollow(self._params, names_of(self.plan), self._marks)
+        self.reducer.unfollow()
 
     def settle(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
         """Keep the changed model, on which all ranks have agreed."""

@@ -67,7 +67,7 @@ def train(rank, size, face, compiler, views):
         if step in (0, 4):
             for each in (expected, model):
                 each.zero_grad(set_to_none=step == 0)
-    assert not any(ready.entries for ready in model.reducer._ready)
+    assert not any(ready.entries for ready in model.reducer._in_use.ready)
 
 
 @pytest.mark.parametrize(

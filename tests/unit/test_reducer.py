@@ -410,7 +410,7 @@ def test_an_optimizer_of_other_parameters_steps_and_so_does_ours_inside_no_sync(
     bench.reducer.require_sync = False
     unaveraged(bench)
     torch.optim.SGD(bench.params, lr=0.1).step()
-    assert not any(ready.entries for ready in bench.reducer._ready)
+    assert not any(ready.entries for ready in bench.reducer._in_use.ready)
 
 
 def test_they_count_as_a_backward_inside_no_sync():
@@ -866,11 +866,11 @@ def test_ranks_that_have_changed_differently_all_raise_and_can_change_again():
 
 def test_a_change_that_was_undone_leaves_the_old_buckets():
     bench = Bench().settled()
-    params, names = bench.params, bench.names
+    params = bench.params
     follow(bench, lambda: None)
     follow(bench, lambda: None)
     bench.params = params
-    bench.reducer.unfollow(params, names, [1] * 6)
+    bench.reducer.unfollow()
     bench.backward()
     assert (bench.orders("send"), bench.orders("send empty")) == ([0, 1, 2, 3], [])
 

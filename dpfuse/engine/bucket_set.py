@@ -1,0 +1,85 @@
+"""The buckets in use, the ready list of each, and their parameters by name. Knows no order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.ready import ReadyList
+
+__all__ = ["BucketSet"]
+
+
+class BucketSet:
+    """The buckets of one plan.
+
+    Args:
+        buckets: in communication order; the last one carries the report.
+        params: by registration index.
+        names: of the parameters.
+        marks: how often each parameter becomes ready in a backward.
+        recorded: what became ready in an earlier backward, in that order, if it is known.
+
+    Attributes:
+        buckets, params, names, marks: as given.
+        report: what travels with the last bucket.
+        ready: the ready list of each bucket.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradBucket],
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        marks: Sequence[int],
+        recorded: Sequence[Tensor] = (),
+    ) -> None:
+        report = buckets[-1].parts.report
+        assert report is not None
+        self.buckets = list(buckets)
+        self.report = report
+        self.params, self.names, self.marks = params, names, marks
+        self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], recorded) for b in buckets]
+        self._indices = {id(param): index for index, param in enumerate(params)}
+
+    def index_of(self, param: Tensor) -> int:
+        """Return the registration index of a parameter."""
+        return self._indices[id(param)]
+
+    def order_of(self, param: Tensor) -> int:
+        """Return the place of a parameter's bucket."""
+        index = self.index_of(param)
+        return next(order for order, bucket in enumerate(self.buckets) if index in bucket.plan.params)
+
+    def names_of(self, params: Iterable[Tensor]) -> list[str]:
+        """Return the names of some of the parameters."""
+        return [self.names[self._indices[id(param)]] for param in params]
+
+    def unsent(self) -> list[Tensor]:
+        """Return what is in the ready lists."""
+        return [param for ready in self.ready for param in ready.entries]
+
+    def clear(self) -> None:
+        """Empty the ready lists."""
+        for ready in self.ready:
+            ready.clear()
+
+    def wait_for_all_but(self, frozen: Iterable[int]) -> None:
+        """Do not wait for these parameters from now on; registration indices."""
+        ids = frozenset(id(self.params[index]) for index in frozen)
+        for ready in self.ready:
+            ready.wait_for_all_but(ids)
+
+    def waiting_for(self, order: int) -> bool:
+        """Whether a complete bucket cannot be sent before this incomplete one."""
+        return not self.ready[order].is_complete and any(one.entries and one.is_complete for one in self.ready)
+
+    def marks_in(self, recorded: Iterable[Tensor]) -> dict[int, int]:
+        """Return how often each parameter occurs, by registration index, in the order of the last occurrences."""
+        counts: dict[int, int] = {}
+        for param in recorded:
+            index = self._indices[id(param)]
+            counts[index] = counts.pop(index, 0) + 1
+        return counts
