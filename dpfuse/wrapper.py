@@ -29,7 +29,7 @@ from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, no
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.check import check_module
-from dpfuse.model.module_sync import ModuleSync
+from dpfuse.model.module_sync import FaceParts, ModuleSync
 from dpfuse.model.options import SyncOptions
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "time_communication"]
@@ -95,11 +95,11 @@ class SyncedModule(nn.Module):
 
     def _make_sync(self, plan: BucketPlan, group: dist.ProcessGroup) -> ModuleSync:
         assert self._number is not None
-        return ModuleSync(self.module, plan, group, self._options, self._number, self._after_delivery())
+        return ModuleSync(self.module, plan, group, self._options, self._number, self._face_parts())
 
-    def _after_delivery(self) -> list[Callable[[], None]]:
-        """What a face calls once the gradients of a backward are averaged; must not keep the wrapper alive."""
-        return []
+    def _face_parts(self) -> FaceParts:
+        """What this face adds to the synchronisation."""
+        return FaceParts()
 
     def _let_go(self) -> None:
         """Take the hooks of an earlier synchronisation off the parameters, and let go of its buffers."""
@@ -360,7 +360,7 @@ class SyncedModule(nn.Module):
     def observe(self, times: BucketObserver | None) -> None:
         """Report how each bucket travels to `times`; None ends that. `dpfuse.time_communication` uses it."""
         if self._sync is not None:
-            self._sync.grads.observe(times)
+            self._sync.grads.listening.observe(times)
 
     @property
     def error_feedback(self) -> ErrorFeedback | None:

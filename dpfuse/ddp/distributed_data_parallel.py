@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from dpfuse.ddp.torch_hooks import TorchHooks
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.votes import report_failure
 from dpfuse.errors import DPFuseError
+from dpfuse.model.module_sync import FaceParts
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import accept_unprefixed
 from dpfuse.wrapper import SyncedModule
@@ -188,12 +190,12 @@ class DistributedDataParallel(TorchHooks, Joinable):
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
 
-    def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
-        super()._connect(group, fresh=fresh)
-        if self._around is not None:
-            assert self._sync is not None
-            self._sync.grads.listen_through(partial(self._around.in_backward, self.module))
-            self._sync.module_changed = partial(self._around.cast_buffers, self.module)
+    def _face_parts(self) -> FaceParts:
+        parts = super()._face_parts()
+        if self._around is None:
+            return parts
+        cast_buffers = partial(self._around.cast_buffers, self.module)
+        return replace(parts, wrap=partial(self._around.in_backward, self.module), module_changed=cast_buffers)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""

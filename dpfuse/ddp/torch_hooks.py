@@ -18,6 +18,7 @@ from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
 from dpfuse.ddp.torch_names import TorchNames
 from dpfuse.engine import collective
 from dpfuse.engine.exchanges.comm_hook import CommHook
+from dpfuse.model.module_sync import FaceParts
 
 __all__ = ["TorchHooks"]
 
@@ -41,7 +42,7 @@ class TorchHooks(TorchNames):
         if self._buffer_hook is not None:
             self._sync.buffer_hook = self._weak_buffer_hook()
 
-    def _after_delivery(self) -> list[Callable[[], None]]:
+    def _face_parts(self) -> FaceParts:
         optimizers, wrapper = self._optimizers, weakref.ref(self)
 
         def step() -> None:
@@ -49,7 +50,7 @@ class TorchHooks(TorchNames):
             if model is not None and model._sync is not None:
                 optimizers.step(model._sync.params)
 
-        return [self._buffer_futures.wait, step]
+        return FaceParts([self._buffer_futures.wait, step])
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` communicate the gradients, in place of the all-reduce of their means.

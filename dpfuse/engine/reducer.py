@@ -145,14 +145,17 @@ class Reducer:
         """The buckets in use, in communication order."""
         return self._in_use.buckets
 
-    def adopt(self, buckets: Sequence[GradBucket], marks: Sequence[int], *, rebuilt: bool | None = None) -> None:
+    def adopt(
+        self, buckets: Sequence[GradBucket], marks: Sequence[int] | None = None, *, rebuilt: bool | None = None
+    ) -> None:
         """Use these buckets of the same parameters from now on.
 
         Args:
             buckets: in communication order.
-            marks: how often each parameter becomes ready in a backward.
+            marks: how often each parameter becomes ready in a backward; None if that is as before.
             rebuilt: whether they are planned for the observed ready order; None keeps the value.
         """
+        marks = self._in_use.marks if marks is None else marks
         before = self.rebuilt
         if rebuilt is not None:
             self.rebuilt = rebuilt

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine import votes
 from dpfuse.engine.assembly import Assembly
-from dpfuse.engine.autograd import BackwardListener, BackwardWatch, ReadyHooks
+from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
 from dpfuse.engine.bucket import GradBucket, Surroundings
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
+from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.protocols import BucketObserver
-from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.reducer import IDLE, Reducer, Wiring
 from dpfuse.engine.report import Report
 from dpfuse.engine.waiting import Track, board_of, leave
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
-__all__ = ["BackwardRecorder", "GradSync", "SyncSettings"]
+__all__ = ["GradSync", "SyncSettings"]
 
 BUCKETS = "the buckets after the first synchronised backward"
 
@@ -62,16 +61,6 @@ class SyncSettings:
     stall_timeout: float = 60.0
 
 
-class BackwardRecorder(BackwardListener, BucketObserver, Protocol):
-    """Is told of backwards in place of the reducer, and tells the reducer."""
-
-    def shadowed(self) -> None:
-        """Note that this rank took part in a backward of other ranks."""
-
-    def stamped(self, index: int, hook: ReadyHook) -> ReadyHook:
-        """Return a ready hook that notes the time, then calls `hook`."""
-
-
 class GradSync:
     """Averages the gradients of some parameters in every backward that is to synchronise.
 
@@ -83,13 +72,13 @@ class GradSync:
         window: counts forwards and backwards, which ranks must have in common.
         features: what is done besides averaging, in this order.
         fields: what the report compares besides the window; the most important first.
+        wrap: puts a listener of the face in front of the reducer.
 
     Attributes:
         plan: of the buckets in use.
         hook: the communication hook that reduces the gradients, if a user has registered one.
         source: the rank whose ready order all ranks take.
-        observers: are told how each bucket travels.
-        watch: tells when a backward begins and ends.
+        listening: who is told of backwards and of the way of the buckets.
     """
 
     def __init__(
@@ -102,31 +91,27 @@ class GradSync:
         window: Window,
         features: Sequence[Feature] = (),
         fields: Sequence[Field] = (),
+        wrap: Wrap = lambda reducer: reducer,
     ) -> None:
         self.plan = plan
         self.group = group
         self.window = window
         self.hook: CommHook | None = None
         self.source = 0
-        self.observers: list[BucketObserver] = []
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
-        self.watch = BackwardWatch(window.reached)
+        self.listening = Listening(BackwardWatch(window.reached), alone=settings.alone, wrap=wrap)
         self._settings = settings
         self._features = list(features)
         self._params = list(params)
-        self._marks = [1] * len(params)  # how often each of them becomes ready in a backward
         self._rank_count = group.size()
-        self._recorder: BackwardRecorder | None = None
-        self._times: BucketObserver | None = None
         self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = (
             None  # the buckets that all ranks have agreed on, until they are in use
         )
         self._left: BaseException | None = None  # why this rank has left the group
-        self._wrap: Callable[[BackwardListener], BackwardListener] = lambda listener: listener
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
         self._assembly = Assembly(
             group,
-            Surroundings(board_of(group), self.observers, self._leave),
+            Surroundings(board_of(group), self.listening.observers, self._leave),
             scale=settings.scale,
             wire=settings.wire,
             views=settings.views,
@@ -136,8 +121,7 @@ class GradSync:
             make_report=lambda count, dtype, device: Report(group, count, compared, window, dtype, device),
         )
         self._spoiler = guard_of(self._params, group.size())
-        self._hooks = ReadyHooks(settings.alone, self._decorate)
-        self._hooks.put_on(self._params)
+        self.listening.hooks.put_on(self._params)
         wiring = Wiring(
             window,
             compared,
@@ -145,49 +129,27 @@ class GradSync:
             self._features,
             settings.strict,
             settings.warn_unused,
-            self.watch.begin,
+            self.listening.watch.begin,
             self._rebuild,
             self._decline,
             self._check_group,
-            self._hooks.install,
+            self.listening.hooks.install,
             self._guard,
             group.rank(),
             group.size(),
         )
         self.reducer = Reducer(self._make_buckets(plan, self._params), self._params, names_of(plan), wiring)
-        self._listen()
+        self.listening.tell(self.reducer)
 
     @property
     def params(self) -> Sequence[Any]:
         """The parameters whose gradients are averaged, in the order of registration."""
         return self._params
 
-    @property
-    def listener(self) -> BackwardListener:
-        """The object that is told of backwards if there is no recorder."""
-        return self._wrap(self.reducer)
-
-    @property
-    def recording(self) -> bool:
-        """Whether there is a recorder."""
-        return self._recorder is not None
-
-    def listen_through(self, wrap: Callable[[BackwardListener], BackwardListener]) -> None:
-        """Tell the object that `wrap` returns for the reducer of backwards; it tells the reducer."""
-        self._wrap = wrap
-        self._listen()
-
     def record(self, recorder: BackwardRecorder | None) -> None:
         """Tell `recorder` of backwards and of how each bucket travels; None ends the recording."""
-        self._recorder = recorder
-        self.observe(self._times)
-        self._listen()
-        self._hooks.install(self.reducer.hooks())
-
-    def observe(self, times: BucketObserver | None) -> None:
-        """Report how each bucket travels to `times`, besides a recorder; None ends that."""
-        self._times = times
-        self.observers[:] = [observer for observer in (times, self._recorder) if observer is not None]
+        self.listening.record(recorder)
+        self.listening.hooks.install(self.reducer.hooks())
 
     def add_feature(self, feature: Feature) -> None:
         """Ask `feature` before all others from the next backward on; the buckets are made again.
@@ -209,8 +171,8 @@ class GradSync:
     def shadow_backward(self) -> None:
         """Take part in a backward of other ranks, as `Reducer.shadow_backward` does, and tell the recorder."""
         self.reducer.shadow_backward()
-        if self._recorder is not None:
-            self._recorder.shadowed()
+        if self.listening.recorder is not None:
+            self.listening.recorder.shadowed()
 
     def use_plan(self, plan: BucketPlan) -> None:
         """Use these buckets of the same parameters from the next backward on; to be called on every rank.
@@ -223,7 +185,7 @@ class GradSync:
         before = self.reducer.buckets
         buckets = votes.agree_on_success(lambda: self._make_buckets(plan, self._params, before), self.group, "a plan")
         self.plan = plan
-        self.reducer.adopt(buckets, self._marks)
+        self.reducer.adopt(buckets)
 
     def set_hook(self, hook: CommHook) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
@@ -239,18 +201,17 @@ class GradSync:
         agree: Callable[[], None],
     ) -> None:
         """Use the changed model of this rank; arguments as for `Reducer.follow`, and the plan of the buckets."""
-        self._hooks.put_on(params)
+        self.listening.hooks.put_on(params)
         self.reducer.follow(buckets, params, names_of(plan), text, agree)
 
     def unfollow(self) -> None:
         """Return to the model before the change, since it was undone."""
-        self._hooks.put_on(self._params)
+        self.listening.hooks.put_on(self._params)
         self.reducer.unfollow()
 
     def settle(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
         """Keep the changed model, on which all ranks have agreed."""
         self.plan, self._params = plan, list(params)
-        self._marks = [1] * len(self._params)
         self._spoiler = guard_of(self._params, self.group.size())
 
     def buckets_for(self, plan: BucketPlan, params: Sequence[Tensor]) -> list[GradBucket]:
@@ -259,7 +220,7 @@ class GradSync:
 
     def remove_hooks(self) -> None:
         """Remove all hooks, and put what the buckets have accumulated back into `.grad`."""
-        self._hooks.remove()
+        self.listening.hooks.remove()
         self.reducer.accumulation.release()
 
     def _make_buckets(
@@ -272,7 +233,7 @@ class GradSync:
     def _remake(self) -> None:
         self.reducer.accumulation.release()
         buckets = self._make_buckets(self.plan, self._params, self.reducer.buckets)
-        self.reducer.adopt(buckets, self._marks)
+        self.reducer.adopt(buckets)
 
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.
@@ -287,7 +248,7 @@ class GradSync:
                 self._leave(error)  # it is unknown in which vote the peers are
                 raise
         plan, buckets, marks = self._agreed
-        self.plan, self._marks = plan, marks
+        self.plan = plan
         self.reducer.adopt(buckets, marks, rebuilt=True)
         self._agreed = None
         return None
@@ -320,9 +281,6 @@ class GradSync:
                 "together; expected a new group. Restart the job, or make another group and wrap the module again."
             )
 
-    def _listen(self) -> None:
-        self.watch.listener = self.listener if self._recorder is None else self._recorder
-
     def _guard(self, alarm: Callable[[], Tensor]) -> None:
         """Let the device act on the report. On CUDA the host reads it one backward later."""
         if self._spoiler is not None:
@@ -331,9 +289,6 @@ class GradSync:
             deliveries = [bucket.parts.delivery for bucket in self.reducer.buckets]
             for feature in self._features:
                 feature.alarmed(flag, deliveries)
-
-    def _decorate(self, index: int, hook: ReadyHook) -> ReadyHook:
-        return hook if self._recorder is None else self._recorder.stamped(index, hook)
 
     def _check_idle(self, what: str) -> None:
         if self.reducer.phase is not IDLE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
+from dpfuse.engine.listening import BackwardRecorder, Wrap
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
-from dpfuse.engine.sync import BackwardRecorder, GradSync, SyncSettings, names_of
+from dpfuse.engine.sync import GradSync, SyncSettings, names_of
 from dpfuse.engine.waiting import LOSS, Track
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
@@ -30,7 +32,22 @@ from dpfuse.model.check import check_module, describe_model, tensors_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 
-__all__ = ["ModuleSync"]
+__all__ = ["FaceParts", "ModuleSync"]
+
+
+@dataclass(frozen=True)
+class FaceParts:
+    """What a face adds to the synchronisation. None of it may keep the wrapper alive.
+
+    Args:
+        after_delivery: called, in this order, once the gradients of a backward are averaged.
+        wrap: puts a listener of the face in front of the reducer.
+        module_changed: called when the module may have changed, before it is looked at.
+    """
+
+    after_delivery: Sequence[Callable[[], None]] = ()
+    wrap: Wrap = lambda reducer: reducer
+    module_changed: Callable[[], None] | None = None
 
 
 class ModuleSync:
@@ -42,7 +59,7 @@ class ModuleSync:
         group: the ranks.
         options: of the wrapper.
         number: of the wrapper, among those of its group.
-        after_delivery: called, in this order, once the gradients of a backward are averaged.
+        face: what the wrapper adds.
 
     Attributes:
         grads: the synchronisation of the gradients.
@@ -52,7 +69,6 @@ class ModuleSync:
         broadcast_buffers: whether the next forward sends buffers.
         compare_buffers: whether some forward sends them, if maybe not this one.
         before_collectives: called in `before_forward`, once all is well.
-        module_changed: called when it may have changed, before it is looked at.
         buffer_hook: what synchronises the buffers in our place.
     """
 
@@ -63,16 +79,16 @@ class ModuleSync:
         group: dist.ProcessGroup,
         options: SyncOptions,
         number: int,
-        after_delivery: Sequence[Callable[[], None]] = (),
+        face: FaceParts = FaceParts(),
     ) -> None:
         self.window = Window(counts_forwards=not options.find_unused_parameters)
         self.broadcast_buffers = options.broadcast_buffers
         self.compare_buffers = options.broadcast_buffers
         self.before_collectives: Callable[[], None] | None = None
-        self.module_changed: Callable[[], None] | None = None
         self.buffer_hook: Callable[[], None] | None = None
         self._module = module
         self._options = options
+        self._face = face
         self._buffers = BufferSync(module, options.ignored, group)
         self._buffer_kinds = self._buffers.look()  # those that the description of a change would name
         self._wish = ""  # what this rank has asked for, until all ranks have
@@ -98,7 +114,7 @@ class ModuleSync:
             )
         if options.common["grad_norm_in_backward"]:
             features.append(NormInBackward())
-        features += [_AfterDelivery(after_delivery)] if after_delivery else []
+        features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.grads = GradSync(
             plan,
             params,
@@ -107,6 +123,7 @@ class ModuleSync:
             window=self.window,
             features=features,
             fields=[self.factors.field()],
+            wrap=face.wrap,
         )
         if self.error_feedback is not None:
             self.error_feedback.plan(self.reducer.buckets)
@@ -185,7 +202,7 @@ class ModuleSync:
         """To be called with the outputs of that forward."""
         reducer = self.grads.reducer
         self.grads.track.tell(LOSS, reducer.completed)
-        watched = self.grads.watch.watch(outputs, self.window.began)
+        watched = self.grads.listening.watch.watch(outputs, self.window.began)
         self.window.forward_ends(watched=watched)
         reducer.record_forward(reducer.require_sync, outputs_watched=watched)
 
@@ -214,7 +231,7 @@ class ModuleSync:
     @property
     def recording(self) -> bool:
         """Whether there is a recorder, and all ranks know of it."""
-        return self.grads.recording and not self._wish
+        return self.grads.listening.recorder is not None and not self._wish
 
     def ask(self, wish: str) -> None:
         """Have the next synchronised backward fail on all ranks unless each of them has asked for the same.
@@ -258,7 +275,7 @@ class ModuleSync:
         phase = self.reducer.phase
         refused = hook.refused(
             option=self._options.of_communication,
-            recording=self.grads.recording,
+            recording=self.grads.listening.recorder is not None,
             backward="" if phase is IDLE else phase.name,
             change="" if self._change is None else self._change.text,
         )
@@ -279,8 +296,8 @@ class ModuleSync:
     def _follow_module(self) -> None:
         """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
         self.reducer.accumulation.release()  # buckets may be replaced
-        if self.module_changed is not None:
-            self.module_changed()
+        if self._face.module_changed is not None:
+            self._face.module_changed()
         text = self._signature.change()
         kinds = self._buffers.look(again=True)
         if self.compare_buffers:

@@ -46,7 +46,8 @@ def _flag(name: str, value: Any) -> None:
 def _one_of(*choices: str, remedy: str) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
         if value not in choices:
-            listed = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
+            quoted = [repr(choice) for choice in choices]
+            listed = " or ".join(quoted) if len(quoted) == 2 else f"one of {', '.join(quoted)}"
             raise ValueError(f"{name} must be {listed}, got {value!r}; {remedy}")
 
     return check
@@ -102,7 +103,7 @@ class CommonOptions(TypedDict, total=False):
             '"raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite values, "warn" a '
             "warning on that rank. Both name parameters, how many values, and the step. On the CPU that happens in "
             "that backward; on a GPU, without waiting for it, by the end of the next.",
-            _one_of("off", "warn", "raise", remedy="leave it out to send gradients without a check"),
+            _one_of("off", "warn", "raise", remedy="leave it out to send gradients unseen"),
         ),
     ]
     check: Annotated[

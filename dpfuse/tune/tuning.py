@@ -192,7 +192,7 @@ class _Tuner:
         self._old: BucketPlan | None = None  # the old plan, while the new one is tried
         self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.plan.specs)
         self._recorder = BackwardRecorder(
-            sync.grads.listener, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
+            sync.grads.listening.listener, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
         )
         sync.record(self._recorder)
 

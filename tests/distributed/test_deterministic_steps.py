@@ -89,7 +89,7 @@ def unused_changed_and_failed(rank, size, face, views):
         wrapper(x, True).square().sum().backward()
     for param, twin in zip(trained(model), trained(bare), strict=True):
         assert torch.equal(param.grad, added_in_rank_order(twin.grad, size))
-    assert model._options.deterministic
+    assert model._options.common["deterministic"]
 
 
 def _raise(_grad):
