@@ -8,12 +8,12 @@ from dpfuse.ddp import DistributedDataParallel
 from dpfuse.ddp.patch import patch
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import Bucket, BucketPlan, plan_buckets
-from dpfuse.engine.timing import CommunicationTimes
 from dpfuse.errors import DPFuseError
 from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.grad_scaler import GradScaler
 from dpfuse.gradients.replicas import reduce_replicas
 from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
+from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.version import __version__
 from dpfuse.wrapper import time_communication
 

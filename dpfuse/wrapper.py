@@ -20,7 +20,6 @@ from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.registered_memory import can_register
-from dpfuse.engine.timing import CommunicationTimes
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
@@ -29,6 +28,7 @@ from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, no
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.check import check_module
+from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.module_sync import FaceParts, ModuleSync
 from dpfuse.model.options import SyncOptions
 

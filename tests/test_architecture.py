@@ -21,12 +21,10 @@ WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "version"}
 LARGE_CLASSES = {
     "engine.exchanges.in_place._LargeGradient": 14,
-    "engine.reducer.Wiring": 14,
     "engine.sync.GradSync": 16,
     "liveness.heartbeat.Heartbeat": 23,
     "model.module_sync.ModuleSync": 17,
     "model.options.SyncOptions": 14,
-    "model.signature.ModelSignature": 15,
 }
 READING_PATH = ["plan", "autograd", "reducer", "bucket", "buffer", "collective"]
 

@@ -2,6 +2,7 @@
 
 Read `plan` (sizes in, buckets out), `autograd` (ready hooks, the end of a backward), `reducer` with `ready` (when a
 bucket is sent), `bucket` with `protocols`, `buffer`, `delivery`, `feeds` and `exchanges` (what it is made of), and
-`collective`. `assembly` makes the buckets, `sync` wires everything, `report` is what the ranks tell each other,
-and `unused` what follows for parameters without a gradient.
+`collective`. `assembly` makes the buckets, `bucket_set` holds those in use, `listening` tells recorders too,
+and `sync` wires everything. `report` is what the ranks tell each other, and `unused` what follows for parameters
+without a gradient.
 """

@@ -1,4 +1,4 @@
-"""Who is told of the backwards of a model and of the way of its buckets, besides its reducer. Knows no gradient."""
+"""Tells the reducer of a model, and a recorder in front of it, of backwards. Knows no gradient."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
-__all__ = ["ABANDONED", "IDLE", "Phase", "Reducer", "Wiring"]
+__all__ = ["ABANDONED", "IDLE", "Calls", "Phase", "Reducer", "Wiring"]
 
 
 class Phase(Enum):
@@ -43,6 +43,28 @@ RESTING = (IDLE, ABANDONED)  # no backward is running
 
 
 @dataclass(frozen=True)
+class Calls:
+    """What a reducer calls.
+
+    Args:
+        open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
+        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
+            returns the error that every rank is to raise.
+        decline: called instead on a rank that cannot go on, so that the peers do not wait.
+        check_group: raises DPFuseError if this rank can no longer use its process group.
+        install: puts ready hooks on parameters, by registration index.
+        guard: called with the report's alarm if the report is not read in the same backward.
+    """
+
+    open_backward: Callable[[], None]
+    rebuild: Callable[[list[int], list[int]], DPFuseError | None]
+    decline: Callable[[], None]
+    check_group: Callable[[], None]
+    install: Callable[[dict[int, ReadyHook]], None]
+    guard: Callable[[Callable[[], Tensor]], None]
+
+
+@dataclass(frozen=True)
 class Wiring:
     """What a reducer uses besides buckets.
 
@@ -53,13 +75,7 @@ class Wiring:
         features: may grow while no backward runs.
         strict: whether to wait for the reports of the peers on a GPU, too.
         warn_unused: whether to warn, once, of parameters without a gradient.
-        open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
-            returns the error that every rank is to raise.
-        decline: called instead on a rank that cannot go on, so that the peers do not wait.
-        check_group: raises DPFuseError if this rank can no longer use its process group.
-        install: puts ready hooks on parameters, by registration index.
-        guard: called with the report's alarm if the report is not read in the same backward.
+        calls: what it calls.
         rank, size: of this process and its group.
     """
 
@@ -69,12 +85,7 @@ class Wiring:
     features: list[Feature]
     strict: bool
     warn_unused: bool
-    open_backward: Callable[[], None]
-    rebuild: Callable[[list[int], list[int]], DPFuseError | None]
-    decline: Callable[[], None]
-    check_group: Callable[[], None]
-    install: Callable[[dict[int, ReadyHook]], None]
-    guard: Callable[[Callable[[], Tensor]], None]
+    calls: Calls
     rank: int
     size: int
 
@@ -220,7 +231,7 @@ class Reducer:
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
         self.accumulation = Accumulation(taking, self._wiring.window)
-        self._wiring.install(self.hooks())
+        self._wiring.calls.install(self.hooks())
 
     @property
     def _settled_buckets(self) -> bool:
@@ -465,7 +476,7 @@ class Reducer:
             DPFuseError: some ranks completed that backward.
         """
         run, wiring = self._run, self._wiring
-        wiring.check_group()
+        wiring.calls.check_group()
         sent = self._in_use if self._change is None else self._change.outdated
         run.outcome.failed = True
         if not run.delivered:
@@ -479,7 +490,7 @@ class Reducer:
             reading = ALL_WELL
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
         if run.delivered and not self._settled_buckets:
-            wiring.decline()  # the peers are already in the vote on the buckets
+            wiring.calls.decline()  # the peers are already in the vote on the buckets
         self._reset()
         if reading.any_well:
             raise DPFuseError(messages.interrupted(reading.failed() or [wiring.rank], wiring.size))
@@ -506,7 +517,7 @@ class Reducer:
         """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
         if self.phase in RESTING:
             # No output of the wrapper announced this backward, so its first ready mark opens it.
-            self._wiring.open_backward()
+            self._wiring.calls.open_backward()
         self._run.recorded.append(param)
         if self.phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
@@ -522,7 +533,7 @@ class Reducer:
                 self.accumulation.ready(order)
         elif self.phase in RESTING:
             # No output of the wrapper announced this backward, so the first sentinel opens it.
-            self._wiring.open_backward()
+            self._wiring.calls.open_backward()
             self._examine(order)
 
     def _send_next(self, *, rest: bool = False, complete: bool = False) -> None:
@@ -681,14 +692,14 @@ class Reducer:
             if bucket.state is LANDED:
                 bucket.deliver()
         if not run.waits or report.unreadable:
-            self._wiring.guard(report.alarm)
+            self._wiring.calls.guard(report.alarm)
         run.delivered = True
 
     def _rebuild(self) -> None:
         """Agree with the other ranks on buckets for the ready order of the first synchronised backward."""
         counts = self._in_use.marks_in(self._run.recorded)
         marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
-        error = self._wiring.rebuild(list(counts), marks)
+        error = self._wiring.calls.rebuild(list(counts), marks)
         if error is not None:
             self._reset()
             raise error
@@ -697,7 +708,7 @@ class Reducer:
         for order, ready in enumerate(self._in_use.ready):
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 inside = self.buckets[order].plan.params
-                self._wiring.install({index: hook for index, hook in self.hooks().items() if index in inside})
+                self._wiring.calls.install({index: hook for index, hook in self.hooks().items() if index in inside})
 
     def _warn(self, text: str | None) -> None:
         if text is not None:

@@ -19,7 +19,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.reducer import IDLE, Reducer, Wiring
+from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
 from dpfuse.engine.waiting import Track, board_of, leave
 from dpfuse.engine.window import Field, Window
@@ -78,7 +78,7 @@ class GradSync:
         plan: of the buckets in use.
         hook: the communication hook that reduces the gradients, if a user has registered one.
         source: the rank whose ready order all ranks take.
-        listening: who is told of backwards and of the way of the buckets.
+        listening: tells the reducer, or a recorder, of backwards.
     """
 
     def __init__(
@@ -122,6 +122,14 @@ class GradSync:
         )
         self._spoiler = guard_of(self._params, group.size())
         self.listening.hooks.put_on(self._params)
+        calls = Calls(
+            self.listening.watch.begin,
+            self._rebuild,
+            self._decline,
+            self._check_group,
+            self.listening.hooks.install,
+            self._guard,
+        )
         wiring = Wiring(
             window,
             compared,
@@ -129,12 +137,7 @@ class GradSync:
             self._features,
             settings.strict,
             settings.warn_unused,
-            self.listening.watch.begin,
-            self._rebuild,
-            self._decline,
-            self._check_group,
-            self.listening.hooks.install,
-            self._guard,
+            calls,
             group.rank(),
             group.size(),
         )

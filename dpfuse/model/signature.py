@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, ValuesView
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -26,6 +26,21 @@ class _Known(NamedTuple):
     shape: torch.Size
 
 
+class _Look(NamedTuple):
+    """What a module was when it was looked at."""
+
+    known: dict[int, _Known]  # its parameters, by id
+    names: set[str]  # of them, also the second names of those that occur twice
+    frozen: list[nn.Parameter]
+    tables: list[dict[str, Any]]  # of each module: its parameters, its children
+    copies: list[dict[str, Any]]  # of the tables
+    delicate: Sequence[ValuesView[Any]]  # parameters that may be equal to others, as the tables show them now
+    held: list[Any]  # these, as they were
+    untold: bool  # whether it may change without a trace: lazy parameters get shapes, modules may equal others
+    samples: Sequence[Tensor]  # one parameter of each module
+    addresses: list[int]  # of the samples
+
+
 class ModelSignature:
     """What a module's parameters were, and whether they still are.
 
@@ -41,22 +56,21 @@ class ModelSignature:
         self._module = module
         self._ignored = ignored
         self.looks = 0  # how often it was looked at: what was found out since the last time holds while `unchanged`
-        self._look()
-        self.agree()
+        self._now = self._agreed = self._look()
 
     def agree(self) -> None:
         """What was last looked at is from now on the model that changes are told from."""
-        self._agreed = self._seen
-        self._names = self._seen_names
+        self._agreed = self._now
 
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
+        now = self._now
         return (
-            not self._untold
-            and _same(self._tables, self._copies)
-            and (not self._delicate or all(map(is_, chain.from_iterable(self._delicate), self._held)))
-            and [*map(_address, self._samples)] == self._addresses
-            and not (self._frozen and any(map(_requires_grad, self._frozen)))
+            not now.untold
+            and _same(now.tables, now.copies)
+            and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
+            and [*map(_address, now.samples)] == now.addresses
+            and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
 
     def change(self) -> str | None:
@@ -65,12 +79,12 @@ class ModelSignature:
         A parameter that was frozen or removed since is no change, it just takes no part any more; nor is another
         place for a parameter, or another module without any.
         """
-        self._look()
-        for key, now in self._seen.items():
-            before = self._agreed.get(key)
+        self._now = self._look()
+        for key, now in self._now.known.items():
+            before = self._agreed.known.get(key)
             if before is None:
                 if now.trainable:
-                    return f"parameter {now.name!r} was {'replaced' if now.name in self._names else 'added'}"
+                    return f"parameter {now.name!r} was {'replaced' if now.name in self._agreed.names else 'added'}"
             elif not before.trainable:
                 if now.trainable:
                     return f"parameter {now.name!r} was unfrozen"
@@ -82,14 +96,14 @@ class ModelSignature:
         """Those that train now, and did not when the model was agreed on, by name."""
         return {
             now.name: now.param
-            for key, now in self._seen.items()
-            if now.trainable and not ((before := self._agreed.get(key)) and before.trainable)
+            for key, now in self._now.known.items()
+            if now.trainable and not ((before := self._agreed.known.get(key)) and before.trainable)
         }
 
-    def _look(self) -> None:
-        """Note what every parameter is, and where it and every child module are."""
+    def _look(self) -> _Look:
         self.looks += 1
-        self._seen = {
+        module = self._module
+        known = {
             id(param): _Known(
                 name,
                 param,
@@ -98,32 +112,34 @@ class ModelSignature:
                 param.device,
                 torch.Size() if is_lazy(param) else param.shape,
             )
-            for name, param in self._module.named_parameters()
+            for name, param in module.named_parameters()
             # functional_call() lets results stand in for parameters, which still get their gradients through these.
             if name not in self._ignored and param.is_leaf
         }
-        self._seen_names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        self._frozen = [known.param for known in self._seen.values() if not known.trainable]
-        children = list(self._module.modules())
-        self._tables: list[dict[str, Any]] = [
-            table for child in children for table in (child._parameters, child._modules)
-        ]
+        children = list(module.modules())
+        tables: list[dict[str, Any]] = [table for child in children for table in (child._parameters, child._modules)]
         nothing: dict[str, Any] = {}  # one for all that are empty: what is not touched stays out of the caches
-        self._copies = [dict(table) if table else nothing for table in self._tables]
         # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
-        kept = [child._parameters.values() for child in children]
-        self._delicate = [values for values in kept if any(map(_is_delicate, values))]
-        self._held = [*chain.from_iterable(self._delicate)]
-        # These change without a trace: a lazy parameter that gets its shape, a module that equals another.
-        self._untold = any(map(is_lazy, self._module.parameters())) or any(
-            type(child).__eq__ is not object.__eq__ for child in children
-        )
+        values = [child._parameters.values() for child in children]
+        delicate = [each for each in values if any(map(_is_delicate, each))]
         owned = [
-            [param for param in child.parameters(recurse=False) if id(param) in self._seen and not is_lazy(param)]
+            [param for param in child.parameters(recurse=False) if id(param) in known and not is_lazy(param)]
             for child in children
         ]
-        self._samples = [params[0] for params in owned if params]
-        self._addresses = [*map(_address, self._samples)]
+        samples = [params[0] for params in owned if params]
+        return _Look(
+            known=known,
+            names={name for name, _ in module.named_parameters(remove_duplicate=False)},
+            frozen=[each.param for each in known.values() if not each.trainable],
+            tables=tables,
+            copies=[dict(table) if table else nothing for table in tables],
+            delicate=delicate,
+            held=[*chain.from_iterable(delicate)],
+            untold=any(map(is_lazy, module.parameters()))
+            or any(type(child).__eq__ is not object.__eq__ for child in children),
+            samples=samples,
+            addresses=[*map(_address, samples)],
+        )
 
 
 def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:

@@ -17,7 +17,7 @@ from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Feed
-from dpfuse.engine.reducer import Phase, Reducer, Wiring
+from dpfuse.engine.reducer import Calls, Phase, Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
 from dpfuse.engine.waiting import Track
 from dpfuse.engine.window import Field, Window
@@ -143,12 +143,14 @@ class Bench:
             features=list(features),
             strict=strict,
             warn_unused=warn_unused,
-            open_backward=lambda: self.reducer.open(announced=False),
-            rebuild=self.rebuild,
-            decline=lambda: self.log.append(("decline",)),
-            check_group=self.check_group,
-            install=self.install,
-            guard=self.guarded.append,
+            calls=Calls(
+                open_backward=lambda: self.reducer.open(announced=False),
+                rebuild=self.rebuild,
+                decline=lambda: self.log.append(("decline",)),
+                check_group=self.check_group,
+                install=self.install,
+                guard=self.guarded.append,
+            ),
             rank=RANK,
             size=SIZE,
         )
@@ -685,7 +687,7 @@ def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vot
     def interrupted(order, marks):
         raise KeyboardInterrupt
 
-    object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
+    object.__setattr__(bench.reducer._wiring.calls, "rebuild", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bench.backward()
     assert bench.reducer.phase is Phase.ABANDONED
