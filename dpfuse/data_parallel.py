@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -18,10 +17,8 @@ from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_commo
 from dpfuse.model.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
 from dpfuse.wrapper import SyncedModule
 
-if sys.version_info >= (3, 11):
-    from typing import Unpack
-else:
-    from typing_extensions import Unpack  # which torch needs
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DataParallel"]
 
@@ -86,7 +83,7 @@ class DataParallel(SyncedModule):
         gradient_scale: float | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
-        common = filled(options, "DataParallel")
+        common = filled(options, DataParallel)
         super().__init__()
         if strategy is not None:
             warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +35,8 @@ from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_commo
 from dpfuse.model.state_dict import accept_unprefixed
 from dpfuse.wrapper import SyncedModule
 
-if sys.version_info >= (3, 11):
-    from typing import Unpack
-else:
-    from typing_extensions import Unpack  # which torch needs
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DistributedDataParallel"]
 
@@ -121,7 +118,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         forward_sync_buffers: bool | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
-        common = filled(options, "DistributedDataParallel")
+        common = filled(options, DistributedDataParallel)
         super().__init__()
         Joinable.__init__(self)
         if check_reduction:

@@ -123,6 +123,7 @@ class GradBucket:
             grads = [param.grad for param in buffer.params]
             if outcome.frozen or not complete:
                 grads = self._without_missing(grads, outcome)
+            # Whether a context is needed is checked here and in two places below: to ask for one costs more.
             usual = not (torch.is_grad_enabled() or profiler_runs())
             with NOTHING if usual else ranged_without_graph("dpfuse::pack", self._label):
                 self._pack(grads, outcome)

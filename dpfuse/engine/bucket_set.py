@@ -57,7 +57,7 @@ class BucketSet:
         """Return the names of some of the parameters."""
         return [self.names[self._indices[id(param)]] for param in params]
 
-    def unsent(self) -> list[Tensor]:
+    def entries(self) -> list[Tensor]:
         """Return what is in the ready lists."""
         return [param for ready in self.ready for param in ready.entries]
 

@@ -55,8 +55,8 @@ class Exchange:
 
     Attributes:
         takes_factors: whether gradients are multiplied by a factor before the sum.
-        has_outside: whether some gradients travel outside the buffer; only then `take`, `empty`, `deliver` and
-            `discard` are called.
+        has_outside: whether the class overrides `take`, since some gradients travel outside the buffer. Only then
+            `take`, `empty`, `deliver` and `discard` are called.
         error: why the result of the last exchange cannot be used, if it cannot.
         bytes_in_place: bytes of the gradients that the last exchange has reduced in their own memory.
     """
@@ -65,6 +65,9 @@ class Exchange:
     has_outside = False
     error: Exception | None = None
     bytes_in_place = 0
+
+    def __init_subclass__(cls) -> None:
+        cls.has_outside = cls.take is not Exchange.take
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -299,6 +299,7 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
+        # As `BucketSet.entries`, without a call: it is made twice in each step.
         found = [param for ready in self._in_use.ready for param in ready.entries]
         if found:
             self.refuse(found)
@@ -306,7 +307,7 @@ class Reducer:
 
     def unaveraged(self) -> list[Tensor]:
         """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
-        return self._in_use.unsent()
+        return self._in_use.entries()
 
     def refuse(self, found: Iterable[Tensor]) -> None:
         """Forget these ready gradients.

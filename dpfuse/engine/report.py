@@ -225,7 +225,7 @@ class Report:
         reading = self._interpret(numbers)
         if reading.all_well:
             if not states.is_cuda:
-                self._well = torch.tensor(numbers, dtype=states.dtype)
+                self._well = torch.tensor(numbers, dtype=states.dtype, device=states.device)
         elif gather:
             landing.reading = self._with_rows(reading, outcome)
             return landing.reading

@@ -95,7 +95,6 @@ class GradSync:
     ) -> None:
         self.plan = plan
         self.group = group
-        self.window = window
         self.hook: CommHook | None = None
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
@@ -107,6 +106,7 @@ class GradSync:
         self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = (
             None  # the buckets that all ranks have agreed on, until they are in use
         )
+        self._followed: tuple[BucketPlan, Sequence[Tensor], str, Callable[[], None]] | None = None  # a pending change
         self._left: BaseException | None = None  # why this rank has left the group
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
         self._assembly = Assembly(
@@ -206,15 +206,19 @@ class GradSync:
         """Use the changed model of this rank; arguments as for `Reducer.follow`, and the plan of the buckets."""
         self.listening.hooks.put_on(params)
         self.reducer.follow(buckets, params, names_of(plan), text, agree)
+        self._followed = plan, params, text, agree
 
     def unfollow(self) -> None:
         """Return to the model before the change, since it was undone."""
+        self._followed = None
         self.listening.hooks.put_on(self._params)
         self.reducer.unfollow()
+        self._remake()  # a feature may have been added meanwhile
 
     def settle(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
         """Keep the changed model, on which all ranks have agreed."""
         self.plan, self._params = plan, list(params)
+        self._followed = None
         self._spoiler = guard_of(self._params, self.group.size())
 
     def buckets_for(self, plan: BucketPlan, params: Sequence[Tensor]) -> list[GradBucket]:
@@ -235,8 +239,11 @@ class GradSync:
 
     def _remake(self) -> None:
         self.reducer.accumulation.release()
-        buckets = self._make_buckets(self.plan, self._params, self.reducer.buckets)
-        self.reducer.adopt(buckets)
+        if self._followed is None:
+            self.reducer.adopt(self._make_buckets(self.plan, self._params, self.reducer.buckets))
+        else:
+            plan, params, text, agree = self._followed
+            self.reducer.follow(self._make_buckets(plan, params), params, names_of(plan), text, agree)
 
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.

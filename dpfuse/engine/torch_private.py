@@ -153,7 +153,7 @@ def no_graph() -> AbstractContextManager[object]:
 
 
 def ranged_without_graph(name: str, label: str) -> AbstractContextManager[object]:
-    """Return both contexts in one. Usually neither is needed, and one empty context is entered."""
+    """Return both contexts in one. Usually neither is needed, and one of them is empty."""
     if torch.is_grad_enabled():
         return _both(name, label)
     return ranged(name, label)

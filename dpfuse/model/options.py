@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
@@ -171,26 +171,28 @@ def _type_text(name: str) -> str:
     return " | ".join("None" if part is type(None) else inspect.formatannotation(part) for part in parts)
 
 
-def filled(options: CommonOptions, face: str) -> CommonOptions:
+def filled(options: CommonOptions, face: type) -> CommonOptions:
     """Return these options and the defaults of all others.
 
     Args:
         options: what a caller has passed.
-        face: name of the class that was called, for the error.
+        face: the class that was called, for the error.
 
     Raises:
         TypeError: there is no such option.
 
     Example:
+        >>> from dpfuse import DataParallel
         >>> from dpfuse.model.options import filled
-        >>> filled({"deterministic": True}, "DataParallel")["stall_timeout"]
+        >>> filled({"deterministic": True}, DataParallel)["stall_timeout"]
         60.0
     """
     for name in options:
         if name not in _DECLARED:
-            close = get_close_matches(name, _DECLARED, n=1)
-            hint = f"did you mean {close[0]}" if close else f"its options are {', '.join(_DECLARED)}"
-            raise TypeError(f"{face}() got an unexpected keyword argument {name!r}; {hint}")
+            known = list(inspect.signature(face).parameters)
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}" if close else f"expected one of {', '.join(known)}"
+            raise TypeError(f"{face.__name__}() got an unexpected keyword argument {name!r}; {hint}")
     return cast(CommonOptions, {name: option.default for name, option in _DECLARED.items()} | options)
 
 
@@ -204,11 +206,15 @@ def takes_common_options(face: Face) -> Face:
         for name, option in _DECLARED.items()
     ]
     construct.__signature__ = signature.replace(parameters=[*kept, *added])
+    del construct.__annotations__["options"]  # for tools that read types, too, each option is an argument
+    construct.__annotations__ |= get_type_hints(CommonOptions)
+    if face.__doc__ is None:  # python -OO
+        return face
     texts = [
         textwrap.fill(f"{name}: {option.text}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
         for name, option in _DECLARED.items()
     ]
-    before, raises, after = inspect.cleandoc(face.__doc__ or "").partition("\n\nRaises:")
+    before, raises, after = inspect.cleandoc(face.__doc__).partition("\n\nRaises:")
     assert raises, f"{face.__name__}: the docstring has no section of errors behind its arguments"
     face.__doc__ = "\n".join([before, *texts]) + raises + after
     return face
@@ -223,7 +229,7 @@ class SyncOptions:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     broadcast_buffers: bool
-    common: CommonOptions
+    common: CommonOptions = field(hash=False)
     gradient_scale: float | None = None
     reduce_dtype: torch.dtype | None = None  # mixed_precision's word for wire_dtype
     forward_dtype: torch.dtype | None = None  # in which the module computes; None is that of its parameters

@@ -26,6 +26,13 @@ class _Known(NamedTuple):
     shape: torch.Size
 
 
+class _Agreed(NamedTuple):
+    """The model that changes are told from. It keeps no module alive that was removed since."""
+
+    known: dict[int, _Known]
+    names: set[str]
+
+
 class _Look(NamedTuple):
     """What a module was when it was looked at."""
 
@@ -56,11 +63,12 @@ class ModelSignature:
         self._module = module
         self._ignored = ignored
         self.looks = 0  # how often it was looked at: what was found out since the last time holds while `unchanged`
-        self._now = self._agreed = self._look()
+        self._now = self._look()
+        self._agreed = _Agreed(self._now.known, self._now.names)
 
     def agree(self) -> None:
         """What was last looked at is from now on the model that changes are told from."""
-        self._agreed = self._now
+        self._agreed = _Agreed(self._now.known, self._now.names)
 
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""

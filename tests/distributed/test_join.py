@@ -418,5 +418,23 @@ def test_sparse_gradients_may_be_shadowed(ranks, counts):
     ranks(with_rows, counts, timeout=20)
 
 
+def joined_with_another_default_device(rank, size):
+    model = DDP(nn.Linear(4, 2))
+    model(torch.ones(3, 4)).sum().backward()
+    x = torch.ones(3, 4)
+    torch.set_default_device("meta")  # as "cuda" would be: what we make ourselves must not follow it
+    try:
+        with model.join():
+            for _ in range(5 if rank == 0 else 2):
+                model.zero_grad()
+                model(x).sum().backward()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_join_does_not_depend_on_the_default_device(ranks):
+    ranks(joined_with_another_default_device)
+
+
 def test_the_class_is_joinable():
     assert issubclass(DDP, Joinable)

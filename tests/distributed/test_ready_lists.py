@@ -619,3 +619,22 @@ def used_on_one_rank_only(rank, size, large):
 @pytest.mark.parametrize("large", [False, True], ids=["in the buffer", "in place"])
 def test_a_rank_that_accumulated_nothing_gets_the_same_mean(ranks, large):
     ranks(used_on_one_rank_only, large)
+
+
+def frozen_without_a_gradient(rank, size):
+    """A layer is frozen inside a window in which no rank has used it."""
+    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    first, second = model.module
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        model.zero_grad()
+    with model.no_sync():
+        first(torch.ones(2, 3)).sum().backward()
+    second.requires_grad_(False)
+    model(torch.ones(2, 3)).sum().backward()
+    assert second.weight.grad is None
+    assert second.bias.grad is None
+
+
+def test_a_parameter_without_any_gradient_that_is_frozen_stays_without(ranks):
+    ranks(frozen_without_a_gradient)

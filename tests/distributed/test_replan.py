@@ -346,6 +346,35 @@ def test_a_change_that_was_undone_is_none(ranks):
     ranks(undone)
 
 
+def weighed_after_a_change(rank, size, undo):
+    """A weight is given between the forward that has seen a change and its backward: the buckets are made again."""
+    pair = Pair(rank, size, "paddle")
+    pair.step()
+    kept = pair.wrapped.module.head
+    pair.change(replace_layer)
+    if undo:
+        with pair.wrapped.no_sync():
+            pair.wrapped(torch.ones(4, 3), 0).sum().backward()
+        pair.zero_grad()
+        pair.wrapped.module.head, pair.bare.head = kept, copy.deepcopy(kept)
+    x = torch.full((4, 3), 1.0 + rank)
+    loss = pair.wrapped(x, 0).sum()
+    pair.wrapped.set_gradient_weight(2.0)
+    loss.backward()
+    twin = copy.deepcopy(pair.wrapped.module)
+    twin.zero_grad()
+    twin(x, 0).sum().backward()
+    for (name, param), other in zip(pair.wrapped.module.named_parameters(), twin.parameters(), strict=True):
+        if other.grad is not None:
+            dist.all_reduce(other.grad)
+            torch.testing.assert_close(param.grad, other.grad / size, msg=name)
+
+
+@pytest.mark.parametrize("undo", [False, True], ids=["followed", "undone"])
+def test_a_feature_that_is_added_while_a_change_is_pending_follows_the_change(ranks, undo):
+    ranks(weighed_after_a_change, undo)
+
+
 def collectives_of(rank, size):
     """How many collectives each step calls: one, but for the first, and for that with the change."""
     pair = Pair(rank, size, "paddle")

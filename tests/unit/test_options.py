@@ -20,7 +20,7 @@ faces = pytest.mark.parametrize("face", FACES, ids=lambda face: face.__module__)
 
 
 def options_with(**given: object) -> SyncOptions:
-    return SyncOptions(25, 1, False, True, False, filled(given, "DataParallel"))
+    return SyncOptions(25, 1, False, True, False, filled(given, dpfuse.DataParallel))
 
 
 @faces
@@ -47,8 +47,17 @@ def test_the_docstring_has_one_entry_for_each_argument_of_the_signature(face):
 def test_an_unknown_option_is_an_error_that_names_the_nearest_one(face):
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'check_finit'; did you mean check_finite$"):
         face(nn.Linear(2, 2), check_finit="raise")
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'xyz'; its options are wire_dtype, "):
+    with pytest.raises(TypeError, match=r"'find_unused_parameter'; did you mean find_unused_parameters$"):
+        face(nn.Linear(2, 2), find_unused_parameter=True)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'xyz'; expected one of \w+, .*, stall_timeout$"):
         face(nn.Linear(2, 2), xyz=1)
+
+
+@pytest.mark.parametrize("face", FACES[:2], ids=lambda face: face.__module__)
+def test_tools_that_read_types_find_every_option(face):
+    hints = get_type_hints(face.__init__)
+    assert {name: hints[name] for name in DECLARED} == get_type_hints(CommonOptions)
+    assert "options" not in hints
 
 
 @pytest.mark.parametrize("name", sorted(DECLARED))

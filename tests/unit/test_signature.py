@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,14 @@ def test_training_is_no_change():
     model.eval()
     model.zero_grad()
     assert signature.unchanged()
+
+
+def test_a_module_that_was_removed_is_not_kept_alive():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    signature = ModelSignature(model)
+    removed = weakref.ref(model[1])
+    model[1] = nn.BatchNorm1d(2, affine=False)
+    assert not signature.unchanged()
+    assert signature.change() is None
+    gc.collect()
+    assert removed() is None

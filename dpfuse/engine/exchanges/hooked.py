@@ -122,8 +122,6 @@ class HookedRows(Hooked):
         name: its name, for errors.
     """
 
-    has_outside = True
-
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -43,8 +43,6 @@ class InPlace(Exchange):
         names: of the parameters, for errors.
     """
 
-    has_outside = True
-
     def __init__(
         self, group: dist.ProcessGroup, bucket: Bucket, params: Sequence[Tensor], names: Sequence[str]
     ) -> None:

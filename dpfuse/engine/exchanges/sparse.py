@@ -37,8 +37,6 @@ class SparseRows(Exchange):
         averaging: the dtype that travels, and the factor after the sum.
     """
 
-    has_outside = True
-
     def __init__(
         self, group: dist.ProcessGroup, bucket: Bucket, param: Tensor, name: str, averaging: Averaging
     ) -> None:
