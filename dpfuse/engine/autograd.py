@@ -150,11 +150,16 @@ class BackwardWatch:
                 "torch.compile works without it."
             )
         self.listener.open(announced=announced)
-        task = _Task(self._end, node)
-        self._task = weakref.ref(task, self._died)
-        torch.autograd.Variable._execution_engine.queue_callback(task)
-        if compiled is not None:
-            EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
+        try:
+            task = _Task(self._end, node)
+            self._task = weakref.ref(task, self._died)
+            torch.autograd.Variable._execution_engine.queue_callback(task)
+            if compiled is not None:
+                EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
+        except BaseException:
+            self._task = None  # nothing tells the end of this backward
+            self.listener.abandon()
+            raise
 
     leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
 

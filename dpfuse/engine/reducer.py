@@ -349,34 +349,38 @@ class Reducer:
             DPFuseError: the backward before was interrupted on some ranks only; or this one is not announced and has
                 added to gradients of that one; or a CUDA graph captures the first synchronised backward.
         """
-        wiring, run = self._wiring, self._run
-        if self.phase not in RESTING:
-            self.abandon()  # an exception struck between the end of the backward before and its close
-        if self.phase is ABANDONED:
-            begun = run.next > 0 and not announced
-            self.drain()
-            run = self._run
-            if begun:
-                raise DPFuseError(messages.begun(wiring.rank))
-        if announced:
-            self.settle_unaveraged()
-        wiring.window.backward_begins(announced=announced)
-        sync = run.forward
-        # A backward through none of the watched outputs has no forward of its own.
-        if sync is None or (not sync and not announced and run.outputs_watched):
-            sync = self._require_sync
-        for feature in wiring.features:
-            feature.opened(sync=sync, announced=announced)
-        params = self._in_use.params
-        if self._frozen and any(params[index].requires_grad for index in self._frozen):
-            self._freeze(frozenset(index for index in self._frozen if not params[index].requires_grad))
-        if not sync:
-            self._enter(LOCAL)
-        elif not self._settled_buckets and self._in_use.report.unreadable:
-            raise DPFuseError(messages.unsettled(wiring.rank))
-        else:
-            run.outcome.frozen = self._frozen
-            self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
+        try:
+            wiring, run = self._wiring, self._run
+            if self.phase not in RESTING:
+                self.abandon()  # an exception struck between the end of the backward before and its close
+            if self.phase is ABANDONED:
+                begun = run.next > 0 and not announced
+                self.drain()
+                run = self._run
+                if begun:
+                    raise DPFuseError(messages.begun(wiring.rank))
+            if announced:
+                self.settle_unaveraged()
+            wiring.window.backward_begins(announced=announced)
+            sync = run.forward
+            # A backward through none of the watched outputs has no forward of its own.
+            if sync is None or (not sync and not announced and run.outputs_watched):
+                sync = self._require_sync
+            for feature in wiring.features:
+                feature.opened(sync=sync, announced=announced)
+            params = self._in_use.params
+            if self._frozen and any(params[index].requires_grad for index in self._frozen):
+                self._freeze(frozenset(index for index in self._frozen if not params[index].requires_grad))
+            if not sync:
+                self._enter(LOCAL)
+            elif not self._settled_buckets and self._in_use.report.unreadable:
+                raise DPFuseError(messages.unsettled(wiring.rank))
+            else:
+                run.outcome.frozen = self._frozen
+                self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
+        except BaseException:
+            self.forget_forwards()  # this was their backward
+            raise
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """Finish the outermost backward: send what is left, wait, deliver.
@@ -735,10 +739,10 @@ class Reducer:
         return bool(self._run.recorded) or any(ready.entries for ready in self._in_use.ready)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase = phase
         self._wiring.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
         if phase in RESTING:
             self._clear_ready()
+        self.phase = phase  # last, so that an error before leaves the phase as it was
 
     def _clear_ready(self) -> None:
         self._run.recorded.clear()

@@ -48,32 +48,31 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
         DPFuseError: on every rank with the same text, naming the first rank that differs from rank 0 and
             the first line in which it does.
     """
-    data = text.encode()
-    device = collective.group_device(group)
     try:
-        header = _header_of(data, device)
+        header = _header_of(text, group)
     except Exception:
-        header = _header_of(data, device)  # memory may have been short for a moment, and the peers wait
+        header = _header_of(text, group)  # memory may have been short for a moment, and the peers wait
     rows: list[torch.Tensor] = []
     try:
         rows[:] = collective.all_gather(header, group)
-        _compare(rows, data, group, what, remedy)
+        _compare(rows, text, group, what, remedy)
     except DPFuseError:
         raise
     except Exception:
         if not rows:
             raise
-        _compare(rows, data, group, what, remedy)  # the peers go on: an error that passes must not be raised here
+        _compare(rows, text, group, what, remedy)  # the peers go on: an error that passes must not be raised here
 
 
-def _header_of(data: bytes, device: torch.device) -> torch.Tensor:
+def _header_of(text: str, group: dist.ProcessGroup) -> torch.Tensor:
+    data = text.encode()
     header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode())]
-    return torch.tensor(header, dtype=torch.int64).to(device)
+    return torch.tensor(header, dtype=torch.int64).to(collective.group_device(group))
 
 
-def _compare(rows: Sequence[torch.Tensor], data: bytes, group: dist.ProcessGroup, what: str, remedy: str) -> None:
+def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, what: str, remedy: str) -> None:
     """Raise DPFuseError where the headers of the ranks' texts differ, or one of them is a failure."""
-    device = rows[0].device
+    data, device = text.encode(), rows[0].device
     headers = [row.tolist() for row in rows]
     differing = next((rank for rank, row in enumerate(headers) if row != headers[0]), None)
     failed = next((rank for rank, row in enumerate(headers) if row[-1]), None)

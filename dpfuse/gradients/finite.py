@@ -58,7 +58,13 @@ class FiniteCheck(Feature):
 
     def delivered(self) -> None:
         """As `Feature.delivered`: warn if something is not finite and that is to be a warning."""
-        if not self.raises and (text := self.text(self._step() - 1)):
+        if self.raises:
+            return
+        try:
+            text = self.text(self._step() - 1)
+        except Exception as error:  # the gradients are averaged, and no other rank raises in this backward
+            text = f"the check of the gradients for NaN and infinite values failed: {error!r}"
+        if text:
             warnings.warn(f"rank {self._rank}: {text}", stacklevel=2)
 
     def begin(self) -> None:

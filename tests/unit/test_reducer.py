@@ -1005,3 +1005,20 @@ def test_an_abandoned_synchronised_backward_forgets_what_was_accumulated():
     bench.report.reading = Reading(any_failed=True, any_well=False)
     bench.reducer.drain()
     assert not any(bucket.parts.feed.held for bucket in bench.buckets)
+
+
+def test_the_forwards_of_a_backward_that_could_not_begin_do_not_synchronise_the_next_one():
+    class Refusing(Feature):
+        def opened(self, *, sync, announced):
+            raise RuntimeError("not now")
+
+    bench = Bench().settled()
+    bench.reducer._wiring.features.append(Refusing())
+    bench.reducer.record_forward(True)
+    with pytest.raises(RuntimeError, match="not now"):
+        bench.reducer.open(announced=True)
+    assert bench.reducer.phase is Phase.IDLE
+    bench.reducer._wiring.features.clear()
+    bench.reducer.record_forward(False)
+    bench.reducer.open(announced=True)
+    assert bench.reducer.phase is Phase.LOCAL

@@ -35,7 +35,18 @@ LEFT_OUT = tuple(f"{ROOT}/engine/{name}.py" for name in ("collective", "waiting"
 COLLECTIVE = f"{ROOT}/engine/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group", "waits_on_streams"})
 WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
-HARMLESS = re.compile(r"try:|return( \w+)?")
+# Lines that cannot fail: they look at names, bind one, loop over a list, empty one, or only call a function of ours,
+# whose own lines are points.
+HARMLESS = re.compile(
+    r"""try:|else:|def\ .*|\"\"\".*|for\ \w+\ in\ [\w.]+:|[\w.]+\.clear\(\)
+    |return(\ \w+)?
+    |feature\.delivered\(\)|return\ self\.\w+|if\ [\w.\ ]+:|\w+\ =\ \w+\(\)\ if\ [\w.\ ]+\ else\ \w+
+    |[\w.]+(:\ [^=]+)?\ =\ (\[\]|\w+)
+    |([\w.]+(\[:\])?\ =\ |return\ )?
+     (self\._|self\.listener\.|self\._watch\.|votes\.|collective\.|torch\._C\.)\w+\([\w.,=\ *]*\)
+    |self\._end\(lambda:\ .*\)""",
+    re.VERBOSE,
+)
 YIELD = opmap["YIELD_VALUE"]
 FUNCTIONS = (
     "zeros", "zeros_like", "empty", "empty_like", "empty_strided", "full", "tensor", "cat", "stack", "frombuffer",
@@ -156,8 +167,8 @@ class _Tracer:
     def _can_fail(self, frame: FrameType) -> bool:
         """Whether an exception can come from this line; `sys.settrace` can raise one where none is possible.
 
-        Neither `try:` nor returning a name can fail. And a `with` line is told again when its block ends; an exception
-        there would skip the exit of the context.
+        Such are the lines in `HARMLESS`. And a `with` line is told again when its block ends; an exception there would
+        skip the exit of the context.
         """
         line = getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if HARMLESS.fullmatch(line):
