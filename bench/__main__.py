@@ -34,7 +34,7 @@ SUITES = {
     "overlap": 240,
     "planner": 120,
     "wire": 240,
-    "manual": 120,
+    "manual": 300,
 }
 GPU_SUITES = {
     "step": 135,
