@@ -132,9 +132,11 @@ class GradBucket:
         # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
-        parts.feed.sent()
-        assert self._work is not None
-        parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+        if parts.feed.forgets:
+            parts.feed.sent()
+        if parts.delivery.is_early:
+            assert self._work is not None
+            parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
@@ -165,11 +167,13 @@ class GradBucket:
             observer.wait_begins(self._sent)
         with ranged("dpfuse::wait", self._label) if profiler_runs() else NOTHING:
             finish(self._work, self._around.board, self._sent.device.type, last=parts.report is not None)
-            parts.delivery.landed()
+            if parts.delivery.is_early:
+                parts.delivery.landed()
         for observer in observers:
             observer.wait_ends()
-        parts.exchange.landed(self._work)
-        self.error = self.error or parts.exchange.error
+        if parts.exchange.has_stages:
+            parts.exchange.landed(self._work)
+            self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(self._room_in(self._sent))
         self.state, self._work = LANDED, None  # last, so that after an error it can be waited for again
@@ -286,7 +290,8 @@ class GradBucket:
                 if collective.has_raised(error):
                     self._around.leave(error)
                 raise
-        self.parts.exchange.started(self._work)
+        if self.parts.exchange.has_stages:
+            self.parts.exchange.started(self._work)
         for observer in self._around.observers:
             observer.sent(self.parts.exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
 

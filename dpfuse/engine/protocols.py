@@ -31,6 +31,10 @@ class Feed:
     """How gradients come into the buffer. Methods other than `pack` do nothing unless a feed overrides them."""
 
     held: Set[int] = frozenset()  # registration indices of parameters whose gradients are partly in the buffer
+    forgets = False  # whether the class overrides `sent`; only then it is called
+
+    def __init_subclass__(cls) -> None:
+        cls.forgets = cls.sent is not Feed.sent
 
     def hooks(self) -> dict[int, Callable[[], None]]:
         """Return what to call when the gradient of a parameter is ready, by registration index."""
@@ -57,17 +61,20 @@ class Exchange:
         takes_factors: whether gradients are multiplied by a factor before the sum.
         has_outside: whether the class overrides `take`, since some gradients travel outside the buffer. Only then
             `take`, `empty`, `deliver` and `discard` are called.
+        has_stages: whether the class overrides `started` or `landed`; only then they are called.
         error: why the result of the last exchange cannot be used, if it cannot.
         bytes_in_place: bytes of the gradients that the last exchange has reduced in their own memory.
     """
 
     takes_factors = True
     has_outside = False
+    has_stages = False
     error: Exception | None = None
     bytes_in_place = 0
 
     def __init_subclass__(cls) -> None:
         cls.has_outside = cls.take is not Exchange.take
+        cls.has_stages = cls.started is not Exchange.started or cls.landed is not Exchange.landed
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -109,6 +116,11 @@ class Exchange:
 
 class Delivery:
     """How reduced gradients get from the buffer to the parameters."""
+
+    is_early = False  # whether the class overrides `sent` or `landed`; only then they are called
+
+    def __init_subclass__(cls) -> None:
+        cls.is_early = cls.sent is not Delivery.sent or cls.landed is not Delivery.landed
 
     def hand_out_early(self, missing: Set[int]) -> None:
         """Deliver what is possible before the buffer is sent; it is packed. `missing` have no gradient."""

@@ -101,6 +101,7 @@ class _Run:
     recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
     reading: Reading | None = None  # what the ranks have reported
     waits: bool = True  # whether this rank waits for that, also on a GPU
+    holds: bool = False  # whether buckets wait for the report before they are delivered
     delivered: bool = False
     warnings: list[str] = field(default_factory=list)  # given after delivery: they may become errors
 
@@ -240,13 +241,14 @@ class Reducer:
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
         append, examine, send = ready.entries.append, self._examine, self._send_next
+        alone = len(self.buckets) == 1  # the last bucket is sent when backward has ended
 
         def mark_sentinel(param: Any) -> None:
             append(param)
-            if self.phase is REDUCING:
-                send()
-            else:
+            if self.phase is not REDUCING:
                 examine(order)
+            elif not alone:
+                send()
 
         if pack is None:
             return mark_sentinel
@@ -299,11 +301,11 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
-        # As `BucketSet.entries`, without a call: it is made twice in each step.
-        found = [param for ready in self._in_use.ready for param in ready.entries]
-        if found:
-            self.refuse(found)
-            self._wiring.window.backward_ends()
+        for ready in self._in_use.ready:
+            if ready.entries:
+                self.refuse(self._in_use.entries())
+                self._wiring.window.backward_ends()
+                return
 
     def unaveraged(self) -> list[Tensor]:
         """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
@@ -434,7 +436,8 @@ class Reducer:
     def _close(self, reached_leaves: Callable[[], bool]) -> None:
         """Do all stages. After an exception it can be called again: what was done is not done again."""
         run = self._run
-        if not run.next and not self._any_ready() and not reached_leaves():
+        last = self._in_use.ready[-1]  # usually something in it is ready
+        if not (run.next or last.entries or self._any_ready() or reached_leaves()):
             self._enter(IDLE)
             return
         if run.reading is None:
@@ -453,7 +456,9 @@ class Reducer:
 
     def _complete(self) -> None:
         """End the backward. All is delivered, and the peers wait for nothing."""
-        self._choose_sentinels()
+        for order, ready in enumerate(self._in_use.ready):
+            if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
+                self._install_hooks_of(order)
         texts = self._run.warnings
         self._in_use.clear()
         self._wiring.window.begin()
@@ -651,7 +656,7 @@ class Reducer:
     def _hear(self) -> Reading:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
         report, run, outcome = self._in_use.report, self._run, self._run.outcome
-        buckets = self._in_use.buckets
+        buckets, well = self._in_use.buckets, True
         for order, bucket in enumerate(buckets):
             if len(buckets) > 1:  # with one bucket, the track has not changed since it was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
@@ -659,14 +664,16 @@ class Reducer:
                 bucket.wait()
             outcome.error = outcome.error or bucket.error  # a communication hook may fail that late
             # Whether another rank has a missing gradient is known once the last bucket has landed.
-            if bucket.state is LANDED and outcome.well and not bucket.missing:
+            well = outcome.well
+            if bucket.state is LANDED and well and not bucket.missing:
                 bucket.deliver()
+            run.holds = run.holds or bucket.state is LANDED
         if outcome.missing and report.unreadable:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
-        run.waits = not outcome.well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
-        return report.read(outcome, wait=run.waits, gather=self._all_read_now)
+        run.waits = not well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
+        return report.read(outcome, wait=run.waits, gather=report.is_on_cpu or self._all_read_now)
 
     def _fail(self, reading: Reading) -> None:
         """Raise the error that every rank raises."""
@@ -686,7 +693,7 @@ class Reducer:
         if run.delivered:
             return
         missing = run.outcome.missing
-        held = [bucket for bucket in self._in_use.buckets if bucket.state is LANDED]
+        held = [bucket for bucket in self._in_use.buckets if bucket.state is LANDED] if run.holds else []
         if missing and held:
             untouched = self._unused.untouched(missing, report)
             for bucket in held:
@@ -709,11 +716,9 @@ class Reducer:
             self._reset()
             raise error
 
-    def _choose_sentinels(self) -> None:
-        for order, ready in enumerate(self._in_use.ready):
-            if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
-                inside = self.buckets[order].plan.params
-                self._wiring.calls.install({index: hook for index, hook in self.hooks().items() if index in inside})
+    def _install_hooks_of(self, order: int) -> None:
+        inside = self.buckets[order].plan.params
+        self._wiring.calls.install({index: hook for index, hook in self.hooks().items() if index in inside})
 
     def _warn(self, text: str | None) -> None:
         if text is not None:

@@ -440,7 +440,7 @@ def test_a_wait_that_was_interrupted_is_repeated(group, monkeypatch):
     (bucket,) = one_bucket(group, params, make_report=make_report)
     bucket.send(Outcome(), complete=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(bucket.parts.exchange, "landed", interrupt, raising=False)
+        patch.setattr(bucket.parts.report, "landed", interrupt)
         bucket.wait()
     assert bucket.state is FLIGHT
     bucket.wait()
