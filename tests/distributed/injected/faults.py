@@ -43,7 +43,7 @@ HARMLESS = re.compile(
     |feature\.delivered\(\)|return\ self\.\w+|if\ [\w.\ ]+:|\w+\ =\ \w+\(\)\ if\ [\w.\ ]+\ else\ \w+
     |[\w.]+(:\ [^=]+)?\ =\ (\[\]|\w+)
     |([\w.]+(\[:\])?\ =\ |return\ )?
-     (self\._|self\.listener\.|self\._watch\.|votes\.|collective\.|torch\._C\.)\w+\([\w.,=\ *]*\)
+     (self\._|self\.listener\.|self\._watch\.|votes\.|collective\.|torch\._C\.|agree_on_|report_)\w+\([\w.,=\ *"]*\)
     |self\._end\(lambda:\ .*\)""",
     re.VERBOSE,
 )
