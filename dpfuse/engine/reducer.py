@@ -673,7 +673,7 @@ class Reducer:
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         run.waits = not well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
-        return report.read(outcome, wait=run.waits, gather=report.is_on_cpu or self._all_read_now)
+        return report.read(outcome, wait=run.waits, gather=self._all_read_now)
 
     def _fail(self, reading: Reading) -> None:
         """Raise the error that every rank raises."""
