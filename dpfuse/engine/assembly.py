@@ -212,7 +212,7 @@ class _Making:
             post_scale = buffer.averaging.post_scale
             private = delivery = Private(buffer, post_scale, squares, label)
             nbytes = sum(torch.Size(shape).numel() for shape, _ in buffer.shapes) * ITEM_SIZE[bucket.dtype]
-            usual = report is None and not buffer.is_complex and self.hook is None
+            usual = report is None and not buffer.dtype.is_complex and self.hook is None
             if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
                 delivery = EarlyPrivate(private, buffer, self.side)
         for feature in self.features:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.ready import ReadyHook
-from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced
+from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
 
 __all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "hooks_on"]
@@ -190,7 +190,7 @@ class _Announcer:
             return False
         # A leaf would keep the hook for ever. A parameter that is an output announces itself by its ready mark.
         if not tensor.is_leaf:
-            tensor.register_hook(self)
+            put_hook(tensor, self)
         return True
 
     def __call__(self, _grad: Tensor) -> None:

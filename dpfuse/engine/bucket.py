@@ -17,7 +17,7 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import BucketObserver, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
 from dpfuse.engine.streams import WritingStreams
-from dpfuse.engine.torch_private import NOTHING, profiler_runs, ranged, ranged_without_graph
+from dpfuse.engine.torch_private import profiler_runs, ranged, ranged_without_graph
 from dpfuse.engine.waiting import Board, finish
 from dpfuse.errors import DPFuseError
 
@@ -35,7 +35,7 @@ class BucketState(Enum):
 FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12, looking up a member is slow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What all buckets of a model share.
 
@@ -50,7 +50,7 @@ class Surroundings:
     leave: Callable[[BaseException], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What one bucket is made of.
 
@@ -123,9 +123,11 @@ class GradBucket:
             grads = [param.grad for param in buffer.params]
             if outcome.frozen or not complete:
                 grads = self._without_missing(grads, outcome)
-            # Whether a context is needed is checked here and in two places below: to ask for one costs more.
-            usual = not (torch.is_grad_enabled() or profiler_runs())
-            with NOTHING if usual else ranged_without_graph("dpfuse::pack", self._label):
+            # Here and in two places below, no context is entered where none is needed: that costs more than to ask.
+            if torch.is_grad_enabled() or profiler_runs():
+                with ranged_without_graph("dpfuse::pack", self._label):
+                    self._pack(grads, outcome)
+            else:
                 self._pack(grads, outcome)
         except Exception as error:
             self._send_zeros_for(error, outcome)
@@ -159,23 +161,29 @@ class GradBucket:
 
     def wait(self) -> None:
         """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
+        if profiler_runs():
+            with ranged("dpfuse::wait", self._label):
+                self._wait()
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
         if self.state is not FLIGHT:
             raise self._misuse(FLIGHT)
         assert self._work is not None
-        parts, observers = self.parts, self._around.observers
+        parts, buffer, observers = self.parts, self.parts.buffer, self._around.observers
         for observer in observers:
             observer.wait_begins(self._sent)
-        with ranged("dpfuse::wait", self._label) if profiler_runs() else NOTHING:
-            finish(self._work, self._around.board, self._sent.device.type, last=parts.report is not None)
-            if parts.delivery.is_early:
-                parts.delivery.landed()
+        finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
+        if parts.delivery.is_early:
+            parts.delivery.landed()
         for observer in observers:
             observer.wait_ends()
         if parts.exchange.has_stages:
             parts.exchange.landed(self._work)
             self.error = self.error or parts.exchange.error
         if parts.report is not None:
-            parts.report.landed(self._room_in(self._sent))
+            parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
         self.state, self._work = LANDED, None  # last, so that after an error it can be waited for again
 
     def deliver(self, untouched: Set[int] = frozenset()) -> None:
@@ -183,9 +191,10 @@ class GradBucket:
         if self.state is not LANDED:
             raise self._misuse(LANDED)
         parts = self.parts
-        untouched = untouched | self._frozen
+        if self._frozen:
+            untouched = untouched | self._frozen
         if parts.buffer.params:
-            parts.delivery.deliver({*self.missing}, untouched)
+            parts.delivery.deliver(self.missing, untouched)
         if parts.exchange.has_outside:
             parts.exchange.deliver(untouched)
         for step in parts.steps:
@@ -255,7 +264,8 @@ class GradBucket:
         if parts.exchange.has_outside:
             outside = parts.exchange.take(arguments.scale, parts.steps, self._frozen)
             self.missing += [index for index in outside if index not in self._frozen]
-        outcome.missing += self.missing
+        if self.missing:
+            outcome.missing += tuple(self.missing)
         if parts.report is not None:
             arguments.report = parts.report.source(outcome)
         parts.feed.pack(grads, arguments)
@@ -277,23 +287,26 @@ class GradBucket:
 
     def _room_in(self, flat: Tensor) -> Tensor:
         """Return the part of `flat` that holds the report."""
-        buffer = self.parts.buffer
-        return buffer.report if flat is buffer.flat else flat[flat.numel() - buffer.report.numel() :]
+        return flat[flat.numel() - self.parts.buffer.report.numel() :]
 
     def _start(self, flat: Tensor, outcome: Outcome) -> None:
-        with ranged("dpfuse::all_reduce", self._label) if profiler_runs() else NOTHING:
-            try:
-                self._sent, self.state = flat, FLIGHT
-                self._work = self.parts.exchange.start(flat)  # nothing may come between the start and this
-            except BaseException as error:
-                self.state, outcome.torn = FREE, True
-                if collective.has_raised(error):
-                    self._around.leave(error)
-                raise
-        if self.parts.exchange.has_stages:
-            self.parts.exchange.started(self._work)
+        exchange = self.parts.exchange
+        try:
+            self._sent, self.state = flat, FLIGHT
+            if profiler_runs():
+                with ranged("dpfuse::all_reduce", self._label):
+                    self._work = exchange.start(flat)
+            else:
+                self._work = exchange.start(flat)  # nothing may come between the start and this
+        except BaseException as error:
+            self.state, outcome.torn = FREE, True
+            if collective.has_raised(error):
+                self._around.leave(error)
+            raise
+        if exchange.has_stages:
+            exchange.started(self._work)
         for observer in self._around.observers:
-            observer.sent(self.parts.exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
+            observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
 
     def _misuse(self, expected: BucketState) -> DPFuseError:
         return DPFuseError(

@@ -20,12 +20,13 @@ class BucketSet:
         params: by registration index.
         names: of the parameters.
         marks: how often each parameter becomes ready in a backward.
-        recorded: what became ready in an earlier backward, in that order, if it is known.
+        seen: what became ready in an earlier backward, in that order, if it is known.
 
     Attributes:
         buckets, params, names, marks: as given.
         report: what travels with the last bucket.
         ready: the ready list of each bucket.
+        recorded: what became ready in a backward before there are ready lists, in that order.
     """
 
     def __init__(
@@ -34,14 +35,15 @@ class BucketSet:
         params: Sequence[Tensor],
         names: Sequence[str],
         marks: Sequence[int],
-        recorded: Sequence[Tensor] = (),
+        seen: Sequence[Tensor] = (),
     ) -> None:
         report = buckets[-1].parts.report
         assert report is not None
         self.buckets = list(buckets)
         self.report = report
         self.params, self.names, self.marks = params, names, marks
-        self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], recorded) for b in buckets]
+        self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], seen) for b in buckets]
+        self.recorded: list[Tensor] = []
         self._indices = {id(param): index for index, param in enumerate(params)}
 
     def index_of(self, param: Tensor) -> int:
@@ -62,7 +64,8 @@ class BucketSet:
         return [param for ready in self.ready for param in ready.entries]
 
     def clear(self) -> None:
-        """Empty the ready lists."""
+        """Forget what became ready."""
+        self.recorded.clear()
         for ready in self.ready:
             ready.clear()
 
@@ -76,10 +79,10 @@ class BucketSet:
         """Whether a complete bucket cannot be sent before this incomplete one."""
         return not self.ready[order].is_complete and any(one.entries and one.is_complete for one in self.ready)
 
-    def marks_in(self, recorded: Iterable[Tensor]) -> dict[int, int]:
-        """Return how often each parameter occurs, by registration index, in the order of the last occurrences."""
+    def recorded_marks(self) -> dict[int, int]:
+        """Return how often each parameter was recorded, by registration index, in the order of the last occurrences."""
         counts: dict[int, int] = {}
-        for param in recorded:
+        for param in self.recorded:
             index = self._indices[id(param)]
             counts[index] = counts.pop(index, 0) + 1
         return counts

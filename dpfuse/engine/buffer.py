@@ -85,12 +85,11 @@ class Buffer:
 
     Attributes:
         indices: registration indices of the parameters.
-        is_complex: whether gradients are complex; they travel as pairs of real numbers.
         flat: all of the memory, [elements].
         table: of all slots, the report's among them; None of a buffer without any slot.
         gradients: the table of the gradients alone, for unpacking.
+        report: the room for the report, [room]; behind everything else.
         views: what `.grad` becomes: the slots, as complex numbers where the gradients are complex.
-        report: the room for the report, [room].
 
     Raises:
         RuntimeError: there is no memory left.
@@ -114,8 +113,7 @@ class Buffer:
         self.format = format
         self.shapes = [(tuple(param.shape), dense_stride(param)) for param in params]  # when they were planned
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
-        self.is_complex = self.dtype.is_complex
-        numbers = [(shape, stride) if not self.is_complex else _pairs(shape, stride) for shape, stride in self.shapes]
+        numbers = [_pairs(*each) if self.dtype.is_complex else each for each in self.shapes]
         offsets, end = format.places([torch.Size(shape).numel() for shape, _ in numbers], room, averaging.dtype)
         slots = (
             [KernelSlot(*each) for each in zip(names, offsets, *zip(*numbers, strict=True), strict=True)]
@@ -130,11 +128,7 @@ class Buffer:
         self.flat = self.table.flat
         self.gradients = self.table.first(len(self.params)) if room else self.table
         self.views = self._views_of(self.table)
-
-    @property
-    def report(self) -> Tensor:
-        """The part behind the gradients, [room]."""
-        return self.table.views[-1]
+        self.report = self.flat[self.flat.numel() - room :]
 
     @property
     def has_room(self) -> bool:
@@ -170,12 +164,13 @@ class Buffer:
         if param.grad is None or param.grad.is_conj():
             shape, stride = self.shapes[place]
             param.grad = torch.empty_strided(shape, stride, dtype=self.dtype, device=self.flat.device)
-        return torch.view_as_real(param.grad) if self.is_complex else param.grad
+        return torch.view_as_real(param.grad) if self.dtype.is_complex else param.grad
 
     def follow_flat(self) -> None:
         """Use the slots in the new memory that the flat tensor has got."""
         self.table = self.gradients = PointerTable(self.flat, self.table.slots, self.table.dtype)
         self.views = self._views_of(self.table)
+        self.report = self.flat[self.flat.numel() - self.report.numel() :]
 
     def clear(self) -> None:
         """Fill the whole buffer with zeros, as a bucket without gradients sends it."""
@@ -206,7 +201,7 @@ class Buffer:
 
     def _views_of(self, table: PointerTable) -> list[Tensor]:
         views = table.views[: len(self.params)]
-        return [*map(torch.view_as_complex, views)] if self.is_complex and self.holds_gradients else views
+        return [*map(torch.view_as_complex, views)] if self.dtype.is_complex and self.holds_gradients else views
 
 
 def zeros_on(device: str) -> Zeros:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from functools import partial
 
 import torch
@@ -44,13 +44,13 @@ class Views(Delivery):
         if self.handed_out:
             self._buffer.hand_out_views(missing)
 
-    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         """As `Delivery.deliver`. If views were handed out early, only the missing gradients are left."""
         if not self.handed_out:
             self._buffer.hand_out_views(untouched)
         elif missing:
             self._buffer.hand_out_views(set(self._buffer.indices).difference(missing).union(untouched))
-        return untouched.isdisjoint(self._buffer.indices)
+        return not untouched or untouched.isdisjoint(self._buffer.indices)
 
     def discard(self) -> None:
         # A program may have zeroed a view before the sum with the peers landed in it.
@@ -74,10 +74,10 @@ class Private(Delivery):
         self._squares = squares
         self._label = label
 
-    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         buffer = self._buffer
         grads: list[Tensor | None] = [param.grad for param in buffer.params]
-        if untouched or buffer.is_complex or type(None) in set(map(type, grads)):
+        if untouched or buffer.dtype.is_complex or type(None) in set(map(type, grads)):
             for place, index in enumerate(buffer.indices):
                 grads[place] = None if index in untouched else buffer.target(place)
         self.copy_to(grads)
@@ -131,7 +131,7 @@ class EarlyPrivate(Delivery):
     def landed(self) -> None:
         self._side.join()
 
-    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         done = self.delivered()
         if len(done) == len(self._buffer.params):
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,7 +131,7 @@ class Delivery:
     def landed(self) -> None:
         """Note that the buffer holds the sum."""
 
-    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         """Make the buffer's content the gradients of all parameters, except the untouched ones.
 
         Returns:

@@ -42,7 +42,7 @@ IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
 RESTING = (IDLE, ABANDONED)  # no backward is running
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Calls:
     """What a reducer calls.
 
@@ -64,7 +64,7 @@ class Calls:
     guard: Callable[[Callable[[], Tensor]], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Wiring:
     """What a reducer uses besides buckets.
 
@@ -90,7 +90,7 @@ class Wiring:
     size: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Run:
     """The state of one synchronised backward, which begins with the forwards before it."""
 
@@ -98,12 +98,9 @@ class _Run:
     next: int = 0  # the bucket to be sent next
     forward: bool | None = None  # whether a forward since the last synchronised backward asked for one
     outputs_watched: bool = True
-    recorded: list[Tensor] = field(default_factory=list)  # in RECORDING and CHANGED: what became ready, in order
     reading: Reading | None = None  # what the ranks have reported
-    waits: bool = True  # whether this rank waits for that, also on a GPU
-    holds: bool = False  # whether buckets wait for the report before they are delivered
     delivered: bool = False
-    warnings: list[str] = field(default_factory=list)  # given after delivery: they may become errors
+    warnings: tuple[str, ...] = ()  # given after delivery: they may become errors
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ class Reducer:
         if rebuilt is not None:
             self.rebuilt = rebuilt
         try:
-            self._use(BucketSet(buckets, self._in_use.params, self._in_use.names, marks, self._run.recorded))
+            self._use(BucketSet(buckets, self._in_use.params, self._in_use.names, marks, self._in_use.recorded))
         except BaseException:
             self.rebuilt = before
             raise
@@ -459,8 +456,8 @@ class Reducer:
         for order, ready in enumerate(self._in_use.ready):
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 self._install_hooks_of(order)
+            ready.clear()
         texts = self._run.warnings
-        self._in_use.clear()
         self._wiring.window.begin()
         self._wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
@@ -528,7 +525,7 @@ class Reducer:
         if self.phase in RESTING:
             # No output of the wrapper announced this backward, so its first ready mark opens it.
             self._wiring.calls.open_backward()
-        self._run.recorded.append(param)
+        self._in_use.recorded.append(param)
         if self.phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
             self._in_use.ready[order].entries.append(param)
@@ -590,14 +587,14 @@ class Reducer:
         run, in_use, ready = self._run, self._in_use, self._in_use.ready
         for one in ready[: run.next]:
             if len(one.entries) > one.sent:
-                run.outcome.late += map(in_use.index_of, one.late())
+                run.outcome.late += tuple(map(in_use.index_of, one.late()))
         if self.phase is REDUCING:
             incomplete = [one for one in ready[run.next :] if not one.is_complete]
             if not incomplete:
                 return True
             missing = [param for one in incomplete for param in one.missing()]
         else:
-            seen = set(map(id, run.recorded))
+            seen = set(map(id, in_use.recorded))
             missing = [param for param in in_use.params if id(param) not in seen]
         frozen = {in_use.index_of(param) for param in missing if not param.requires_grad}
         if not frozen <= self._frozen:
@@ -619,7 +616,7 @@ class Reducer:
 
     def _close_local(self) -> None:
         try:
-            if self._run.recorded:
+            if self._in_use.recorded:
                 orders = list(range(len(self.buckets)))
             else:
                 orders = [order for order, ready in enumerate(self._in_use.ready) if ready.entries]
@@ -655,25 +652,25 @@ class Reducer:
 
     def _hear(self) -> Reading:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
-        report, run, outcome = self._in_use.report, self._run, self._run.outcome
-        buckets, well = self._in_use.buckets, True
+        report, outcome = self._in_use.report, self._run.outcome
+        buckets, well = self._in_use.buckets, outcome.well
         for order, bucket in enumerate(buckets):
             if len(buckets) > 1:  # with one bucket, the track has not changed since it was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
             if bucket.state is FLIGHT:
                 bucket.wait()
-            outcome.error = outcome.error or bucket.error  # a communication hook may fail that late
+            if bucket.error is not None:  # a communication hook may fail that late
+                outcome.error, well = outcome.error or bucket.error, False
             # Whether another rank has a missing gradient is known once the last bucket has landed.
-            well = outcome.well
-            if bucket.state is LANDED and well and not bucket.missing:
+            if well and not bucket.missing and bucket.state is LANDED:
                 bucket.deliver()
-            run.holds = run.holds or bucket.state is LANDED
         if outcome.missing and report.unreadable:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
-        run.waits = not well or bool(outcome.missing) or self._wiring.strict or not self.rebuilt
-        return report.read(outcome, wait=run.waits, gather=self._all_read_now)
+        all_read = self._wiring.strict or not self.rebuilt
+        wait = all_read or not well or bool(outcome.missing)
+        return report.read(outcome, wait=wait, gather=all_read or report.is_on_cpu)
 
     def _fail(self, reading: Reading) -> None:
         """Raise the error that every rank raises."""
@@ -693,23 +690,20 @@ class Reducer:
         if run.delivered:
             return
         missing = run.outcome.missing
-        held = [bucket for bucket in self._in_use.buckets if bucket.state is LANDED] if run.holds else []
-        if missing and held:
+        if missing or run.outcome.error is not None:  # else every bucket was delivered when it had landed
             untouched = self._unused.untouched(missing, report)
-            for bucket in held:
-                bucket.deliver(untouched)
+            for bucket in self._in_use.buckets:
+                if bucket.state is LANDED:
+                    bucket.deliver(untouched)
             unused = [index for index in missing if index not in run.outcome.frozen]
             self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
-        for bucket in held:
-            if bucket.state is LANDED:
-                bucket.deliver()
-        if not run.waits or report.unreadable:
+        if not report.was_read:
             self._wiring.calls.guard(report.alarm)
         run.delivered = True
 
     def _rebuild(self) -> None:
         """Agree with the other ranks on buckets for the ready order of the first synchronised backward."""
-        counts = self._in_use.marks_in(self._run.recorded)
+        counts = self._in_use.recorded_marks()
         marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
         error = self._wiring.calls.rebuild(list(counts), marks)
         if error is not None:
@@ -722,7 +716,7 @@ class Reducer:
 
     def _warn(self, text: str | None) -> None:
         if text is not None:
-            self._run.warnings.append(text)  # for when all is delivered
+            self._run.warnings += (text,)  # for when all is delivered
 
     @property
     def _all_read_now(self) -> bool:
@@ -741,7 +735,7 @@ class Reducer:
         return messages.differing(wiring.rank, wiring.fields, reading)
 
     def _any_ready(self) -> bool:
-        return bool(self._run.recorded) or any(ready.entries for ready in self._in_use.ready)
+        return bool(self._in_use.recorded) or any(ready.entries for ready in self._in_use.ready)
 
     def _enter(self, phase: Phase) -> None:
         self._wiring.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
@@ -750,7 +744,6 @@ class Reducer:
         self.phase = phase  # last, so that an error before leaves the phase as it was
 
     def _clear_ready(self) -> None:
-        self._run.recorded.clear()
         self._in_use.clear()
 
     def _reset(self) -> None:

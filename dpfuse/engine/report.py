@@ -7,7 +7,7 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2s
 from typing import NamedTuple
 
@@ -30,10 +30,10 @@ SLOTS = ("nonfinite", "weight", "bad_weight", "weighing")  # sums of numbers tha
 class Outcome:
     """What has happened on this rank in the running backward."""
 
-    missing: list[int] = field(default_factory=list)  # parameters without a gradient, of the buckets sent so far
+    missing: tuple[int, ...] = ()  # parameters without a gradient, of the buckets sent so far
     frozen: frozenset[int] = frozenset()  # parameters that were frozen since they were planned
     just_frozen: frozenset[int] = frozenset()  # those of them that an open window may have accumulated before
-    late: list[int] = field(default_factory=list)  # parameters that became ready after their bucket was sent
+    late: tuple[int, ...] = ()  # parameters that became ready after their bucket was sent
     error: Exception | None = None  # the first error of this rank
     failed: bool = False  # whether an exception ended it
     changed: bool = False  # whether the model has changed since the buckets were made
@@ -196,6 +196,11 @@ class Report:
         """Whether a CUDA graph is being captured, so that nothing on the device can be read."""
         return capturing()
 
+    @property
+    def was_read(self) -> bool:
+        """Whether the host has read this backward's report. On CUDA it may read it one backward later, or never."""
+        return self.is_on_cpu or (self._pending is None and not capturing())
+
     def read(self, outcome: Outcome, *, wait: bool, gather: bool) -> Reading:
         """Return what the ranks report.
 
@@ -209,12 +214,12 @@ class Report:
         assert landing is not None
         if landing.reading is not None:
             return landing.reading
-        if self.unreadable:
+        if not self.is_on_cpu and capturing():
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self.group.size() == 1 and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything
         states = landing.states
-        if not (wait or not states.is_cuda):
+        if not (wait or self.is_on_cpu):
             return self._read_later(states)
         before = self._read_pending() if self._pending is not None else ALL_WELL
         if not before.all_well and outcome.well:
@@ -224,7 +229,7 @@ class Report:
         numbers = states.tolist()
         reading = self._interpret(numbers)
         if reading.all_well:
-            if not states.is_cuda:
+            if self.is_on_cpu:
                 self._well = torch.tensor(numbers, dtype=states.dtype, device=states.device)
         elif gather:
             landing.reading = self._with_rows(reading, outcome)

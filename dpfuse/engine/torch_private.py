@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "leave_untraced",
     "no_graph",
     "profiler_runs",
+    "put_hook",
     "ranged",
     "ranged_without_graph",
     "set_tracer",
@@ -107,6 +109,20 @@ class EndOfCompiledBackward:
         self._backward.nan_checker = self._check
 
 
+def put_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with the gradient of `tensor`, which is no leaf: `register_hook` without a handle.
+
+    A handle takes 2 to 4 us of each forward, most of them for weak references.
+    """
+    node: Any = tensor.grad_fn
+    if type(tensor) is not Tensor or tensor._backward_hooks is not None or not hasattr(node, "_register_hook_dict"):
+        tensor.register_hook(hook)
+        return
+    hooks: Any = OrderedDict(dpfuse=hook)  # the keys of handles are numbers
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+
+
 class Hooks:
     """The post-accumulate hooks of some parameters, including ours.
 
@@ -152,16 +168,10 @@ def no_graph() -> AbstractContextManager[object]:
     return torch.no_grad() if torch.is_grad_enabled() else NOTHING
 
 
-def ranged_without_graph(name: str, label: str) -> AbstractContextManager[object]:
-    """Return both contexts in one. Usually neither is needed, and one of them is empty."""
-    if torch.is_grad_enabled():
-        return _both(name, label)
-    return ranged(name, label)
-
-
 @contextmanager
-def _both(name: str, label: str) -> Iterator[None]:
-    with ranged(name, label), torch.no_grad():
+def ranged_without_graph(name: str, label: str) -> Iterator[None]:
+    """Return both contexts in one."""
+    with ranged(name, label), no_graph():
         yield
 
 

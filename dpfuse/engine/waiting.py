@@ -173,7 +173,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
     Args:
         work: of a collective.
         board: of its group; None without a heartbeat.
-        device: type of the device of its tensors.
+        device: of its tensors, such as "cpu" or "cuda:1".
         last: whether no other collective follows for a while; the heartbeat then asks the device about this one.
 
     Raises:
@@ -185,10 +185,11 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         return
     board.waits += 1
     try:
-        if device not in board.interruptible:
+        kind = device.partition(":")[0]
+        if kind not in board.interruptible:
             work.wait()
             if last:
-                board.device_done = _completion(work, device)
+                board.device_done = _completion(work, kind)
         elif not _ends_within_a_slice(work):
             _wait_in_slices(work, board)
     except RuntimeError as error:

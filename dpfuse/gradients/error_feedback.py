@@ -201,7 +201,7 @@ class _Residual(PackStep):
         self._names = buffer.names
         self._indices = buffer.indices
         self.specs = [
-            ResidualSpec(name, (*shape, 2) if buffer.is_complex else shape, buffer.flat.device)
+            ResidualSpec(name, (*shape, 2) if buffer.dtype.is_complex else shape, buffer.flat.device)
             for name, (shape, _) in zip(buffer.names, buffer.shapes, strict=True)
         ]
         self._flat: Tensor | None = None

@@ -56,7 +56,7 @@ class Gradients:
                 self._squares.append(delivery.squares)
                 squares = delivery.squares.of(grads)
             # Pairs of real numbers and eight-bit blocks are no gradients.
-            plain = bool(params) and not buffer.is_complex and not isinstance(buffer.gradients, MxTable)
+            plain = bool(params) and not buffer.dtype.is_complex and not isinstance(buffer.gradients, MxTable)
             if not plain and squares is None:
                 loose += bucket.params
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from operator import attrgetter, is_
 from weakref import ref
 
@@ -134,7 +134,7 @@ class MeasuredDelivery(Delivery):
     def landed(self) -> None:
         self._delivery.landed()
 
-    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         whole = self._delivery.deliver(missing, untouched)
         if whole:
             self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
@@ -168,7 +168,7 @@ class _MeasuredViews(MeasuredDelivery):
         if self._side is not None:
             self._side.join()
 
-    def deliver(self, missing: Set[int], untouched: Set[int]) -> bool:
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         whole = self._views.deliver(missing, untouched)
         if whole:
             if not self._measured:

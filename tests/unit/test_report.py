@@ -327,6 +327,7 @@ def land(report, other_outcome):
 
 def test_a_report_on_cuda_is_read_one_backward_later(device):
     report = make_report()
+    report.is_on_cpu = False
     for other, read in [
         (outcome(), ALL_WELL),
         (outcome(failed=True), ALL_WELL),
@@ -342,6 +343,7 @@ def test_a_report_on_cuda_is_read_one_backward_later(device):
 
 def test_what_is_still_to_be_read_comes_before_what_is_waited_for(device):
     report = make_report()
+    report.is_on_cpu = False
     land(report, outcome(failed=True))
     assert report.read(outcome(), wait=False, gather=False) == ALL_WELL
     land(report, outcome(frozen=[1]))
@@ -352,6 +354,7 @@ def test_what_is_still_to_be_read_comes_before_what_is_waited_for(device):
 
 def test_a_rank_that_has_failed_reads_its_own_backward(device):
     report = make_report()
+    report.is_on_cpu = False
     land(report, outcome(changed=True))
     report.read(outcome(), wait=False, gather=False)
     report.landed((report.source(outcome(failed=True)) + make_report(1).source(outcome())).as_subclass(OnDevice))
@@ -363,6 +366,7 @@ def test_a_rank_that_has_failed_reads_its_own_backward(device):
 @pytest.mark.parametrize("wait", [True, False])
 def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, monkeypatch):
     report = make_report(1, 3)
+    report.is_on_cpu = False
     report.source(outcome())
     report.landed(torch.full((report.numel,), 0.1))
     assert not report.unreadable

@@ -15,7 +15,7 @@ import dpfuse_kernels
 
 INLINED = {"<listcomp>", "<setcomp>", "<dictcomp>"}  # no calls from Python 3.12 on
 CALLS, MODULES = 15, 12
-WHOLE = 85  # of a backward with two buckets
+WHOLE = 80  # of a backward with two buckets
 FOLDERS = tuple(str(Path(module.__file__).parent) for module in (dpfuse, dpfuse_kernels))
 
 

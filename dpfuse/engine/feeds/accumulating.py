@@ -98,7 +98,7 @@ class Accumulating(Feed):
                 )
         if arguments.factor is not None:  # it multiplies all that is averaged
             torch._foreach_mul_(views, arguments.factor)
-        if buffer.is_complex:
+        if buffer.dtype.is_complex:
             grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
         if arguments.report is not None:
             buffer.report.zero_()  # since the report is added, too
@@ -138,7 +138,7 @@ class Accumulating(Feed):
             for index, (shape, stride) in zip(buffer.indices, buffer.shapes, strict=True)
         ]
         with torch.no_grad():
-            targets = [torch.view_as_real(g) if g is not None and buffer.is_complex else g for g in grads]
+            targets = [torch.view_as_real(g) if g is not None and buffer.dtype.is_complex else g for g in grads]
             buffer.unpack(targets, scale=1.0 / buffer.averaging.pre_scale, matched=False)
             for param, name, grad in zip(buffer.params, buffer.names, grads, strict=True):
                 if grad is None:

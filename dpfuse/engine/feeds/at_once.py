@@ -23,7 +23,7 @@ class AtOnce(Feed):
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         buffer = self._buffer
-        if buffer.is_complex:
+        if buffer.dtype.is_complex:
             grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
         if arguments.report is not None:
             grads = [*grads, arguments.report]
