@@ -20,10 +20,6 @@ FACES = {"data_parallel", "wrapper", "fused_allreduce", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "version"}
 LARGE_CLASSES = {
-    "engine.exchanges.in_place._LargeGradient": 14,
-    "engine.sync.GradSync": 16,
-    "liveness.heartbeat.Heartbeat": 23,
-    "model.module_sync.ModuleSync": 17,
     "model.options.SyncOptions": 14,
 }
 READING_PATH = ["plan", "autograd", "reducer", "bucket", "buffer", "collective"]

@@ -203,8 +203,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
         send_buffers = self.forward_sync_buffers and self.require_forward_param_sync
-        sync.compare_buffers = self.forward_sync_buffers and hook is None
-        sync.broadcast_buffers = send_buffers and (hook is None or hook.before_forward)
+        sync.use_buffers(
+            broadcast=send_buffers and (hook is None or hook.before_forward),
+            compare=self.forward_sync_buffers and hook is None,
+        )
         if self.device_ids:
             moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
             inputs, kwargs = moved[0], moved_kwargs[0]

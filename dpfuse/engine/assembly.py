@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ class Assembly:
         deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
         accumulates: whether buckets take dense gradients in backwards that are not synchronised, too.
         overlaps: whether backward goes on while buckets travel.
+        features: add steps to buckets; may grow between two calls of `make`.
+        hook: reduces the gradients instead of the collectives.
         make_report: makes the report for so many parameters, in a dtype, on a device; None sends none.
     """
 
@@ -62,6 +64,8 @@ class Assembly:
     deterministic: bool = False
     accumulates: bool = False
     overlaps: bool = True
+    features: list[Feature] = field(default_factory=list)
+    hook: CommHook | None = None
     make_report: Callable[[int, torch.dtype, torch.device], Report] | None = None
 
     def make(
@@ -69,8 +73,6 @@ class Assembly:
         plan: BucketPlan,
         params: Sequence[Tensor],
         *,
-        hook: CommHook | None = None,
-        features: Sequence[Feature] = (),
         before: Sequence[GradBucket] = (),
         rank_count: int | None = None,
     ) -> list[GradBucket]:
@@ -82,8 +84,6 @@ class Assembly:
         Args:
             plan: the plan of `params`.
             params: by registration index.
-            hook: reduces the gradients instead of the collectives.
-            features: add steps to buckets.
             before: buckets that these replace; none of them is in flight.
             rank_count: divides the sums; None is the number of ranks.
 
@@ -92,10 +92,9 @@ class Assembly:
         """
         device = torch.device(plan.buckets[0].device)
         side = None
-        if self.overlaps and hook is None and collective.waits_on_streams(self.group, device):
+        if self.overlaps and self.hook is None and collective.waits_on_streams(self.group, device):
             side = SideStream(device)
-        making = _Making(self, plan, params, hook, features, list(before), rank_count or self.group.size(), side)
-        return making.buckets()
+        return _Making(self, plan, params, list(before), rank_count or self.group.size(), side).buckets()
 
 
 @dataclass
@@ -105,8 +104,6 @@ class _Making:
     assembly: Assembly
     plan: BucketPlan
     params: Sequence[Tensor]
-    hook: CommHook | None
-    features: Sequence[Feature]
     before: list[GradBucket]
     rank_count: int
     side: SideStream | None
@@ -117,7 +114,7 @@ class _Making:
         averaging = self._averaging(last)
         inside = (
             make_report is not None
-            and self.hook is None
+            and self.assembly.hook is None
             and not last.sparse
             and averaging.dtype in REPORT_DTYPES
             and real_dtype(last.dtype) in REPORT_DTYPES
@@ -137,7 +134,7 @@ class _Making:
 
     def _averaging(self, bucket: Bucket) -> Averaging:
         assembly = self.assembly
-        if self.hook is not None:
+        if self.assembly.hook is not None:
             return Averaging(real_dtype(bucket.dtype), 1.0)
         # Rows are not blocks: sparse gradients are not quantized.
         wire = None if bucket.sparse and assembly.wire.is_fp8 else assembly.wire.dtype
@@ -147,8 +144,8 @@ class _Making:
         params = [self.params[index] for index in bucket.params]
         names = [self.plan.specs[index].name for index in bucket.params]
         label = f"bucket {order} ({bucket.nbytes / MB:.3g} MB)"
-        if self.hook is not None:
-            parts = self._hooked(self.hook, order, bucket, params, names, label)
+        if self.assembly.hook is not None:
+            parts = self._hooked(self.assembly.hook, order, bucket, params, names, label)
         elif bucket.sparse:
             buffer = self._buffer(_without_slots(bucket), [], [])
             exchange = SparseRows(self.assembly.group, bucket, params[0], names[0], buffer.averaging)
@@ -197,7 +194,7 @@ class _Making:
         return (
             assembly.views
             and assembly.overlaps
-            and all(feature.eager for feature in self.features)
+            and all(feature.eager for feature in self.assembly.features)
             and Eager.suits(bucket, buffer.averaging.dtype)
         )
 
@@ -208,14 +205,15 @@ class _Making:
         if self.assembly.views and buffer.holds_gradients:
             delivery = Views(buffer, hooks)
         else:
-            squares = next((s for each in self.features if (s := each.squares(order, bucket)) is not None), None)
+            found = (each.squares(order, bucket) for each in self.assembly.features)
+            squares = next((one for one in found if one is not None), None)
             post_scale = buffer.averaging.post_scale
             private = delivery = Private(buffer, post_scale, squares, label)
             nbytes = sum(torch.Size(shape).numel() for shape, _ in buffer.shapes) * ITEM_SIZE[bucket.dtype]
-            usual = report is None and not buffer.dtype.is_complex and self.hook is None
+            usual = report is None and not buffer.dtype.is_complex and self.assembly.hook is None
             if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
                 delivery = EarlyPrivate(private, buffer, self.side)
-        for feature in self.features:
+        for feature in self.assembly.features:
             delivery = feature.measured(order, delivery, buffer, self.side if report is None else None)
         return delivery
 
@@ -239,11 +237,10 @@ class _Making:
         plan = self.plan.buckets[-1]
         empty = Bucket((), 0, "float32", plan.device, (), 0, None)
         buffer = Buffer(empty, [], [], Averaging("float32", 1.0), zeros=zeros_on(plan.device), room=report.numel)
-        group = self.assembly.group
+        group, hook, own = self.assembly.group, self.assembly.hook, list(buckets)
         exchange: Exchange = AllReduce(group)
-        if self.hook is not None:
-            own = list(buckets)
-            exchange = AfterHooks(group, self.hook, report, lambda: [b.error for b in own if b.error is not None])
+        if hook is not None:
+            exchange = AfterHooks(group, hook, report, lambda: [b.error for b in own if b.error is not None])
         parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Views(buffer, Hooks([])), report)
         return GradBucket(empty, [], parts, self.assembly.around, "the report")
 
@@ -257,11 +254,12 @@ class _Making:
         delivery: Delivery,
         report: Report | None,
     ) -> Parts:
-        steps = tuple(step for each in self.features if (step := each.step(order, bucket, buffer, report)) is not None)
-        return Parts(buffer, feed, exchange, delivery, steps, report, writers_on(torch.device(bucket.device)))
+        steps = [each.step(order, bucket, buffer, report) for each in self.assembly.features]
+        taken = tuple(step for step in steps if step is not None)
+        return Parts(buffer, feed, exchange, delivery, taken, report, writers_on(torch.device(bucket.device)))
 
     def _rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
-        found = (each.rounding(order, bucket, buffer) for each in self.features)
+        found = (each.rounding(order, bucket, buffer) for each in self.assembly.features)
         return next((one for one in found if one is not None), None)
 
     def _buffer(
@@ -284,7 +282,7 @@ class _Making:
 
     def _zeros(self, device: str) -> Zeros:
         group = self.assembly.group
-        if not self.assembly.registered or self.hook is not None:
+        if not self.assembly.registered or self.assembly.hook is not None:
             return zeros_on(device)
         return lambda numel, dtype: registered_memory.zeros(
             numel, dtype=dtype, device=torch.device(device), group=group

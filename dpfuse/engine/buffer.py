@@ -131,11 +131,6 @@ class Buffer:
         self.report = self.flat[self.flat.numel() - room :]
 
     @property
-    def has_room(self) -> bool:
-        """Whether there is room for a report."""
-        return self.gradients is not self.table
-
-    @property
     def holds_gradients(self) -> bool:
         """Whether the numbers in it are the gradients' own, so that `.grad` can be a view."""
         return self.table.dtype == self.flat.dtype
@@ -190,7 +185,7 @@ class Buffer:
             and self.dtype == getattr(torch, bucket.dtype)
             and self.averaging.dtype == wire
             and self.flat.device.type == torch.device(bucket.device).type
-            and (self.report.numel() if self.has_room else 0) == room
+            and self.report.numel() == room
             and type(self.format) is type(format)
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -76,7 +76,6 @@ class GradSync:
 
     Attributes:
         plan: of the buckets in use.
-        hook: the communication hook that reduces the gradients, if a user has registered one.
         source: the rank whose ready order all ranks take.
         listening: tells the reducer, or a recorder, of backwards.
     """
@@ -94,13 +93,9 @@ class GradSync:
         wrap: Wrap = lambda reducer: reducer,
     ) -> None:
         self.plan = plan
-        self.group = group
-        self.hook: CommHook | None = None
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
         self.listening = Listening(BackwardWatch(window.reached), alone=settings.alone, wrap=wrap)
-        self._settings = settings
-        self._features = list(features)
         self._params = list(params)
         self._rank_count = group.size()
         self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = (
@@ -118,23 +113,18 @@ class GradSync:
             registered=settings.registered,
             deterministic=settings.deterministic,
             accumulates=settings.accumulates,
+            features=list(features),
             make_report=lambda count, dtype, device: Report(group, count, compared, window, dtype, device),
         )
         self._spoiler = guard_of(self._params, group.size())
         self.listening.hooks.put_on(self._params)
-        calls = Calls(
-            self.listening.watch.begin,
-            self._rebuild,
-            self._decline,
-            self._check_group,
-            self.listening.hooks.install,
-            self._guard,
-        )
+        begin, install = self.listening.watch.begin, self.listening.hooks.install
+        calls = Calls(begin, self._rebuild, self._decline, self._check_group, install, self._guard)
         wiring = Wiring(
             window,
             compared,
             self.track,
-            self._features,
+            self._assembly.features,
             settings.strict,
             settings.warn_unused,
             calls,
@@ -143,6 +133,16 @@ class GradSync:
         )
         self.reducer = Reducer(self._make_buckets(plan, self._params), self._params, names_of(plan), wiring)
         self.listening.tell(self.reducer)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self._assembly.group
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The communication hook that reduces the gradients, if a user has registered one."""
+        return self._assembly.hook
 
     @property
     def params(self) -> Sequence[Any]:
@@ -161,13 +161,13 @@ class GradSync:
             DPFuseError: a backward is running.
         """
         self._check_idle("a feature was added")
-        self._features.insert(0, feature)
+        self._assembly.features.insert(0, feature)
         self._remake()
 
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
         self._rank_count = rank_count
-        scale, wire = self._settings.scale, self._settings.wire.dtype
+        scale, wire = self._assembly.scale, self._assembly.wire.dtype
         for bucket in self.reducer.buckets:
             bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
 
@@ -192,7 +192,7 @@ class GradSync:
 
     def set_hook(self, hook: CommHook) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
-        self.hook = hook
+        self._assembly = replace(self._assembly, hook=hook)
         self._remake()
 
     def follow(
@@ -233,9 +233,7 @@ class GradSync:
     def _make_buckets(
         self, plan: BucketPlan, params: Sequence[Tensor], before: Sequence[GradBucket] = ()
     ) -> list[GradBucket]:
-        return self._assembly.make(
-            plan, params, hook=self.hook, features=self._features, before=before, rank_count=self._rank_count
-        )
+        return self._assembly.make(plan, params, before=before, rank_count=self._rank_count)
 
     def _remake(self) -> None:
         self.reducer.accumulation.release()
@@ -267,7 +265,7 @@ class GradSync:
         """Return the plan for the agreed ready order, its buckets, and the agreed marks."""
 
         def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
-            keeps = self.plan.tuned or self._settings.deterministic
+            keeps = self.plan.tuned or self._assembly.deterministic
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order))
             return plan, self._make_buckets(plan, self._params, self.reducer.buckets), marks.tolist()
 
@@ -297,7 +295,7 @@ class GradSync:
             flag = alarm()
             self._spoiler(flag)
             deliveries = [bucket.parts.delivery for bucket in self.reducer.buckets]
-            for feature in self._features:
+            for feature in self._assembly.features:
                 feature.alarmed(flag, deliveries)
 
     def _check_idle(self, what: str) -> None:

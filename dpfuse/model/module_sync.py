@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
@@ -27,8 +26,8 @@ from dpfuse.gradients.norm import GradientReader, Gradients
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffers import BufferSync
-from dpfuse.model.change import ModelChange
-from dpfuse.model.check import check_module, describe_model, tensors_of
+from dpfuse.model.check import tensors_of
+from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 
@@ -67,7 +66,6 @@ class ModuleSync:
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
         broadcast_buffers: whether the next forward sends buffers.
-        compare_buffers: whether some forward sends them, if maybe not this one.
         before_collectives: called in `before_forward`, once all is well.
         buffer_hook: what synchronises the buffers in our place.
     """
@@ -83,22 +81,17 @@ class ModuleSync:
     ) -> None:
         self.window = Window(counts_forwards=not options.find_unused_parameters)
         self.broadcast_buffers = options.broadcast_buffers
-        self.compare_buffers = options.broadcast_buffers
         self.before_collectives: Callable[[], None] | None = None
         self.buffer_hook: Callable[[], None] | None = None
         self._module = module
         self._options = options
-        self._face = face
         self._buffers = BufferSync(module, options.ignored, group)
-        self._buffer_kinds = self._buffers.look()  # those that the description of a change would name
-        self._wish = ""  # what this rank has asked for, until all ranks have
-        self._signature = ModelSignature(module, options.ignored)
-        self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
-        self._reader = GradientReader(module, self._signature, group.rank())
+        signature = ModelSignature(module, options.ignored)
+        self._reader = GradientReader(module, signature, group.rank())
         self.factors = GradientFactors(
             self.window, options.gradient_scale, group, lambda: self.reducer, strict=options.strict
         )
-        params = _params_of(module, plan)
+        params = params_of(module, plan)
         self.error_feedback = (
             ErrorFeedback(group.rank(), group.size(), options.wire) if options.common["error_feedback"] else None
         )
@@ -125,8 +118,16 @@ class ModuleSync:
             fields=[self.factors.field()],
             wrap=face.wrap,
         )
-        if self.error_feedback is not None:
-            self.error_feedback.plan(self.reducer.buckets)
+        self._plan_residuals()
+        self._follower = ModuleFollower(
+            module,
+            signature,
+            options,
+            self.grads,
+            self._buffers,
+            may_have_changed=face.module_changed,
+            agreed=self._plan_residuals,
+        )
 
     @property
     def reducer(self) -> Reducer:
@@ -189,10 +190,7 @@ class ModuleSync:
         window.forward_begins(counts=idle and self._module.training)
         if idle:
             reducer.settle_unaveraged()
-            unchanged = self._signature.unchanged()
-            # A buffer that only this rank has must not travel: the peers would take it for another.
-            if not unchanged or (self.compare_buffers and self._buffers.look() is not self._buffer_kinds):
-                self._follow_module()
+            self._follower.look()
         if self.before_collectives is not None:
             self.before_collectives()
         if self.broadcast_buffers:
@@ -205,6 +203,11 @@ class ModuleSync:
         watched = self.grads.listening.watch.watch(outputs, self.window.began)
         self.window.forward_ends(watched=watched)
         reducer.record_forward(reducer.require_sync, outputs_watched=watched)
+
+    def use_buffers(self, *, broadcast: bool, compare: bool) -> None:
+        """Say whether the next forward sends buffers, and whether ranks compare them when a module has changed."""
+        self.broadcast_buffers = broadcast
+        self._follower.compare_buffers = compare
 
     def send_buffers(self) -> None:
         """Overwrite the buffers with those of rank `source`, or do what the user has registered instead."""
@@ -231,24 +234,24 @@ class ModuleSync:
     @property
     def recording(self) -> bool:
         """Whether there is a recorder, and all ranks know of it."""
-        return self.grads.listening.recorder is not None and not self._wish
+        return self.grads.listening.recorder is not None and not self._follower.wishes
 
     def ask(self, wish: str) -> None:
-        """Have the next synchronised backward fail on all ranks unless each of them has asked for the same.
+        """Let the next synchronised backward fail on all ranks unless each of them has asked for the same.
 
-        A rank that asked alone must not wait for an answer to come. So it tells what a changed module would tell.
+        Raises:
+            DPFuseError: a backward is running.
         """
         if self.reducer.phase is not IDLE:
             raise DPFuseError(
                 f"rank {self.group.rank()}: autotune was called while a backward is {self.reducer.phase.name}, "
                 "expected it between backwards."
             )
-        self._wish = wish
-        self._follow_module()
+        self._follower.ask(wish)
 
     def use_plan(self, plan: BucketPlan) -> None:
         """As that of `GradSync`."""
-        assert self._change is None
+        assert not self._follower.change
         self.grads.use_plan(plan)
 
     def average_over(self, rank_count: int) -> None:
@@ -277,7 +280,7 @@ class ModuleSync:
             option=self._options.of_communication,
             recording=self.grads.listening.recorder is not None,
             backward="" if phase is IDLE else phase.name,
-            change="" if self._change is None else self._change.text,
+            change=self._follower.change,
         )
         if refused:
             raise DPFuseError(f"rank {self.group.rank()}: {refused}")
@@ -293,65 +296,7 @@ class ModuleSync:
         self.grads.remove_hooks()
         self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
 
-    def _follow_module(self) -> None:
-        """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
-        self.reducer.accumulation.release()  # buckets may be replaced
-        if self._face.module_changed is not None:
-            self._face.module_changed()
-        text = self._signature.change()
-        kinds = self._buffers.look(again=True)
-        if self.compare_buffers:
-            self._buffer_kinds = kinds
-            text = text or self._buffers.change()
-        kept = None if text else self.plan
-        if text is None and self._wish:
-            text = "autotune was called"
-        if text is None:
-            if self._change is not None:
-                self._change = None
-                self.grads.unfollow()
-            return
-        if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
-            return  # nothing of it trains; once something does again, it will be seen
-        self._change, buckets = self._describe_change(text, kept)
-        plan = self._change.plan if isinstance(self._change.plan, BucketPlan) else self.plan
-        params = self.params if plan is self.plan else _params_of(self._module, plan)
-        if buckets is None:
-            buckets = self.grads.buckets_for(plan, params)
-        self.grads.follow(plan, params, buckets, text, lambda: self._agree_on_change(params))
-
-    def _describe_change(self, text: str, kept: BucketPlan | None) -> tuple[ModelChange, list[GradBucket] | None]:
-        """The change, and buckets for its plan, if there is one."""
-        plan: BucketPlan | Exception
-        buckets = None
-        if self.hook is not None:
-            plan = DPFuseError(
-                f"rank {self.group.rank()}: {text} after the module was wrapped; expected no such change once the "
-                f"communication hook {self.hook.name} is registered, whose state may depend on the buckets. Wrap the "
-                "module again, on every rank, and register the hook there."
-            )
-        else:
-            try:
-                plan = kept or check_module(self._module, self._options, self.group, ours=set(map(id, self.params)))
-                params = self.params if plan is self.plan else _params_of(self._module, plan)
-                buckets = self.grads.buckets_for(plan, params)
-            except Exception as error:  # the peers hear of it when the ranks agree
-                plan = error
-        if isinstance(plan, Exception):
-            return ModelChange(text, plan, [], {}), None
-        facts = describe_model(self._module, plan, self._options, buffers=self.compare_buffers)
-        if self._wish:
-            facts.append(self._wish)
-        return ModelChange(text, plan, facts, self._signature.new_parameters()), buckets
-
-    def _agree_on_change(self, params: Sequence[nn.Parameter]) -> None:
-        assert self._change is not None
-        plan = self._change.agree(self.group)
-        self.grads.settle(plan, params)
-        self._signature.agree()
-        self._change = None
-        self._wish = ""
-        self._buffers.agree_on(self._buffer_kinds, self.source)
+    def _plan_residuals(self) -> None:
         if self.error_feedback is not None:
             self.error_feedback.plan(self.reducer.buckets)
 
@@ -382,8 +327,3 @@ def _settings_of(options: SyncOptions, number: int) -> SyncSettings:
         alone=options.wants_params_alone,
         stall_timeout=options.common["stall_timeout"],
     )
-
-
-def _params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
-    named = dict(module.named_parameters())
-    return [named[name] for name in names_of(plan)]

@@ -487,8 +487,8 @@ class Steps(Feature):
 def bucket_with_step(group, params, **how):
     feature = Steps(**how)
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
-    assembly = Assembly(group, surroundings(), make_report=make_report)
-    (bucket,) = assembly.make(plan, params, features=[feature])
+    assembly = Assembly(group, surroundings(), make_report=make_report, features=[feature])
+    (bucket,) = assembly.make(plan, params)
     return bucket, feature.log
 
 

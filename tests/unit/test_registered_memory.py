@@ -106,7 +106,7 @@ def test_a_bucket_of_a_communication_hook_does_not_lie_there():
     backend = Backend()
     plan = plan_buckets([ParamSpec("a", (3,), "float32")])
     hook = CommHook(None, lambda state, bucket: None, 0)
-    Assembly(Group(backend), surroundings(), registered=True).make(plan, [torch.zeros(3)], hook=hook)
+    Assembly(Group(backend), surroundings(), registered=True, hook=hook).make(plan, [torch.zeros(3)])
     assert not backend.given
 
 

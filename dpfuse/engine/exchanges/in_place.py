@@ -121,28 +121,34 @@ class _LargeGradient:
         index: registration index of the parameter.
         place: of the parameter in its bucket.
         param: the parameter, if the bucket is bound to any.
-        name: its name.
         missing: whether there was no gradient when it was taken.
         in_place: whether the gradient itself travels, not a copy.
         flat: the tensor that travels, [elements], in the planned memory order, until it is delivered.
-        nbytes: its bytes.
     """
 
     def __init__(self, param: Tensor, bucket: Bucket, place: int, name: str) -> None:
         self.index = bucket.params[place]
-        self.name = name
         self.missing = False
         self.place = place
         self.param: Tensor | None = param
         self._dtype = getattr(torch, bucket.dtype)
         self._device = torch.device(bucket.device)
         self._slot = KernelSlot(name, 0, tuple(param.shape), dense_stride(param))
-        self.nbytes = self._slot.numel * self._dtype.itemsize
         self.in_place = False
         self._nothing = torch.empty(0, dtype=self._dtype)
         self.flat = self._nothing
         self._copy: PointerTable | None = None
         self._taken: Tensor | None = None  # the gradient, kept until all kernels that read it are queued
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self._slot.name
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the gradient."""
+        return self._slot.numel * int(self._dtype.itemsize)
 
     def take(self, *, frozen: bool) -> None:
         """Make `flat` the gradient, or a copy, or zeros where there is none or it is frozen; write no gradient."""

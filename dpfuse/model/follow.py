@@ -1,0 +1,156 @@
+"""What follows when a wrapped module is changed: the change is found, described and agreed on. Sends no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.sync import GradSync, names_of
+from dpfuse.errors import DPFuseError
+from dpfuse.model.buffers import BufferSync
+from dpfuse.model.change import ModelChange
+from dpfuse.model.check import check_module, describe_model, tensors_of
+from dpfuse.model.options import SyncOptions
+from dpfuse.model.signature import ModelSignature
+
+__all__ = ["ModuleFollower", "params_of"]
+
+
+class ModuleFollower:
+    """Notices that the module of this rank was changed, and prepares the synchronisation of its gradients for that.
+
+    Args:
+        module: the wrapped module.
+        signature: what the module was when it was wrapped.
+        options: of the wrapper.
+        grads: the synchronisation of the gradients.
+        buffers: the synchronisation of the buffers.
+        may_have_changed: called before the module is looked at.
+        agreed: called once all ranks have changed their modules in the same way.
+
+    Attributes:
+        compare_buffers: whether some forward sends buffers, if maybe not this one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        signature: ModelSignature,
+        options: SyncOptions,
+        grads: GradSync,
+        buffers: BufferSync,
+        *,
+        may_have_changed: Callable[[], None] | None,
+        agreed: Callable[[], None],
+    ) -> None:
+        self.compare_buffers = options.broadcast_buffers
+        self._module = module
+        self._signature = signature
+        self._options = options
+        self._grads = grads
+        self._buffers = buffers
+        self._kinds = buffers.look()  # the buffers that the description of a change would name
+        self._may_have_changed = may_have_changed
+        self._agreed = agreed
+        self._wish = ""  # what this rank has asked for, until all ranks have
+        self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
+
+    @property
+    def change(self) -> str:
+        """The change of this rank's module that not all ranks have heard of, in words; empty if there is none."""
+        return "" if self._change is None else self._change.text
+
+    @property
+    def wishes(self) -> bool:
+        """Whether this rank has asked for something that not all ranks have heard of."""
+        return bool(self._wish)
+
+    def look(self) -> None:
+        """Follow the module if it has changed since the last call. To be called between backwards."""
+        unchanged = self._signature.unchanged()
+        # A buffer that only this rank has must not travel: the peers would take it for another.
+        if not unchanged or (self.compare_buffers and self._buffers.look() is not self._kinds):
+            self._follow()
+
+    def ask(self, wish: str) -> None:
+        """Let the next synchronised backward fail on all ranks unless each of them has asked for the same.
+
+        A rank that asked alone must not wait for an answer. So it reports what a rank with a changed module reports.
+        """
+        self._wish = wish
+        self._follow()
+
+    def _follow(self) -> None:
+        """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
+        grads = self._grads
+        grads.reducer.accumulation.release()  # buckets may be replaced
+        if self._may_have_changed is not None:
+            self._may_have_changed()
+        text = self._signature.change()
+        kinds = self._buffers.look(again=True)
+        if self.compare_buffers:
+            self._kinds = kinds
+            text = text or self._buffers.change()
+        kept = None if text else grads.plan
+        if text is None and self._wish:
+            text = "autotune was called"
+        if text is None:
+            if self._change is not None:
+                self._change = None
+                grads.unfollow()
+            return
+        if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
+            return  # nothing of it trains; once something does again, it will be seen
+        self._change, buckets = self._describe(text, kept)
+        plan = self._change.plan if isinstance(self._change.plan, BucketPlan) else grads.plan
+        params = self._params_of(plan)
+        if buckets is None:
+            buckets = grads.buckets_for(plan, params)
+        grads.follow(plan, params, buckets, text, lambda: self._agree(params))
+
+    def _describe(self, text: str, kept: BucketPlan | None) -> tuple[ModelChange, list[GradBucket] | None]:
+        """Return the change, and buckets for its plan, if there is one."""
+        grads = self._grads
+        plan: BucketPlan | Exception
+        buckets = None
+        if grads.hook is not None:
+            plan = DPFuseError(
+                f"rank {grads.group.rank()}: {text} after the module was wrapped; expected no such change once the "
+                f"communication hook {grads.hook.name} is registered, whose state may depend on the buckets. Wrap the "
+                "module again, on every rank, and register the hook there."
+            )
+        else:
+            try:
+                ours = set(map(id, grads.params))
+                plan = kept or check_module(self._module, self._options, grads.group, ours=ours)
+                buckets = grads.buckets_for(plan, self._params_of(plan))
+            except Exception as error:  # the peers hear of it when the ranks agree
+                plan = error
+        if isinstance(plan, Exception):
+            return ModelChange(text, plan, [], {}), None
+        facts = describe_model(self._module, plan, self._options, buffers=self.compare_buffers)
+        if self._wish:
+            facts.append(self._wish)
+        return ModelChange(text, plan, facts, self._signature.new_parameters()), buckets
+
+    def _agree(self, params: Sequence[nn.Parameter]) -> None:
+        assert self._change is not None
+        plan = self._change.agree(self._grads.group)
+        self._grads.settle(plan, params)
+        self._signature.agree()
+        self._change = None
+        self._wish = ""
+        self._buffers.agree_on(self._kinds, self._grads.source)
+        self._agreed()
+
+    def _params_of(self, plan: BucketPlan) -> Sequence[nn.Parameter]:
+        return self._grads.params if plan is self._grads.plan else params_of(self._module, plan)
+
+
+def params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
+    """Return the planned parameters, by registration index."""
+    named = dict(module.named_parameters())
+    return [named[name] for name in names_of(plan)]
