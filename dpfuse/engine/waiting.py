@@ -72,6 +72,7 @@ class PeerFailure(NamedTuple):
 
     text: str
     ranks: tuple[int, ...]  # of the group; those that have failed
+    waits: int | None = None  # on the board while the wait that cannot end was looked at; None: of any wait
 
 
 class GroupHeartbeat(Protocol):
@@ -269,9 +270,10 @@ def _ends_within_a_slice(work: dist.Work) -> bool:
 
 def _wait_in_slices(work: dist.Work, board: Board) -> None:
     while not work.is_completed():
-        if board.peer_failure is not None:
+        failure = board.peer_failure  # read once: the heartbeat may take it back
+        if failure is not None and failure.waits in (None, board.waits):
             _unfinished.append(work)
-            raise _error_of(board.peer_failure, board)
+            raise _error_of(failure, board)
         _ends_within_a_slice(work)
     work.wait()  # raises the error with which the work failed
 

@@ -1,7 +1,8 @@
 """Heartbeats beside the process group: they name the rank that ends, falls silent, or leaves its group.
 
 Read in this order: `start` (gives a group its heartbeat), `heartbeat` (the thread of every rank), `server` (rank 0,
-which judges), `client` (the other ranks), `diagnosis` (how rank 0 judges, and the texts). Messages travel through
-`endpoint` and `connection`. `thread_state` inspects the thread that trains. `process_exit` announces the end of this
-process. The board between the two threads is in `dpfuse.engine.waiting`.
+which judges), `client` (the other ranks), `diagnosis` (how rank 0 judges, and the texts), `consequences` (what follows
+in this process). `requests` has what other threads ask of the heartbeat's thread. `own_status` finds out what this rank
+does, and `thread_state` inspects the thread that trains. Messages travel through `endpoint` and `connection`.
+`process_exit` announces the end of this process. The board between the two threads is in `dpfuse.engine.waiting`.
 """

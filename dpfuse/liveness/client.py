@@ -47,7 +47,7 @@ class HeartbeatClient(Heartbeat):
         deadline = monotonic() + CONNECT_WITHIN
         while True:
             for address in self._endpoint.addresses:
-                if self._stopping:
+                if self._requests.stopping:
                     raise OSError("the rank ended before it was connected")
                 with suppress(OSError):
                     return socket.create_connection(address, ATTEMPT)
@@ -83,7 +83,8 @@ class HeartbeatClient(Heartbeat):
                 self._server_status, self._heard = Status.from_message(parts), now
             case ["fatal", list(ranks), str(text)]:
                 self._heard = now
-                self._act(Finding(True, tuple(int(rank) for rank in ranks), 0.0, printable(text, lines=True)), now)
+                finding = Finding(True, tuple(int(rank) for rank in ranks), 0.0, printable(text, lines=True))
+                self._consequences.act(finding, now)
             case ["end", int(rank), int(kind), str(error), bool(secondary), float(ago), float(silence), parts]:
                 last = None if parts is None else Status.from_message(parts)
                 end = End(EndKind(kind), printable(error[:MAX_TEXT]), secondary)
@@ -94,31 +95,30 @@ class HeartbeatClient(Heartbeat):
     def _note_end(self, rank: int, end: End, last: RankState, when: float) -> None:
         if rank not in self._ends:
             self._ends[rank] = (replace(last, end=end), when)
-            self._notify()
+            self._requests.notify()
 
     def _beat(self, now: float) -> None:
-        self._send(["beat", self.status.message()])
+        self._send(["beat", self._own.status.message()])
         server = self._states(now)[0]
         # A server that lives knows more than this rank.
-        if self.status.waits and (server.end is not None or server.silence >= SILENT):
+        if self._own.status.waits and (server.end is not None or server.silence >= SILENT):
             finding = judge(self._states(now), whole_job=False)
             if finding is not None:
-                self._act(finding, now)
+                self._consequences.act(finding, now)
 
     def _send_end(self, end: End) -> None:
-        self._send(["end", int(end.kind), end.error, end.secondary, self.status.message()])
+        self._send(["end", int(end.kind), end.error, end.secondary, self._own.status.message()])
 
     def _ask_for_ends(self) -> None:
         self._send(["ask"])
 
     def _discount(self, seconds: float) -> None:
-        super()._discount(seconds)
-        self._heard += seconds
+        self._heard = min(monotonic(), self._heard + seconds)  # what was sent meanwhile may have been read already
 
     def _states(self, now: float) -> dict[int, RankState]:
         states = {
             0: RankState(self._server_status, self._silence(now, self._heard)),
-            self._rank: RankState(self.status),
+            self._rank: RankState(self._own.status),
         }
         for rank, (one, when) in list(self._ends.items()):
             assert one.end is not None

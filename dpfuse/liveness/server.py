@@ -151,7 +151,7 @@ class HeartbeatServer(Heartbeat):
         for other in list(self._peers.values()):
             if other.asks or (end.failed and self._failures <= MAX_FAILURES):
                 self._send(other, message)
-        self._notify()
+        self._requests.notify()
 
     def _end_message(self, rank: int, peer: _Peer) -> list[Any]:
         assert peer.end is not None
@@ -168,31 +168,30 @@ class HeartbeatServer(Heartbeat):
         for connection, until in list(self._unknown.items()):
             if now > until:
                 self._reject(connection)
-        beat = ["beat", self.status.message()]
+        beat = ["beat", self._own.status.message()]
         finding = None
-        if self.status.waits or any(one.status is not None and one.status.waits for one in self._peers.values()):
+        if self._own.status.waits or any(one.status is not None and one.status.waits for one in self._peers.values()):
             finding = judge(self._states(now), whole_job=self._whole_job)
         for peer in list(self._peers.values()):
             self._send(peer, beat)
             if finding is not None and finding.fatal:
                 self._send(peer, ["fatal", list(finding.ranks[:MAX_FAILURES]), finding.text[:8000]])
         if finding is not None:
-            self._act(finding, now)
+            self._consequences.act(finding, now)
 
     def _send_end(self, end: End) -> None:
-        message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self.status.message()]
+        message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self._own.status.message()]
         for peer in list(self._peers.values()):
             self._send(peer, message)
 
     def _discount(self, seconds: float) -> None:
-        super()._discount(seconds)
+        now = monotonic()
         for peer in self._peers.values():
-            peer.heard += seconds
+            peer.heard = min(now, peer.heard + seconds)  # what was sent meanwhile may have been read already
 
     def _states(self, now: float) -> dict[int, RankState]:
         states = {rank: RankState() for rank in range(self._size)}
-        own = None if self._own_end is None else replace(self._own_end[0], ago=now - self._own_end[1])
-        states[0] = RankState(self.status, end=own)
+        states[0] = RankState(self._own.status, end=self._requests.own_end(now))
         for rank, peer in list(self._peers.items()):
             if peer.end is None:
                 states[rank] = RankState(peer.status, self._silence(now, peer.heard))

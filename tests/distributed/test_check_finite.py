@@ -264,7 +264,8 @@ def a_step_late(rank, size, mode, monkeypatched=True):
     finite_module._copied = lambda values: (values.clone(), SimpleNamespace(synchronize=lambda: passed.append(1)))
     try:
         model = dpfuse.DataParallel(Net(), None, 0, 0, check_finite=mode)
-        (check,) = (each for each in model._sync.grads._features if isinstance(each, finite_module.FiniteCheck))
+        features = model._sync.grads._assembly.features
+        (check,) = (each for each in features if isinstance(each, finite_module.FiniteCheck))
         check.late = True
         texts = []
         for step in range(1, 6):

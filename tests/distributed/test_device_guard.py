@@ -11,7 +11,6 @@ from torch import nn
 
 import dpfuse
 from dpfuse.engine.guard import DeviceGuard, guard_of
-from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import ALL_WELL, Report
 from dpfuse.engine.sync import GradSync
 
@@ -25,20 +24,23 @@ WRAPS = {
 @contextmanager
 def as_on_a_gpu():
     """Reports are read one step later, and a guard is on the device."""
-    report, read = Report.read, {}
+    report, read, waited = Report.read, {}, {}
 
     def deferred(self, outcome, *, wait, gather):
         now = report(self, outcome, wait=True, gather=gather)
+        waited[id(self)] = wait
         if wait:
             return now
         before, read[id(self)] = read.get(id(self), ALL_WELL), now
         return before
 
-    all_read_now = property(lambda self: self._wiring.strict or not self.rebuilt)
-
     guarded = mock.patch("dpfuse.engine.sync.guard_of", side_effect=lambda params, *_: DeviceGuard(params))
-    at_once = mock.patch.object(Reducer, "_all_read_now", all_read_now)
-    with mock.patch.object(Report, "read", deferred), at_once, guarded:
+    stand_ins = {
+        "read": deferred,
+        "is_on_cpu": property(lambda self: False, lambda self, value: None),
+        "was_read": property(lambda self: waited[id(self)]),
+    }
+    with mock.patch.multiple(Report, create=True, **stand_ins), guarded:
         yield
 
 
@@ -105,11 +107,12 @@ def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
 @pytest.mark.parametrize("check", ["deferred", "strict"])
 def test_nothing_is_guarded_once_the_report_was_read(group, check):
     asked = []
-    with mock.patch.object(GradSync, "_guard", lambda sync, alarm: asked.append(alarm)):
+    guard = mock.patch.object(GradSync, "_guard", lambda sync, alarm: asked.append(alarm))
+    with as_on_a_gpu(), guard:
         model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
-    for first in (True, False):
-        model(torch.ones(2)).sum().backward()
-        assert len(asked) == (not first and check == "deferred")
+        for first in (True, False):
+            model(torch.ones(2)).sum().backward()
+            assert len(asked) == (not first and check == "deferred")
 
 
 def test_there_is_a_guard_only_where_errors_are_late():

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dpfuse.engine.waiting import Board, Doing, Wrapper, leave
+from dpfuse.engine.waiting import Board, Doing, PeerFailure, Wrapper, finish, forget_unfinished_works, leave
+from dpfuse.errors import DPFuseError
 from dpfuse.liveness.client import HeartbeatClient
 from dpfuse.liveness.connection import MAX_UNSENT, Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import End, EndKind, end_with
 from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.server import MAX_UNKNOWN, HeartbeatServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -221,6 +223,62 @@ def test_own_sleep_is_not_counted_as_silence_of_others(job):
     assert job.server._peers[1].heard - before == pytest.approx(99.0)
 
 
+def test_sleep_is_not_counted_twice_where_messages_were_read_meanwhile(job):
+    job.server._discount(99.0)
+    job.beats[1]._discount(99.0)
+    own = OwnStatus(Board(0))
+    own.discount(99.0)
+    now = time.monotonic()
+    own.update(now)
+    assert job.server._peers[1].heard <= now
+    assert job.beats[1]._heard <= now
+    assert own.status.age >= 0
+
+
+def test_a_fork_can_abandon_a_heartbeat_that_has_ended():
+    made = Job(2)
+    for beat in made.beats:
+        beat.stop()
+        beat.abandon()
+        assert not beat.beats
+
+
+def test_of_two_ends_at_the_same_time_one_is_announced(job):
+    announce = job.beats[1]._requests.announce
+    ends = [End(EndKind.FAILED, f"error {number}") for number in range(8)]
+    threads = [threading.Thread(target=announce, args=(end, 0.5)) for end in ends]
+    for thread in threads:
+        thread.start()
+    until(lambda: job.state(0, 1).end is not None)
+    for thread in threads:
+        thread.join()
+    assert job.beats[1]._requests.own_end(0.0).error == job.state(0, 1).end.error
+
+
+class Unfinished:
+    """A work that another rank lets end after so many questions."""
+
+    def __init__(self, questions):
+        self.questions = questions
+
+    def is_completed(self):
+        self.questions -= 1
+        return self.questions < 0
+
+    def wait(self, timeout=None):
+        if timeout is not None:
+            raise RuntimeError("not done")
+
+
+def test_a_failure_ends_only_the_wait_for_which_it_was_found():
+    board = Board(0, frozenset({"cpu"}))
+    board.peer_failure = PeerFailure("rank 1 has ended", (1,), waits=1)
+    with pytest.raises(DPFuseError, match="cannot go on: rank 1 has ended"):
+        finish(Unfinished(3), board)
+    finish(Unfinished(3), board)  # of a collective that ends after all
+    forget_unfinished_works()
+
+
 def test_in_a_large_group_the_longer_interval_is_not_silence():
     common = {"board": Board(0), "whole_job": True, "alive": lambda: True}
     for size, silence in ((2, 12.0), (512, 12.0), (5120, 7.5)):  # 5120 ranks send one heartbeat in five seconds
@@ -231,39 +289,37 @@ def test_in_a_large_group_the_longer_interval_is_not_silence():
 
 def test_a_move_resets_the_age_of_the_status():
     board = Board(0)
-    beat = HeartbeatServer(2, Endpoint("", ()), board=board, whole_job=True, alive=lambda: True)
+    own = OwnStatus(board)
     gate = threading.Event()
     thread = threading.Thread(target=gate.wait)
     thread.start()
     board.thread = thread.ident
-    beat._since -= 30
-    beat._update_status(time.monotonic())
+    own._since -= 30
+    own.update(time.monotonic())
     gate.set()
     thread.join()
-    assert 29 < beat.status.age < 40
-    assert not beat.status.waits
+    assert 29 < own.status.age < 40
+    assert not own.status.waits
     board.waits += 1
-    beat._update_status(time.monotonic())
-    assert beat.status.waits
-    assert beat.status.age < 1  # it has moved
-    beat.abandon()
+    own.update(time.monotonic())
+    assert own.status.waits
+    assert own.status.age < 1  # it has moved
 
 
 def test_a_rank_whose_device_does_not_finish_waits():
     board = Board(0)
-    beat = HeartbeatServer(2, Endpoint("", ()), board=board, whole_job=True, alive=lambda: True)
+    own = OwnStatus(board)
     answers = [False, True]
     board.device_done = lambda: answers.pop(0)
-    beat._update_status(time.monotonic())
-    assert not beat.status.waits  # it has just moved: its device is not asked
+    own.update(time.monotonic())
+    assert not own.status.waits  # it has just moved: its device is not asked
     assert len(answers) == 2
-    beat._since -= 30
-    beat._update_status(time.monotonic())
-    assert beat.status.waits
-    beat._update_status(time.monotonic())
-    assert not beat.status.waits
+    own._since -= 30
+    own.update(time.monotonic())
+    assert own.status.waits
+    own.update(time.monotonic())
+    assert not own.status.waits
     assert board.device_done is None
-    beat.abandon()
 
 
 def test_a_connection_keeps_what_fits_and_drops_the_rest():
