@@ -15,9 +15,9 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from dpfuse.ddp.backward_optimizers import BackwardOptimizers
 from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
+from dpfuse.ddp.hook_check import built_in_hook, checked_hook
 from dpfuse.ddp.torch_names import TorchNames
 from dpfuse.engine import collective
-from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.model.module_sync import FaceParts
 
 __all__ = ["TorchHooks"]
@@ -90,13 +90,13 @@ class TorchHooks(TorchNames):
         """
         assert self._sync is not None
         with self._log_errors():
-            self._sync.set_hook(CommHook(state, hook, self.process_group.rank()))
+            self._sync.set_hook(checked_hook(state, hook, self.process_group.rank()))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Use a hook that torch has built in, by its name there."""
         assert self._sync is not None
         with self._log_errors():
-            self._sync.set_hook(CommHook.built_in(comm_hook_type, self.process_group))
+            self._sync.set_hook(built_in_hook(comm_hook_type, self.process_group))
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any

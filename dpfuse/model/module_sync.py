@@ -275,16 +275,31 @@ class ModuleSync:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
                 f"{hook.name} after {self.hook.name}; wrap the module again to change it."
             )
-        phase = self.reducer.phase
-        refused = hook.refused(
-            option=self._options.of_communication,
-            recording=self.grads.listening.recorder is not None,
-            backward="" if phase is IDLE else phase.name,
-            change=self._follower.change,
-        )
-        if refused:
-            raise DPFuseError(f"rank {self.group.rank()}: {refused}")
+        if refusal := self._refusal_of(hook):
+            raise DPFuseError(f"rank {self.group.rank()}: a communication hook was registered {refusal}")
         self.grads.set_hook(hook)
+
+    def _refusal_of(self, hook: CommHook) -> str:
+        """Return why `hook` cannot be registered now, and what to do; empty if it can be."""
+        phase, change, option = self.reducer.phase, self._follower.change, self._options.of_communication
+        if option is not None:
+            return (
+                f"with {option}, expected one of the two: {hook.name} adds up as it likes. Leave "
+                f"{option.partition('=')[0]} out, or register no hook."
+            )
+        if self.grads.listening.recorder is not None:
+            return (
+                "while autotune records, expected it before the call or once its tuning is done. With a hook the "
+                "buckets are no longer tuned."
+            )
+        if phase is not IDLE:
+            return f"while a backward is {phase.name}, expected it between backwards. Register it right after wrapping."
+        if change:
+            return (
+                f"after {change} and before a backward synchronised since. Register it before the change, or after "
+                "that backward."
+            )
+        return ""
 
     def gradients(self) -> Gradients:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
 from dpfuse import DistributedDataParallel
+from dpfuse.ddp.hook_check import checked_hook
 from dpfuse.engine.exchanges.comm_bucket import CommBucket
-from dpfuse.engine.exchanges.comm_hook import CommHook
 from tests.distributed import processes
 from tests.distributed.test_comm_hooks import BUILTIN, SMALL, Mlp, with_then
 
@@ -105,10 +105,10 @@ def test_refusals_are_those_of_torch(ranks):
 def test_callables_and_annotations_of_every_kind(hook):
     if isinstance(hook, functools.partial):
         with pytest.raises(KeyError, match="must have this name"):
-            CommHook(None, hook, 0)
+            checked_hook(None, hook, 0)
         return
     bucket = CommBucket(0, torch.ones(2), [torch.ones(2)], is_last=True)
-    assert CommHook(None, hook, 0)(bucket).wait() is bucket.buffer()
+    assert checked_hook(None, hook, 0)(bucket).wait() is bucket.buffer()
 
 
 def spoil(rank, size, where, what):
