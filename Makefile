@@ -3,6 +3,7 @@
 # a GPU machine without network), that Python is used as it is: nothing is installed, nothing is downloaded.
 
 PYTHON ?= python3
+TORCH ?= 2.15.0
 SHELL := /bin/bash
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 
@@ -30,7 +31,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo test test-all lint bench gpu docs clean
+.PHONY: demo test test-all test-torch lint bench gpu docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -39,8 +40,15 @@ demo:  ## train a network on real images on two ranks, beside torch's DDP
 test: lint  ## what .ci/run does: lint, types, tests
 	$(python) -m pytest -m "not gpu and not slow" --timeout 300 --durations=25 $(SIDE_BY_SIDE)
 
-test-all: lint  ## the long tests too, and those with accelerate, Lightning, transformers and Ray
-	$(python) -m pytest -m "not gpu" --timeout 1200 --durations=25 $(SIDE_BY_SIDE)
+test-all: lint  ## the long tests too, and those with accelerate, Lightning, transformers and Ray; writes a record
+	$(python) -m tests.recorded bench/results/test-all-cpu$$(nproc)-$$(date +%F).txt \
+		-m "not gpu" --timeout 1200 --durations=25 $(SIDE_BY_SIDE)
+
+test-torch:  ## the tests under another release, in an environment that is thrown away: make test-torch TORCH=2.15.0
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" && \
+	"$$folder/bin/python" -m pip install --quiet "torch==$(TORCH)" --editable '.[test]' && \
+	"$$folder/bin/python" -m tests.recorded bench/results/torch-$(TORCH).txt \
+		-m "not gpu and not slow" --timeout 600 --durations=10 $(SIDE_BY_SIDE)
 
 lint:
 	$(ready)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dpfuse.engine import votes
+from dpfuse.engine.asking import ask
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
@@ -195,6 +196,7 @@ class _Prepared:
         """
         options, params = self._options, self.params()
         for device in dict.fromkeys(param.device for param in params):
+            ask(group, device)
             if options.deterministic:
                 check_all_to_all(group, device)
             if options.wire.probe is not None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.engine import votes
+from dpfuse.engine.abilities import abilities_of, backend_of
 from dpfuse.engine.collective import resolve_group
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.protocols import BucketObserver
@@ -413,9 +414,9 @@ class SyncedModule(nn.Module):
             return "no process group: calls pass through"
         buckets = ", ".join(f"{bucket.nbytes / MB:.3g}" for bucket in self.bucket_plan.buckets)
         group = self._sync.group
-        return (
-            f"rank={group.rank()}, world_size={group.size()}, backend={dist.get_backend(group)}, buckets=[{buckets}] MB"
-        )
+        abilities = abilities_of(group, torch.device(self.bucket_plan.buckets[0].device))
+        backend = f"{backend_of(group)} ({abilities})" if any(abilities) else backend_of(group)
+        return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"
 
 
 def loss_scale_of(model: SyncedModule) -> LossScale | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
+from dpfuse.engine.waiting import NO_LIMIT
 
 __all__ = ["check_mean"]
 
@@ -44,7 +45,7 @@ def check_mean(name: str, module: nn.Module, backward: Callable[[], None], group
         zeros = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
         expected = local.pop(key, zeros).contiguous()  # the same order of elements on ranks with other strides
         expected *= 1 / group.size()
-        collective.all_reduce(expected, group).wait()
+        collective.all_reduce(expected, group).wait(NO_LIMIT)
         if not torch.isfinite(expected).all():
             not_finite.append(key)
         got = torch.zeros_like(expected) if param.grad is None else _dense(param.grad)

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dpfuse.commands.machine import machine_facts, software_versions
+from dpfuse.engine.abilities import backend_of
 from dpfuse.engine.collective import group_device
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
@@ -40,7 +41,7 @@ def here() -> Run:
     group = dist.group.WORLD
     assert group is not None
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Run(now, group.size(), dist.get_backend(group), machine_facts(group_device(group)), software_versions())
+    return Run(now, group.size(), backend_of(group), machine_facts(group_device(group)), software_versions())
 
 
 def make_folder(path: Path) -> None:

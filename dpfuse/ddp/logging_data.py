@@ -6,9 +6,8 @@ import os
 import sys
 from typing import Any
 
-import torch.distributed as dist
-
 from dpfuse.ddp.torch_names import TorchNames
+from dpfuse.engine.abilities import backend_of
 from dpfuse.engine.plan import BucketPlan
 
 __all__ = ["logging_data"]
@@ -28,7 +27,7 @@ def logging_data(model: TorchNames) -> dict[str, Any]:
     Its times are not among them: `dpfuse.time_communication` measures, this reads.
     """
     plan, group = model.bucket_plan, model.process_group
-    backend = dist.get_backend(group)
+    backend = backend_of(group)
     data: dict[str, Any] = {
         "world_size": group.size(),
         "rank": group.rank(),

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective, registered_memory
+from dpfuse.engine import registered_memory
+from dpfuse.engine.abilities import abilities_of
 from dpfuse.engine.averaging import FP8, UNCHANGED, Averaging, Wire, averaging_for, real_dtype
 from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
 from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on
@@ -92,7 +93,7 @@ class Assembly:
         """
         device = torch.device(plan.buckets[0].device)
         side = None
-        if self.overlaps and self.hook is None and collective.waits_on_streams(self.group, device):
+        if self.overlaps and self.hook is None and abilities_of(self.group, device).on_streams:
             side = SideStream(device)
         return _Making(self, plan, params, list(before), rank_count or self.group.size(), side).buckets()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dpfuse.engine.waiting import board_of, finish
+from dpfuse.engine.abilities import abilities_of
+from dpfuse.engine.waiting import NO_LIMIT, board_of, finish
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -22,24 +22,24 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_max",
+    "all_reduce_multiplied",
     "all_reduce_together",
     "broadcast",
     "broadcast_flat",
     "check_all_to_all",
+    "coalesced",
     "group_device",
     "has_raised",
     "resolve_group",
     "start_all_gather",
     "start_all_gather_into",
     "start_all_to_all",
-    "waits_on_streams",
 ]
 
 _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-_NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not in every build
-_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # with which torch's NCCL holds up the host
+_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()  # whether it sends from CPUs
 ALIGNMENT = 16  # bytes; the largest element, complex128
 LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
@@ -68,10 +68,24 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device on which small tensors for `group` must be."""
-    if any(device.type == "cpu" for device in group._device_types):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    """Return the device on which small tensors for `group` must be: the CPU, if the group can send from there.
+
+    A group written in Python does not list its devices. With CUDA it is asked with one number, by the first call on
+    each rank.
+    """
+    if group not in _on_cpu:
+        types = {device.type for device in group._device_types}
+        _on_cpu[group] = "cpu" in types or not (types or torch.cuda.is_available()) or (not types and _sends_cpu(group))
+    return torch.device("cpu") if _on_cpu[group] else torch.device("cuda", torch.cuda.current_device())
+
+
+def _sends_cpu(group: dist.ProcessGroup) -> bool:
+    one = torch.ones(1)
+    try:
+        all_reduce(one, group).wait(NO_LIMIT)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return one.item() == group.size()
 
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -96,27 +110,39 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
         One work for all of them, which must be waited for.
     """
     first = (*scaled, *sums)[0]
-    if not _is_nccl(group, first.device):
+    abilities = abilities_of(group, first.device)
+    # NCCL multiplies while it reads, without a pass over memory. In 16 bits it would round the factor, too.
+    exact = first.dtype in (torch.float32, torch.float64)
+    multiplies = abilities.multiplies and exact and factor != 1.0 and group.size() > 1
+    if not multiplies:
         _multiply(scaled, factor)
-        return _Together([all_reduce(tensor, group) for tensor in (*scaled, *sums)])
-    options = _SUM
-    if factor != 1.0 and group.size() > 1 and first.dtype in (torch.float32, torch.float64):
-        # NCCL multiplies while it reads, without a pass over memory. In 16 bits it would round the factor, too.
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-    else:
-        _multiply(scaled, factor)
-    group._start_coalescing(first.device)
+
+    def start() -> list[dist.Work]:
+        works = [
+            all_reduce_multiplied(each, factor, group) if multiplies else all_reduce(each, group) for each in scaled
+        ]
+        return works + [all_reduce(each, group) for each in sums]
+
+    return coalesced(start, first.device, group) if abilities.coalesces else _Together(start())
+
+
+def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM of `factor` times `flat` over the ranks, in place, where the group can multiply."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    return group.allreduce([flat], options)
+
+
+def coalesced(start: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> dist.Work:
+    """Start as one the collectives of tensors on `device` that `start()` starts, where the group can do that."""
+    group._start_coalescing(device)
     try:
-        for tensor in scaled:
-            group.allreduce([tensor], options)
-        for tensor in sums:
-            group.allreduce([tensor], _SUM)
+        start()
     except BaseException:
         with suppress(RuntimeError):
-            group._end_coalescing(first.device)  # the group may still be used for other collectives
+            group._end_coalescing(device)  # the group may still be used for other collectives
         raise
-    return group._end_coalescing(first.device)
+    return group._end_coalescing(device)
 
 
 def has_raised(error: BaseException) -> bool:
@@ -127,21 +153,6 @@ def has_raised(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether waiting for a collective of tensors on `device` blocks only the current stream, never the host."""
-    blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
-    return _is_nccl(group, device) and not blocking
-
-
-def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    try:
-        return isinstance(group._get_backend(device), _NCCL)
-    except RuntimeError:  # a group written in Python, which has no back ends
-        return False
 
 
 def _multiply(tensors: list[Tensor], factor: float) -> None:
@@ -161,7 +172,7 @@ class _Together(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for all works, for each at most `timeout`."""
         for work in self._works:
-            work.wait(timeout) if timeout else work.wait()
+            work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -188,9 +199,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
     """Start `all_gather`, and return the tensors that it will fill and the work to wait for."""
     rows = [torch.empty_like(row) for _ in range(group.size())]
-    work = dist.all_gather(rows, row, group=group, async_op=True)
-    assert work is not None
-    return rows, work
+    return rows, group.allgather([rows], [row], AllgatherOptions())
 
 
 def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -234,9 +243,14 @@ def check_all_to_all(
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensor` with that of rank `source` of the group."""
-    work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
-    assert work is not None
-    finish(work, board_of(group), tensor.device.type)
+    finish(_start_broadcast(tensor, group, source), board_of(group), tensor.device.type)
+
+
+def _start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+    # The group is called directly: torch.distributed need not know it.
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return group.broadcast([tensor], options)
 
 
 class FlatBroadcast:
@@ -253,7 +267,7 @@ class FlatBroadcast:
         self._group = group
         self._board = board_of(group)
         # A group that also has a back end for CPUs, as by default, would send them through the host.
-        on_gpu = bool(tensors) and _is_nccl(group, tensors[0].device)
+        on_gpu = bool(tensors) and abilities_of(group, tensors[0].device).on_streams
         self._device = tensors[0].device if on_gpu else group_device(group)
         kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for tensor in tensors:
@@ -308,9 +322,7 @@ class FlatBroadcast:
                 for pieces, tensors in self._others:
                     torch._foreach_copy_(pieces, tensors)
             wire = self._staging.to(self._device)
-            options = dist.BroadcastOptions()
-            options.rootRank = source
-            work = self._group.broadcast([wire], options)
+            work = _start_broadcast(wire, self._group, source)
             if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
                 self._sent.append(work)
                 return

@@ -9,6 +9,8 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 
+from dpfuse.engine.waiting import NO_LIMIT
+
 __all__ = ["SideStream", "WritingStreams", "capturing", "writers_on"]
 
 _orphans: list[tuple[Any, list[object]]] = []  # events, and the memory that must not be freed before them
@@ -107,7 +109,7 @@ class SideStream:
         self._held += held
         try:
             with self._module.stream(self._stream), torch.no_grad():
-                work.wait()
+                work.wait(NO_LIMIT)
                 unpack()
         except (ValueError, RuntimeError):
             return False

@@ -27,6 +27,7 @@ __all__ = [
     "BETWEEN",
     "FORWARD",
     "LOSS",
+    "NO_LIMIT",
     "Board",
     "Doing",
     "GroupHeartbeat",
@@ -45,7 +46,7 @@ __all__ = [
 
 SLICE = timedelta(seconds=0.5)  # a wait lasts this long before the board is read again
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_GLOO = getattr(dist, "ProcessGroupGloo", None)  # not in every build
+NO_LIMIT = timedelta(0)  # as torch says it; a work written in Python may want the argument
 
 
 class Doing(IntEnum):
@@ -182,13 +183,13 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         RuntimeError: the collective failed, and no rank is known to be the cause.
     """
     if board is None:
-        work.wait()
+        work.wait(NO_LIMIT)
         return
     board.waits += 1
     try:
         kind = device.partition(":")[0]
         if kind not in board.interruptible:
-            work.wait()
+            work.wait(NO_LIMIT)
             if last:
                 board.device_done = _completion(work, kind)
         elif not _ends_within_a_slice(work):
@@ -208,14 +209,14 @@ def interruptible_devices(group: dist.ProcessGroup) -> frozenset[str]:
     """Return the types of devices on which a wait with a time limit leaves the work intact.
 
     Gloo's works go on after such a wait, and can be waited for again. A wait for a work of NCCL only orders streams,
-    or, with a time limit, destroys the communicator.
+    or, with a time limit, destroys the communicator. No collective that succeeds tells, so only gloo is trusted.
     """
     found = set()
     for device in group._device_types:
         try:
-            if _GLOO is not None and isinstance(group._get_backend(device), _GLOO):
+            if group._get_backend(device).name() == "gloo":
                 found.add(device.type)
-        except RuntimeError:  # a group written in Python has no back ends
+        except (RuntimeError, AttributeError):  # a group written in Python has no back ends
             continue
     return frozenset(found)
 
@@ -275,7 +276,7 @@ def _wait_in_slices(work: dist.Work, board: Board) -> None:
             _unfinished.append(work)
             raise _error_of(failure, board)
         _ends_within_a_slice(work)
-    work.wait()  # raises the error with which the work failed
+    work.wait(NO_LIMIT)  # raises the error with which the work failed
 
 
 def _error_of(failure: PeerFailure, board: Board) -> DPFuseError:

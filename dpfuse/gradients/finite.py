@@ -148,4 +148,4 @@ class _FiniteStep(PackStep):
 def _copied(values: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """A copy in pinned memory, begun on the current stream, and the event behind it."""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-    return copy, torch.cuda.current_stream().record_event()
+    return copy, torch.cuda.current_stream(values.device).record_event()  # not always the current device

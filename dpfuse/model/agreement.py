@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
+from dpfuse.engine.asking import ask
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.liveness.start import start_heartbeat
 from dpfuse.model.check import describe_model, describe_options, tensors_of
@@ -30,6 +31,7 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
     )
     start_heartbeat(group, options.common["stall_timeout"])
     device = next(iter(params.values())).device
+    ask(group, device)
     if options.common["deterministic"]:
         collective.check_all_to_all(group, device)
     if options.wire.probe is not None:

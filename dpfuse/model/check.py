@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dpfuse.engine.abilities import backend_of
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
 from dpfuse.engine.param_spec import describe_parameters
@@ -65,10 +66,11 @@ def check_module(
             + "; expected one device per process. Move the module to one, or wrap its parts."
         )
     device = next(iter(trainable.values())).device
-    if group is not None and all(device.type != usable.type for usable in group._device_types):
+    usable = [] if group is None else [each.type for each in group._device_types]  # none of a group written in Python
+    if group is not None and usable and device.type not in usable:
         raise ValueError(
-            f"the parameters are on {device}, but the {dist.get_backend(group)} group reduces tensors on "
-            f"{', '.join(usable.type for usable in group._device_types)}; move the module, or use another "
+            f"the parameters are on {device}, but the {backend_of(group)} group reduces tensors on "
+            f"{', '.join(usable)}; move the module, or use another "
             "backend (gloo for the CPU, nccl for GPUs)"
         )
     for spec in plan.specs:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.completion import call_when_landed
+from dpfuse.engine.waiting import NO_LIMIT
 
 __all__ = ["CommunicationTimes"]
 
@@ -37,7 +38,7 @@ class CommunicationTimes:
             start = _event()
             self._side = self._side or torch.cuda.Stream()
             with torch.cuda.stream(self._side):
-                work.wait()
+                work.wait(NO_LIMIT)
                 self._events.append(("seconds", start, _event()))
             return
         started = perf_counter()

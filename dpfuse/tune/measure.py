@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.engine import collective, votes
+from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.cost import CostTable
 
@@ -72,12 +73,12 @@ def measure_all_reduce(
 def _time(flat: torch.Tensor, group: dist.ProcessGroup) -> float:
     if not flat.is_cuda:
         begin = perf_counter()
-        collective.all_reduce(flat, group).wait()
+        collective.all_reduce(flat, group).wait(NO_LIMIT)
         return perf_counter() - begin
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
-    collective.all_reduce(flat, group).wait()
+    collective.all_reduce(flat, group).wait(NO_LIMIT)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1000

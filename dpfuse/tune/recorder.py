@@ -18,6 +18,7 @@ from torch import Tensor
 from dpfuse.engine import collective
 from dpfuse.engine.completion import call_when_landed
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
@@ -126,7 +127,7 @@ class BackwardRecorder:
         if self._on_cuda:
             self._side = self._side or torch.cuda.Stream()
             with torch.cuda.stream(self._side):
-                work.wait()
+                work.wait(NO_LIMIT)
                 backward.landed[place] = self._now()
         else:
             call_when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))

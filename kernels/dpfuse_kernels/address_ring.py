@@ -70,6 +70,7 @@ class _Entry:
     addresses: list[int] | None = None
     uploaded: Any = None  # event behind the upload
     streams: set[Any] = field(default_factory=set)  # streams ordered behind the upload, which may read `device`
+    passed: dict[Any, Any] | None = None  # per stream the event behind the last kernel that reads `device`, if known
     captured: bool = False  # a CUDA graph reads `device` at each replay: never write it again
 
 
@@ -126,9 +127,13 @@ class AddressRing:
                 streams.wait(current, entry.uploaded)
             entry.streams.add(current)
         entry.captured |= capturing
+        entry.passed = None
         return entry.device
 
     def _upload(self, addresses: list[int], current: Any) -> _Entry:
+        for used in self._entries:
+            if used.passed is None and not used.captured:
+                used.passed = {stream: self._streams.record(stream) for stream in used.streams}
         entry = self._free_entry(current)
         entry.host.copy_(torch.tensor(addresses, dtype=torch.int64))
         entry.device.copy_(entry.host, non_blocking=True)
@@ -149,8 +154,10 @@ class AddressRing:
         oldest = free[0]
         self._entries.remove(oldest)
         self._streams.synchronize(oldest.uploaded)
-        for stream in oldest.streams - {current}:
-            self._streams.wait(current, self._streams.record(stream))
+        # Not behind what these streams do now: the stream of a collective may be busy for long.
+        for stream, event in (oldest.passed or {}).items():
+            if stream != current:
+                self._streams.wait(current, event)
         return oldest
 
     def _changed(self, addresses: list[int]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.delivery import EarlyPrivate
 from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, grads, large_from, mean_over_ranks
 from tests.distributed.test_rebuild import Repeating, expected_mean
@@ -39,7 +39,7 @@ def switched(on):
         return places
 
     with (
-        mock.patch.object(collective, "waits_on_streams", return_value=on),
+        mock.patch("dpfuse.engine.assembly.abilities_of", return_value=Abilities(on_streams=on)),
         mock.patch("dpfuse.engine.assembly.LEAST", 0),
         mock.patch.object(EarlyPrivate, "delivered", counted),
     ):

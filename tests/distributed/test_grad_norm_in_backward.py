@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dpfuse
+from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.guard import DeviceGuard
 from dpfuse.gradients.square_sum import _MeasuredViews
 from tests.distributed.in_place import large_from
@@ -343,7 +344,7 @@ def test_it_is_the_same_on_all_ranks_and_for_one_wrapper(ranks):
 def test_on_a_gpu_views_are_measured_on_the_side_while_backward_goes_on(group, monkeypatch):
     streams = PretendedStreams()
     streams.install(monkeypatch)
-    monkeypatch.setattr("dpfuse.engine.collective.waits_on_streams", lambda group, device: True)
+    monkeypatch.setattr("dpfuse.engine.assembly.abilities_of", lambda group, device: Abilities(on_streams=True))
     streams.initialized = False
     measure = _MeasuredViews._measure
 

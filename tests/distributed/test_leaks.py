@@ -13,6 +13,7 @@ from torch import nn
 
 import dpfuse
 from dpfuse.engine import collective, votes
+from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.plan import rebuild_plan
 from tests.freed import still_held
 
@@ -175,7 +176,7 @@ class Coalescing:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_all_reduce_that_raises_leaves_no_coalescing_open(ends, monkeypatch):
-    monkeypatch.setattr(collective, "_is_nccl", lambda group, device: True)
+    monkeypatch.setattr(collective, "abilities_of", lambda group, device: Abilities(coalesces=True))
     group = Coalescing(ends=ends)
     with pytest.raises(MemoryError, match="planted"):
         collective.all_reduce_together([torch.ones(2), torch.ones(2)], [torch.ones(2)], 1.0, group)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dpfuse
 from dpfuse.engine import assembly, collective, registered_memory
+from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.delivery import EarlyPrivate, Private
 
@@ -168,7 +169,8 @@ def test_gradients_accumulate_and_step_behind_early_unpacking(nccl, monkeypatch)
     """Accumulated, stepped and zeroed in place right after backward, beside the wrapper that unpacks at the end."""
     states = []
     for early in (True, False):
-        monkeypatch.setattr(collective, "waits_on_streams", lambda group, device, early=early: early)
+        abilities = Abilities(on_streams=early)
+        monkeypatch.setattr(assembly, "abilities_of", lambda group, device, abilities=abilities: abilities)
         model = dpfuse.DataParallel(Layers().cuda(), None, 0, 0, gradient_as_bucket_view=False)
         noted = Sent(monkeypatch)
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6, momentum=0.5)

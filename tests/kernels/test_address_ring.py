@@ -103,6 +103,43 @@ def test_every_kernel_reads_its_own_list_however_late_the_streams_run() -> None:
     assert streams.blocked == 50 - ENTRIES, "the host waits for nothing but uploads that are a ring ago"
 
 
+def test_an_entry_is_written_behind_its_own_readers_and_not_behind_later_work() -> None:
+    streams = LateStreams()
+    ring = LateRing(1, torch.device("cpu"), streams)
+    seen: list[tuple[Any, Any]] = []
+    main, side = streams.stream, LateStream()
+    late: list[str] = []
+    read_later(streams, ring, [0], seen)
+    streams.stream = side
+    read_later(streams, ring, [0], seen)
+    for address in range(1, ENTRIES + 1):
+        streams.stream = main
+        read_later(streams, ring, [address], seen)
+        side.queue.append(lambda: late.append("a collective that began later"))
+    main.run(len(main.queue))
+    assert len(seen) == ENTRIES + 2, "the reader on the side stream has run"
+    assert all(got == wanted for got, wanted in seen)
+    assert late == []
+
+
+def test_an_entry_that_is_read_again_is_written_behind_that_reader() -> None:
+    streams = LateStreams()
+    ring = LateRing(1, torch.device("cpu"), streams)
+    seen: list[tuple[Any, Any]] = []
+    main, side = streams.stream, LateStream()
+    for address in range(ENTRIES - 1):
+        read_later(streams, ring, [address], seen)
+    streams.stream = side
+    read_later(streams, ring, [0], seen)  # after others were uploaded behind its first reader
+    streams.stream = main
+    for address in range(ENTRIES - 1, 2 * ENTRIES):
+        read_later(streams, ring, [address], seen)
+    main.run(len(main.queue))
+    side.run(len(side.queue))
+    assert len(seen) == 2 * ENTRIES + 1
+    assert all(got == wanted for got, wanted in seen)
+
+
 def test_a_known_list_is_not_uploaded_again() -> None:
     ring = AddressRing(2, torch.device("cpu"))
     lists = [[16 * i, 32] for i in range(ENTRIES)]

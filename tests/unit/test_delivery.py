@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer, zeros_on
 from dpfuse.engine.delivery import EarlyPrivate, Private, Views
@@ -348,16 +348,6 @@ def test_discarded_gradients_that_were_written_become_zeros_and_no_others(stream
 # --- Which delivery a wrapper gets ---
 
 
-def test_the_host_is_never_held_up(monkeypatch):
-    monkeypatch.setattr(collective, "_is_nccl", lambda group, device: True)
-    assert collective.waits_on_streams(None, CUDA)
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    assert not collective.waits_on_streams(None, CUDA)
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
-    monkeypatch.setattr(collective, "_is_nccl", lambda group, device: False)
-    assert not collective.waits_on_streams(None, CUDA)
-
-
 def deliveries(model):
     return {type(bucket.parts.delivery) for bucket in model.reducer.buckets}
 
@@ -367,7 +357,7 @@ def net():
 
 
 def pretend(monkeypatch, streams):
-    monkeypatch.setattr(collective, "waits_on_streams", lambda group, device: True)
+    monkeypatch.setattr("dpfuse.engine.assembly.abilities_of", lambda group, device: Abilities(on_streams=True))
     monkeypatch.setattr("dpfuse.engine.assembly.LEAST", 0)
     streams.initialized = False  # of graphs there is nothing here
     copy_now = Private.copy_now

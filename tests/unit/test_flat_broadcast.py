@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.engine import collective
+from dpfuse.engine.abilities import Abilities
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def group(tmp_path):
 @pytest.mark.parametrize("nccl", [True, False])
 def test_they_stay_on_the_gpu_where_nccl_takes_them(group, nccl, monkeypatch):
     elsewhere = torch.device("meta")
-    monkeypatch.setattr(collective, "_is_nccl", lambda group, device: nccl)
+    monkeypatch.setattr(collective, "abilities_of", lambda group, device: Abilities(on_streams=nccl))
     monkeypatch.setattr(collective, "group_device", lambda group: elsewhere)
     tensors = [torch.arange(3.0), torch.ones(2, 2)]
     broadcast = collective.FlatBroadcast(tensors, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse.engine import collective
+from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.param_spec import ParamSpec
@@ -84,7 +84,7 @@ def bucket_over(group, **options):
 
 @pytest.fixture(autouse=True)
 def _without_streams(monkeypatch):
-    monkeypatch.setattr(collective, "waits_on_streams", lambda group, device: False)
+    monkeypatch.setattr("dpfuse.engine.assembly.abilities_of", lambda group, device: Abilities())
 
 
 def test_a_bucket_lies_there_and_its_padding_is_zero():

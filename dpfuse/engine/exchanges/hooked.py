@@ -260,7 +260,7 @@ class _LateWork(dist.Work):
         try:
             if self._work is None:
                 self._work = self._start()
-            self._work.wait(timeout) if timeout else self._work.wait()
+            self._work.wait(timeout)
             if not self._future.done():
                 self._future.set_result([])
             return True

@@ -14,6 +14,7 @@ from torch.futures import Future
 from dpfuse.engine import collective
 from dpfuse.engine.buffer import PLAIN, Zeros
 from dpfuse.engine.protocols import Exchange
+from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
 
@@ -158,19 +159,19 @@ class _OrderedWork(dist.Work):
     def go_on_on(self, stream: torch.cuda.Stream) -> None:
         """Queue all that follows on this stream."""
         with torch.cuda.stream(stream):
-            self._exchange.wait()
+            self._exchange.wait(NO_LIMIT)
             self._gather = self._add_up()
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for the sum, for each of its two collectives at most `timeout`; it can be called again.
 
         Raises:
             RuntimeError: it took longer; or it failed, and then `is_completed` is true.
         """
         if self._gather is None:
-            _wait(self._exchange, timeout)
+            self._exchange.wait(timeout)
             self._gather = self._add_up()
-        _wait(self._gather, timeout)
+        self._gather.wait(timeout)
         if not self._future.done():
             self._future.set_result([self._flat])
         if self._error is not None:
@@ -183,7 +184,7 @@ class _OrderedWork(dist.Work):
             return self._gather.is_completed()
         if self._exchange.is_completed():
             try:
-                self._exchange.wait()
+                self._exchange.wait(NO_LIMIT)
             except RuntimeError:
                 return True
         return False
@@ -206,7 +207,3 @@ class _OrderedWork(dist.Work):
                 ours.view(torch.uint8).fill_(255)
                 self._error = error
         return collective.start_all_gather_into(self._flat, ours, self._group)
-
-
-def _wait(work: dist.Work, timeout: timedelta) -> None:
-    work.wait(timeout) if timeout else work.wait()

@@ -158,10 +158,10 @@ class _RowsWork(dist.Work):
             return True
         if self._second is None:
             headers, work = self._first
-            _wait(work, timeout)
+            work.wait(timeout)
             self._second = self._start_second(torch.stack(headers))
         counts, gathered, work = self._second
-        _wait(work, timeout)
+        work.wait(timeout)
         self.rows = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
         self._future.set_result([self.rows])
         return True
@@ -180,7 +180,3 @@ class _RowsWork(dist.Work):
         padded = torch.zeros(max(counts), self.rows.shape[1], dtype=torch.uint8, device=self.rows.device)
         padded[: len(self.rows)] = self.rows
         return counts, *collective.start_all_gather(padded, self._group)
-
-
-def _wait(work: dist.Work, timeout: timedelta) -> None:
-    work.wait(timeout) if timeout else work.wait()

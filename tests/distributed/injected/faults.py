@@ -33,7 +33,7 @@ FOLDERS = (
 MANUAL = f"{ROOT}/fused_allreduce.py"  # only what comes after the vote, and before a user's code goes on
 LEFT_OUT = tuple(f"{ROOT}/engine/{name}.py" for name in ("collective", "waiting", "patience"))
 COLLECTIVE = f"{ROOT}/engine/collective.py"
-STARTING = {*collective.__all__}.difference({"group_device", "resolve_group", "waits_on_streams"})
+STARTING = {*collective.__all__}.difference({"group_device", "resolve_group"})
 WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
 # Lines that cannot fail: they look at names, bind one, loop over a list, empty one, or only call a function of ours,
 # whose own lines are points.

@@ -1,0 +1,69 @@
+"""Asks a process group what it can do, by trying with one number: its class and its name say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine import collective
+from dpfuse.engine.abilities import Abilities, abilities_of, answers_of
+from dpfuse.engine.waiting import NO_LIMIT
+
+__all__ = ["ask"]
+
+BUSY_CYCLES = 20_000_000  # some 10 ms of a GPU
+FACTOR = 0.5
+
+
+def ask(group: dist.ProcessGroup, device: torch.device) -> Abilities:
+    """Return what the group can do with tensors on `device`; to be called on all its ranks.
+
+    An ability counts if every rank has found it. Later calls look the answer up. On CPUs there is nothing to ask.
+
+    Args:
+        group: process group.
+        device: of the gradients.
+    """
+    answers = answers_of(group)
+    if device.type == "cuda" and device.type not in answers:
+        answers[device.type] = _tried(group, device)
+    return abilities_of(group, device)
+
+
+def _tried(group: dist.ProcessGroup, device: torch.device) -> Abilities:
+    size = group.size()
+    # The first collective may make connections, which block the host.
+    collective.all_reduce(torch.ones(1, device=device), group).wait(NO_LIMIT)
+    torch.cuda.synchronize(device)
+    found = Abilities(
+        on_streams=_waits_on_streams(group, device),
+        coalesces=_gives(
+            size, device, lambda one: collective.coalesced(lambda: collective.all_reduce(one, group), device, group)
+        ),
+        multiplies=_gives(FACTOR * size, device, lambda one: collective.all_reduce_multiplied(one, FACTOR, group)),
+    )
+    votes = torch.tensor(found, dtype=torch.float32, device=device)
+    collective.all_reduce(votes, group).wait(NO_LIMIT)
+    return Abilities(*(vote == size for vote in votes.tolist()))
+
+
+def _gives(expected: float, device: torch.device, start: Callable[[Tensor], dist.Work]) -> bool:
+    one = torch.ones(1, device=device)
+    try:
+        start(one).wait(NO_LIMIT)
+        return one.tolist() == [expected]
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # what back ends raise for what they lack
+        return False
+
+
+def _waits_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the host comes back from a wait while the device still works on what comes before the collective."""
+    with torch.cuda.device(device):
+        values = torch.ones(1, device=device)
+        torch.cuda._sleep(BUSY_CYCLES)
+        busy = torch.cuda.current_stream(device).record_event()
+        collective.all_reduce(values, group).wait(NO_LIMIT)
+        return not busy.query()

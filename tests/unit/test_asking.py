@@ -1,0 +1,149 @@
+"""What a group can do is found out by trying it, agreed on, and asked once. The device is pretended."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dpfuse.engine import asking, collective
+from dpfuse.engine.abilities import Abilities, abilities_of, answers_of, backend_of
+from dpfuse.engine.asking import ask
+
+CPU = torch.device("cpu")
+CUDA = SimpleNamespace(type="cuda")
+
+
+class Work:
+    def __init__(self, host_waits=None):
+        self.host_waits = host_waits
+
+    def wait(self, timeout):
+        if self.host_waits is not None:
+            self.host_waits()
+
+
+class Group:
+    """Sums over `size` ranks that all send the same; can what it is told."""
+
+    def __init__(self, clock, size=2, *, blocks=False, coalesces=True, multiplies=True, others=None):
+        self.clock, self.ranks, self.blocks, self.coalesces, self.multiplies = (
+            clock,
+            size,
+            blocks,
+            coalesces,
+            multiplies,
+        )
+        self.others = others  # what the other ranks have found, where they differ
+        self.open = False
+
+    def size(self):
+        return self.ranks
+
+    def allreduce(self, tensors, options):
+        (tensor,) = tensors
+        factor = 0.5 if options.reduceOp == dist.ReduceOp.PREMUL_SUM else 1.0
+        if factor != 1.0 and self.multiplies == "raises":
+            raise RuntimeError("Cannot use ReduceOp.PREMUL_SUM")
+        factor = factor if self.multiplies else 1.0
+        if self.others is not None and tensor.numel() == len(self.others):
+            tensor += torch.tensor(self.others)
+        else:
+            tensor.mul_(factor * self.ranks)
+        return Work(self.clock.finish if self.blocks else None)
+
+    def _start_coalescing(self, device):
+        if not self.coalesces:
+            raise RuntimeError("does not implement startCoalescing")
+        self.open = True
+
+    def _end_coalescing(self, device):
+        assert self.open
+        self.open = False
+        return Work()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A device that sleeps until somebody waits for it."""
+    state = SimpleNamespace(busy=False)
+    state.finish = lambda *_: setattr(state, "busy", False)
+    event = SimpleNamespace(query=lambda: not state.busy)
+    stands = {
+        "_sleep": lambda cycles: setattr(state, "busy", True),
+        "synchronize": state.finish,
+        "current_stream": lambda device: SimpleNamespace(record_event=lambda: event),
+        "device": lambda device: nullcontext(),
+    }
+    for name, stand in stands.items():
+        monkeypatch.setattr(torch.cuda, name, stand)
+    ones, tensor = torch.ones, torch.tensor
+    monkeypatch.setattr(torch, "ones", lambda *shape, device=None: ones(*shape))
+    monkeypatch.setattr(torch, "tensor", lambda values, device=None, **how: tensor(values, **how))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ({}, Abilities(True, True, True)),
+        ({"blocks": True}, Abilities(False, True, True)),
+        ({"coalesces": False}, Abilities(True, False, True)),
+        ({"multiplies": "raises"}, Abilities(True, True, False)),
+        ({"multiplies": False}, Abilities(True, True, False)),  # it takes the factor and ignores it
+        ({"size": 1}, Abilities(True, True, True)),
+        ({"others": (0.0, 1.0, 1.0)}, Abilities(False, True, True)),  # another rank is held up
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_an_ability_is_what_every_rank_has_found(kind, found, clock):
+    group = Group(clock, **kind)
+    assert abilities_of(group, CUDA) == Abilities(), "before it was asked"
+    assert ask(group, CUDA) == found
+    assert abilities_of(group, CUDA) == found
+    assert not group.open
+
+
+def test_a_group_is_asked_once(clock, monkeypatch):
+    group = Group(clock, coalesces=False, multiplies=False, blocks=True)
+    ask(group, CUDA)
+    monkeypatch.setattr(asking, "_tried", None)  # calling it again would be an error
+    assert ask(group, CUDA) == Abilities()
+
+
+def test_on_cpus_nothing_is_sent():
+    class Silent:
+        pass
+
+    group = Silent()
+    assert ask(group, CPU) == Abilities()
+    assert answers_of(group) == {}
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_the_same_whatever_a_group_can_do(coalesces, multiplies, dtype, clock):
+    group = Group(clock, coalesces=coalesces, multiplies=multiplies)
+    answers_of(group)["cpu"] = Abilities(coalesces=coalesces, multiplies=multiplies)
+    plain, scaled = torch.full((3,), 4.0, dtype=dtype), torch.full((3,), 6.0, dtype=dtype)
+    collective.all_reduce_together([plain], [scaled], 0.5, group).wait(collective.NO_LIMIT)
+    assert plain.tolist() == [8.0] * 3
+    assert scaled.tolist() == [6.0] * 3
+    assert not group.open
+
+
+def test_a_group_has_a_name_though_torch_does_not_know_it():
+    class Named(dist.ProcessGroup):
+        def getBackendName(self):  # noqa: N802  # torch's name
+            return "carrier pigeon"
+
+    assert backend_of(Named(0, 1)) == "carrier pigeon"
+
+
+def test_abilities_read_as_words():
+    assert str(Abilities(on_streams=True, multiplies=True)) == "on streams, multiplies"
+    assert str(Abilities()) == "nothing special"
