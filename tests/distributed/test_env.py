@@ -66,6 +66,25 @@ def test_an_interface_that_the_user_chose_stays(variables):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo,eth0"
 
 
+@pytest.mark.parametrize(
+    ("backend", "set_before", "then"),
+    [("nccl", None, "1"), ("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)],
+)
+def test_collectives_of_nccl_have_priority_unless_the_user_says_no(variables, monkeypatch, backend, set_before, then):
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", set_before or "")
+    if set_before is None:
+        monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY")
+    seen = []
+    monkeypatch.setattr("dpfuse.job.env.choose_backend", lambda: backend)
+    monkeypatch.setattr("dpfuse.job.env._bind_device", lambda job, backend: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("TORCH_NCCL_HIGH_PRIORITY"))
+    )
+    variables(RANK="0", WORLD_SIZE="1")
+    distributed.init_parallel_env()
+    assert seen == [then]
+
+
 def test_paddles_variables_start_a_job():
     common = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": f"127.0.0.1:{free_port()}"}
     ranks = [start(SCRIPTS / "join.py", warm=True, PADDLE_TRAINER_ID=str(rank), **common) for rank in (0, 1)]
