@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
+OUT ?= bench/out
 SHELL := /bin/bash
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 
@@ -12,8 +13,6 @@ has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(ma
 	2>/dev/null && echo yes)
 NEED_DEMO := torch numpy triton rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark
-# The tests marked so: others import packages that a GPU machine need not have.
-GPU_TESTS := tests/gpu tests/bench/test_size_list.py tests/commands/test_gpu.py
 NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy sphinx furo \
 	myst_parser build hatchling
 # Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
@@ -21,7 +20,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray
 
 demo: need := $(NEED_DEMO)
-gpu: need := $(NEED_GPU)
+gpu gpu-correct gpu-numbers gpu-rest: need := $(NEED_GPU)
 test lint docs bench: need := $(NEED_ALL)
 test-all: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
 test-all: stamp := .venv/.ready-integrations
@@ -31,7 +30,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo test test-all test-torch lint bench gpu docs clean
+.PHONY: demo test test-all test-torch lint bench gpu gpu-correct gpu-numbers gpu-rest docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -60,13 +59,15 @@ bench:  ## every benchmark; ends with a table and a plot in bench/out
 	$(ready)
 	$(python) -m bench
 
-gpu:  ## GPU tests and every benchmark on a CUDA machine, no network needed; writes bench/results/<gpu>-<date>.json
+gpu: gpu-correct gpu-numbers gpu-rest  ## all that needs a CUDA machine; no network and no .git is needed
+
+gpu-correct:  ## the GPU tests, in at most nine minutes; one archive in $(OUT)
+gpu-numbers:  ## the GPU suites with the most important goals, in at most nine minutes; one archive in $(OUT)
+gpu-rest:  ## two NCCL ranks, a profile, compute-sanitizer and the other suites; one archive in $(OUT)
+gpu-correct gpu-numbers gpu-rest:
 	$(ready)
-	failed=0; \
-	timeout --signal=INT --kill-after=20 300 $(python) -W default -m pytest -W default -m gpu --durations=15 \
-		$(GPU_TESTS) || failed=1; \
-	$(python) -m bench --gpu || failed=1; \
-	exit $$failed
+	DPFUSE_COMMIT=$${DPFUSE_COMMIT:-$$(git rev-parse HEAD 2>/dev/null)} $(if $(NCCL),LD_PRELOAD=$(NCCL)) \
+		$(python) -m bench.pieces $(@:gpu-%=%) --out "$(OUT)"
 
 docs:  ## the HTML pages, in docs/_build
 	$(ready)

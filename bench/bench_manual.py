@@ -27,7 +27,7 @@ CASES = {
     "pair 40 x 262144": (40, 1 << 18),
 }
 VARIANTS = ("dpfuse", "cat, all-reduce, foreach copy", "an all-reduce each")
-ROUNDS, REBUILDS = 60, 3
+ROUNDS, REBUILDS = 40, 3
 
 
 def _by_cat(params: list[nn.Parameter]) -> None:
