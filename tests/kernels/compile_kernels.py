@@ -180,7 +180,7 @@ def _compiled(
         "shape": [chunk, warps],
         "assembly": assembly,
         "reductions": _reductions(compiled.asm["ttgir"]),
-        "spilled": _nvidia_spills(compiled.asm["cubin"]) if nvidia else _amd_spills(assembly),
+        **(_nvidia_resources(compiled.asm["cubin"]) if nvidia else {"spilled": _amd_spills(assembly)}),
     }
 
 
@@ -191,8 +191,8 @@ def _reductions(ttgir: str) -> list[str]:
     return [f"{kind} in {layouts[name]}" for kind, name in reduced]
 
 
-def _nvidia_spills(cubin: bytes) -> int:
-    """Bytes of stack and local memory, as cuobjdump reports them."""
+def _nvidia_resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and the bytes that it spills to stack and local memory, as cuobjdump reports them."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -202,10 +202,10 @@ def _nvidia_spills(cubin: bytes) -> int:
         report = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.findall(r"\b(?:STACK|LOCAL):(\d+)", report)
-    if len(found) < 2:
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report))
+    if len(found) < 3:
         raise RuntimeError(f"no resource usage in {report!r}")
-    return sum(map(int, found))
+    return {"registers": int(found["REG"]), "spilled": int(found["STACK"]) + int(found["LOCAL"])}
 
 
 def _amd_spills(assembly: str) -> int:
