@@ -65,6 +65,7 @@ class Network(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]
         self.cost = cost
         self.sent = 0.0
+        self._name = BACKEND
         self._device = torch.device(device)
         self._link: _Sleeper | _Spinner = _Spinner() if self._device.type == "cuda" else _Sleeper()
 
@@ -76,6 +77,14 @@ class Network(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """Return the name for torch's logs."""
         return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802  # torch's names
+        """Take the name that torch gives. A group without a backend in C++ has to keep it itself."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return that name."""
+        return self._name
 
     def _get_backend(self, device: torch.device) -> Any:
         # With large private gradients on CUDA, dpfuse checks whether this is NCCL. There is no backend in C++.

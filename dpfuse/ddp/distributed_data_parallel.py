@@ -76,6 +76,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        lazy_bucket_allocation: accepted; buckets stay allocated, so that no backward can run out of memory for them.
 
     Raises:
         RuntimeError, ValueError, TypeError: as torch's class does for the same arguments.
@@ -116,6 +117,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
         common = filled(options, DistributedDataParallel)
@@ -161,6 +163,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self._around: MixedPrecision | None = precision
         if precision is not None:

@@ -173,6 +173,35 @@ class TorchNames(SyncedModule):
             self._registration_error = f"{type(error)}: {error}"
             raise
 
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` has to be called: never, since each backward ends by itself."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise RuntimeError(
+                "require_manual_backward_finalization was set to True, expected False: gradients are final when "
+                "backward() returns, and nothing can be put in between. Leave it out, and finalize_backward() too."
+            )
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait for the end of backward: never, since it is never called."""
+        return False
+
+    def finalize_backward(self) -> None:
+        """Refuse, as torch's class does unless manual finalization was required.
+
+        Raises:
+            RuntimeError: each backward ends by itself.
+        """
+        raise RuntimeError(
+            "finalize_backward() was called, expected no such call: gradients are final when backward() returns. "
+            "Leave it out."
+        )
+
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward with gradients enabled sends buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)

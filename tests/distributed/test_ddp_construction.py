@@ -265,3 +265,14 @@ def test_without_a_process_group_it_is_torchs_error():
     theirs = error_of(TorchDDP, nn.Linear(2, 2), {})
     assert type(ours) is type(theirs)
     assert all("Default process group has not been initialized" in str(error) for error in (ours, theirs))
+
+
+def test_a_backward_is_never_finalized_by_hand(group):
+    model = DistributedDataParallel(nn.Linear(2, 2), lazy_bucket_allocation=True)
+    assert model.lazy_bucket_allocation is True
+    assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
+    model.require_manual_backward_finalization = False
+    with pytest.raises(RuntimeError, match="was set to True, expected False: gradients are final when backward"):
+        model.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match=r"finalize_backward\(\) was called, expected no such call"):
+        model.finalize_backward()
