@@ -65,30 +65,12 @@ class Network(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]
         self.cost = cost
         self.sent = 0.0
-        self._name = BACKEND
         self._device = torch.device(device)
         self._link: _Sleeper | _Spinner = _Spinner() if self._device.type == "cuda" else _Sleeper()
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        # Torch and dpfuse read here which devices are allowed. A group without a backend in C++ has no such list.
-        return [self._device]
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """Return the name for torch's logs."""
         return BACKEND
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802  # torch's names
-        """Take the name that torch gives. A group without a backend in C++ has to keep it itself."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Return that name."""
-        return self._name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        # With large private gradients on CUDA, dpfuse checks whether this is NCCL. There is no backend in C++.
-        return self
 
     def calibrate(self) -> None:
         """Measure again how many cycles a second has, because the clock of a GPU depends on its load."""
@@ -127,6 +109,8 @@ class Network(dist.ProcessGroup):
         return self._send([torch.empty(0, device=self._device)])
 
     def _send(self, tensors: Sequence[Tensor], part: float = 1) -> dist.Work:
+        if any(tensor.device.type != self._device.type for tensor in tensors):
+            raise RuntimeError(f"this network carries tensors on {self._device.type}")  # so dpfuse finds out which
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.sent += part * nbytes
         seconds = None if self.cost is None else self.cost(int(part * nbytes))

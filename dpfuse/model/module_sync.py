@@ -276,7 +276,7 @@ class ModuleSync:
                 f"{hook.name} after {self.hook.name}; wrap the module again to change it."
             )
         if refusal := self._refusal_of(hook):
-            raise DPFuseError(f"rank {self.group.rank()}: a communication hook was registered {refusal}")
+            raise DPFuseError(f"rank {self.group.rank()}: {refusal}")
         self.grads.set_hook(hook)
 
     def _refusal_of(self, hook: CommHook) -> str:
@@ -284,20 +284,23 @@ class ModuleSync:
         phase, change, option = self.reducer.phase, self._follower.change, self._options.of_communication
         if option is not None:
             return (
-                f"with {option}, expected one of the two: {hook.name} adds up as it likes. Leave "
-                f"{option.partition('=')[0]} out, or register no hook."
+                f"a communication hook was registered with {option}, expected one of the two: {hook.name} adds up as "
+                f"it likes. Leave {option.partition('=')[0]} out, or register no hook."
             )
         if self.grads.listening.recorder is not None:
             return (
-                "while autotune records, expected it before the call or once its tuning is done. With a hook the "
-                "buckets are no longer tuned."
+                "a communication hook was registered while autotune records, expected it before the call or once its "
+                "tuning is done. With a hook the buckets are no longer tuned."
             )
         if phase is not IDLE:
-            return f"while a backward is {phase.name}, expected it between backwards. Register it right after wrapping."
+            return (
+                f"a communication hook was registered while a backward is {phase.name}, expected it between backwards. "
+                "Register it right after wrapping."
+            )
         if change:
             return (
-                f"after {change} and before a backward synchronised since. Register it before the change, or after "
-                "that backward."
+                f"a communication hook was registered after {change} and before a backward synchronised since. "
+                "Register it before the change, or after that backward."
             )
         return ""
 

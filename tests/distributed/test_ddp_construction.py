@@ -119,6 +119,17 @@ def test_the_constructors_arguments_are_those_of_torch():
     assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
 
 
+def test_a_backward_is_never_finalized_by_hand():
+    model = DistributedDataParallel(nn.Linear(2, 2), lazy_bucket_allocation=True)
+    assert model.lazy_bucket_allocation is True
+    assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
+    model.require_manual_backward_finalization = False
+    with pytest.raises(RuntimeError, match="was set to True, expected False: gradients are final when backward"):
+        model.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match=r"finalize_backward\(\) was called, expected no such call"):
+        model.finalize_backward()
+
+
 DEPRECATED: dict[str, dict[str, Any]] = {
     "check_reduction": {"check_reduction": True},
     "broadcast_buffers": {"broadcast_buffers": True},
@@ -265,14 +276,3 @@ def test_without_a_process_group_it_is_torchs_error():
     theirs = error_of(TorchDDP, nn.Linear(2, 2), {})
     assert type(ours) is type(theirs)
     assert all("Default process group has not been initialized" in str(error) for error in (ours, theirs))
-
-
-def test_a_backward_is_never_finalized_by_hand(group):
-    model = DistributedDataParallel(nn.Linear(2, 2), lazy_bucket_allocation=True)
-    assert model.lazy_bucket_allocation is True
-    assert model.require_manual_backward_finalization is model.should_finalize_after_backward is False
-    model.require_manual_backward_finalization = False
-    with pytest.raises(RuntimeError, match="was set to True, expected False: gradients are final when backward"):
-        model.require_manual_backward_finalization = True
-    with pytest.raises(RuntimeError, match=r"finalize_backward\(\) was called, expected no such call"):
-        model.finalize_backward()

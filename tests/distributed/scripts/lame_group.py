@@ -25,25 +25,11 @@ class LameGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.lame = False
-        self._name = "lame"
         self._sums: dict[int, torch.Tensor] = {}  # the last of each length
         self._inner = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return "lame"
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
 
     def allreduce(self, tensors: Any, opts: Any) -> dist.Work:
         (tensor,) = tensors
