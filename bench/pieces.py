@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
@@ -119,7 +120,7 @@ class Result:
     """What became of a step."""
 
     name: str
-    outcome: str = "not run: no time was left"
+    outcome: str = "not run"
     seconds: float = 0.0
     command: list[str] = field(default_factory=list)
 
@@ -139,7 +140,6 @@ class Piece:
         self._name = name
         self._ends = monotonic() + limit
         self._folder = Path(tempfile.mkdtemp(prefix="dpfuse-gpu-"))
-        self._running: set[subprocess.Popen[str]] = set()
         self._lock = Lock()
         self._stopped = ""
         for part in ("junit", "logs", "records", "plots"):
@@ -164,13 +164,11 @@ class Piece:
     def stop(self, why: str) -> None:
         """End the steps that run, and begin no other."""
         self._stopped = why
-        for process in tuple(self._running):
-            process.send_signal(signal.SIGINT)  # pytest-benchmark then reports the finished cases
 
     def _step(self, step: Step, number: int) -> None:
         result, left = self.results[number], self._ends - monotonic() - GRACE
         if self._stopped or left < 5:
-            result.outcome = f"not run: {self._stopped or 'no time was left'}"
+            result.outcome = f"not run {self._stopped or 'because no time was left'}"
             return
         program = [] if not step.program else [shutil.which(step.program) or ""]
         if program == [""]:
@@ -190,24 +188,25 @@ class Piece:
             text=True,
             errors="replace",
         ) as process:
-            self._running.add(process)
             reader = Thread(target=self._read, args=(process, step.name))
             reader.start()
             code = self._wait(process, limit)
             reader.join()
-            self._running.discard(process)
         result.seconds = monotonic() - began
-        late = f"ended by its limit of {limit:.0f} s; what it had finished is kept"
+        why = self._stopped or f"by its limit of {limit:.0f} s"
+        late = f"ended {why}; what it had finished is kept"
         none = code == 5 and not ON_GPU  # pytest has found no test
         result.outcome = late if code is None else "passed" if code == 0 or none else f"failed: exit code {code}"
         print(f"[{step.name}] {result.outcome} after {result.seconds:.1f} s", flush=True)
         self._write()
 
     def _wait(self, process: subprocess.Popen[str], limit: float) -> int | None:
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+        """Return the exit code; None after the limit, or when the piece was stopped."""
+        ends = monotonic() + limit
+        while monotonic() < ends and not self._stopped:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(0.2)
+        process.send_signal(signal.SIGINT)  # pytest-benchmark then reports the finished cases
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -264,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     piece = Piece(options.piece, options.out)
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        piece.stop(f"the piece got {signal.Signals(number).name}")
+        piece.stop(f"because the piece got {signal.Signals(number).name}")
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -236,6 +236,8 @@ def serve(path: str, own: dict[str, str]) -> Request:
                 client.close()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # As in a new Python, also where the tests ignore Ctrl-C because a shell has started them in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     selector.close()
     for connection in (waker, woken, listener, client, *clients.values()):
         connection.close()

@@ -111,7 +111,7 @@ class Heartbeat:
 
     def _loop(self) -> None:
         self._connect()
-        last = monotonic()
+        last = monotonic() - self._interval  # the first heartbeat is sent at once
         while True:
             for key, _ in self._selector.select(max(0.0, last + self._interval - monotonic())):
                 key.data(key.fileobj)

@@ -74,21 +74,22 @@ def test_steps_for_which_no_time_is_left_are_named(run):
     code, outcomes, _, _ = run(python("slow", "import time; time.sleep(60)"), python("late", "pass"), limit=15.0)
     assert code == 1
     assert outcomes["slow"].startswith("ended by its limit of 7 s")
-    assert outcomes["late"] == "not run: no time was left"
+    assert outcomes["late"] == "not run because no time was left"
 
 
 def test_an_interrupted_piece_leaves_its_archive(run):
     def interrupt(piece):
-        while not piece._running:
+        log = piece._folder / "logs" / "running.log"
+        while not (log.exists() and log.read_text()):
             time.sleep(0.01)
-        piece.stop("the piece got SIGTERM")
+        piece.stop("because the piece got SIGTERM")
 
     code, outcomes, _, _ = run(
-        python("running", "import time; time.sleep(60)"), python("next", "pass"), during=interrupt
+        python("running", "import time; print(1, flush=True); time.sleep(60)"), python("next", "pass"), during=interrupt
     )
     assert code == 1
-    assert outcomes["running"].startswith("failed: exit code")
-    assert outcomes["next"] == "not run: the piece got SIGTERM"
+    assert outcomes["running"] == "ended because the piece got SIGTERM; what it had finished is kept"
+    assert outcomes["next"] == "not run because the piece got SIGTERM"
 
 
 def test_a_program_that_is_not_installed_is_a_reason(run):
@@ -165,7 +166,7 @@ def test_a_signal_stops_a_piece_by_name(tmp_path):
         run.send_signal(signal.SIGTERM)
         printed = run.stdout.read()
         assert run.wait(30) == 1
-    assert "failed: exit code" in printed
+    assert "ended because the piece got SIGTERM" in printed
     assert (tmp_path / "gpu-rest.tar.gz").exists()
 
 

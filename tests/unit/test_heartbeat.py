@@ -266,7 +266,7 @@ class Unfinished:
         return self.questions < 0
 
     def wait(self, timeout=None):
-        if timeout is not None:
+        if timeout:
             raise RuntimeError("not done")
 
 

@@ -229,7 +229,7 @@ class Work:
     def __init__(self, streams, error=None):
         self.streams, self.error = streams, error
 
-    def wait(self):
+    def wait(self, timeout):
         self.streams.log.append(f"{self.streams.current.name} waits for the work")
         if self.error is not None:
             raise self.error
