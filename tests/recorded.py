@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import gettempdir
 from time import strftime
 
 from bench.machine import describe
@@ -42,6 +43,7 @@ def record_of(facts: dict[str, object], arguments: Iterable[str], lines: Iterabl
     text = "\n".join([f"pytest {' '.join(arguments)}", strftime("%Y-%m-%d"), json.dumps(facts, indent=1), "", *said])
     for folder, name in ((str(Path(sys.prefix)), "<environment>"), (str(ROOT), "."), (str(Path.home()), "~")):
         text = text.replace(folder, name)
+    text = re.sub(rf"{re.escape(gettempdir())}/[\w./-]*", "<temporary>", text)
     return text.strip() + "\n"
 
 

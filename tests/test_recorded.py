@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from tempfile import gettempdir
 
 from tests.recorded import ROOT, main, record_of
 
 
 def test_dots_and_folders_are_left_out():
-    lines = ["collected 2 items", "", "..F     [100%]", "..s.", f"{ROOT}/tests/x.py: in {sys.prefix}/lib", "1 failed"]
+    lines = [
+        "collected 2 items",
+        "",
+        "..F     [100%]",
+        "..s.",
+        f"{ROOT}/tests/x.py: in {sys.prefix}/lib",
+        "1 failed",
+        f"at {gettempdir()}/a-1/b.txt'",
+    ]
     text = record_of({"torch": "2.13.0"}, ["-m", "not slow"], lines)
     assert text.startswith("pytest -m not slow\n")
     assert '"torch": "2.13.0"' in text
-    assert text.endswith("collected 2 items\n\n./tests/x.py: in <environment>/lib\n1 failed\n")
+    assert text.endswith("collected 2 items\n\n./tests/x.py: in <environment>/lib\n1 failed\nat <temporary>'\n")
 
 
 def test_a_run_is_printed_and_recorded_with_its_exit_code(tmp_path: Path, capfd):
