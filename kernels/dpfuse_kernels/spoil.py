@@ -18,33 +18,37 @@ if TYPE_CHECKING:
 
 __all__ = ["SpoilTable", "spoil", "spoil_reference"]
 
-# Usually a program only reads the flag. So there are few programs, each for many elements.
+# Usually a program only reads the flag. So there are few programs, each for many elements: no more programs than a
+# large GPU runs at the same time.
 CHUNK = 16384
 WARPS = 8
+PROGRAMS = 1024
 
 
 def _spoil_kernel(
     flag_ptr: tl.tensor,  # [1] uint8
     address_ptr: tl.tensor,  # [tensors] int64
-    chunk_ptr: tl.tensor,  # [programs, 3] int64: tensor, first element, elements
+    chunk_ptr: tl.tensor,  # [chunks, 3] int64: tensor, first element, elements
+    chunks: tl.int64,
     TENSOR: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Fill one chunk with NaN in program p if the flag is set: `length` elements of tensor `tensor`, from `start` on.
+    """Fill chunks p, p + programs, … with NaN in program p if the flag is set: `length` elements from `start` on.
 
     Example: numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2). With addresses [a, 0] and flag 1 all
     three elements of the first tensor become NaN, and nothing else changes.
     """
     if tl.load(flag_ptr) != 0:
         # Every address is computed in 64 bits: a tensor may exceed 2**31 elements.
-        row_ptr = chunk_ptr + tl.program_id(0).to(tl.int64) * 3
-        address = tl.load(address_ptr + tl.load(row_ptr))
-        if address != 0:
-            target = address + tl.load(row_ptr + 1) * (TENSOR.primitive_bitwidth // 8)
-            lane = tl.arange(0, CHUNK)
-            nan = tl.full([CHUNK], float("nan"), tl.float32).to(TENSOR)
-            mask = lane < tl.load(row_ptr + 2).to(tl.int32)
-            tl.store(target.to(tl.pointer_type(TENSOR)) + lane, nan, mask=mask)
+        for chunk in range(tl.program_id(0).to(tl.int64), chunks, tl.num_programs(0)):
+            row_ptr = chunk_ptr + chunk * 3
+            address = tl.load(address_ptr + tl.load(row_ptr))
+            if address != 0:
+                target = address + tl.load(row_ptr + 1) * (TENSOR.primitive_bitwidth // 8)
+                lane = tl.arange(0, CHUNK)
+                nan = tl.full([CHUNK], float("nan"), tl.float32).to(TENSOR)
+                mask = lane < tl.load(row_ptr + 2).to(tl.int32)
+                tl.store(target.to(tl.pointer_type(TENSOR)) + lane, nan, mask=mask)
 
 
 class SpoilTable:
@@ -54,7 +58,7 @@ class SpoilTable:
         numels: elements of each tensor.
         dtype: of the tensors: float32, float16, bfloat16 or float64.
         device: of the tensors.
-        chunk: elements per program, a power of two.
+        chunk: elements that a program fills at a time, a power of two.
 
     Attributes:
         launches: number of kernels launched.
@@ -75,7 +79,7 @@ class SpoilTable:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Per program: tensor, first element, number of elements; [programs, 3] int64, on the device."""
+        """Per chunk: tensor, first element, number of elements; [chunks, 3] int64, on the device."""
         rows = [
             (index, start, min(self.chunk, numel - start))
             for index, numel in enumerate(self.numels)
@@ -161,10 +165,11 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) ->
     except ValueError:  # new addresses cannot be uploaded in a graph
         spoil_reference(table, tensors, alarm)
         return
-    arguments = (alarm.view(torch.uint8), copy, table.rows)
+    chunks = len(table.rows)
+    arguments = (alarm.view(torch.uint8), copy, table.rows, chunks)
     constants = {"TENSOR": triton_dtype(table.dtype), "CHUNK": table.chunk}
     with current_device(table.device):
-        dispatch(_spoil_kernel, table.device, len(table.rows), arguments, constants, WARPS)
+        dispatch(_spoil_kernel, table.device, min(chunks, PROGRAMS), arguments, constants, WARPS)
     table.launches += 1
 
 

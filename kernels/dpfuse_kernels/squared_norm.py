@@ -51,22 +51,26 @@ def _squared_norm_kernel(
     address = tl.load(address_ptr + tl.load(row_ptr))
     start = tl.load(row_ptr + 1)
     length = tl.load(row_ptr + 2).to(tl.int32)
-    lane = tl.arange(0, CHUNK)
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
-    # No atomic addition: each program stores its own sum, so that the order of all additions is fixed.
-    sum_ptr = sums_address.to(tl.pointer_type(SUM)) + program
+    squares = tl.full([], 0, SUM)
+    source = address + start * (TENSOR.primitive_bitwidth // 8)
     if address == 0:
-        tl.store(sum_ptr, 0.0)
+        pass
+    elif (length % 8 == 0) & (source % 16 == 0):
+        # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads.
+        lane = tl.arange(0, CHUNK)
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
+        value = tl.load(source_ptr + lane, mask=lane < tl.multiple_of(length, 8), other=0.0).to(SUM)
+        squares = tl.sum(value * value)
     else:
-        source = address + start * (TENSOR.primitive_bitwidth // 8)
-        if (length % 8 == 0) & (source % 16 == 0):
-            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads.
-            source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
-            value = tl.load(source_ptr + lane, mask=lane < tl.multiple_of(length, 8), other=0.0).to(SUM)
-            tl.store(sum_ptr, tl.sum(value * value))
-        else:
+        # One element at a time, in the same parts of the chunk as in `_unflatten_kernel`.
+        PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
+        for first in range(0, length, PART):
+            lane = first + tl.arange(0, PART)
             value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=lane < length, other=0.0).to(SUM)
-            tl.store(sum_ptr, tl.sum(value * value))
+            squares += tl.sum(value * value)
+    # No atomic addition: each program stores its own sum, so that the order of all additions is fixed.
+    tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
 
 
 @torch.no_grad()

@@ -43,55 +43,70 @@ def _unflatten_kernel(
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     program = first_program + tl.program_id(0).to(tl.int64)
     row_ptr = chunk_ptr + program * 4
-    address = tl.load(address_ptr + tl.load(row_ptr))
-    start = tl.load(row_ptr + 1)
+    address_ptr += tl.load(row_ptr)
+    start = tl.load(row_ptr + 1) * (TENSOR.primitive_bitwidth // 8)
     length = tl.load(row_ptr + 2).to(tl.int32)
     source = flat_address + tl.load(row_ptr + 3) * (WIRE.primitive_bitwidth // 8)
+    # The factor arrives as the bits of a double: float64 uses it exactly, float32 uses it rounded.
+    scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
+    # Each program stores its own sum, as `_squared_norm_kernel` does: no sum depends on the order of programs.
+    SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
+    squares = tl.full([], 0, SUM)
+    # With a known alignment, and a mask that keeps groups of eight elements whole: 128-bit loads and stores.
+    aligned = (length % 8 == 0) & (source % 16 == 0)
     lane = tl.arange(0, CHUNK)
+    whole = lane < tl.multiple_of(length, 8)
+    value = tl.full([CHUNK], 0, WIRE)
+    if aligned:
+        # Before the address is looked at, which comes from another table.
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
+        value = tl.load(source_ptr + lane, mask=whole, eviction_policy="evict_first")
+    address = tl.load(address_ptr)
+    target = address + start
+    if address == 0:
+        pass
+    elif aligned & (target % 16 == 0):
+        target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
+        written = _write(value, target_ptr + lane, whole, scale, COMPUTE, SCALED, ACCUMULATE)
+        if SQUARES:
+            squares = tl.sum(written * written)
+    else:
+        # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
+        PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
+        for first in range(0, length, PART):
+            place = first + tl.arange(0, PART)
+            single = tl.load(source.to(tl.pointer_type(WIRE)) + place, mask=place < length)
+            single_ptr = target.to(tl.pointer_type(TENSOR)) + place
+            written = _write(single, single_ptr, place < length, scale, COMPUTE, SCALED, ACCUMULATE)
+            if SQUARES:
+                squares += tl.sum(written * written)
+    if SQUARES:
+        tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
+
+
+def _write(
+    value: tl.tensor,
+    target_ptr: tl.tensor,
+    mask: tl.tensor,
+    scale: tl.tensor,
+    COMPUTE: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> tl.tensor:
+    """Compute and write a part of a chunk. Return what was written, as numbers to be squared; 0 outside the mask."""
+    TENSOR: tl.constexpr = target_ptr.dtype.element_ty
     # 16-bit numbers are added in float32 and rounded, as torch's add_ does.
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
-    if SQUARES:
-        # Each program stores its own sum, as `_squared_norm_kernel` does: no sum depends on the order of programs.
-        sum_ptr = sums_address.to(tl.pointer_type(SUM)) + program
-    if address != 0:
-        target = address + start * (TENSOR.primitive_bitwidth // 8)
-        # The factor arrives as the bits of a double: float64 uses it exactly, float32 uses it rounded.
-        scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
-        if (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0):
-            # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
-            source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
-            target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
-            whole = lane < tl.multiple_of(length, 8)
-            value = tl.load(source_ptr + lane, mask=whole)
-            if SCALED:
-                value = value.to(COMPUTE) * scale
-            if value.dtype.is_fp64() and not TENSOR.is_fp64():
-                # Torch converts float64 to 16 bits through float32.
-                value = value.to(tl.float32)
-            value = value.to(TENSOR)
-            if ACCUMULATE:
-                value = (tl.load(target_ptr + lane, mask=whole).to(SUM) + value.to(SUM)).to(TENSOR)
-            tl.store(target_ptr + lane, value, mask=whole)
-            if SQUARES:
-                written = tl.where(whole, value.to(SUM), 0.0)
-                tl.store(sum_ptr, tl.sum(written * written))
-        else:
-            target_ptr = target.to(tl.pointer_type(TENSOR))
-            value = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length)
-            if SCALED:
-                value = value.to(COMPUTE) * scale
-            if value.dtype.is_fp64() and not TENSOR.is_fp64():
-                value = value.to(tl.float32)
-            value = value.to(TENSOR)
-            if ACCUMULATE:
-                before = tl.load(target_ptr + lane, mask=lane < length)
-                value = (before.to(SUM) + value.to(SUM)).to(TENSOR)
-            tl.store(target_ptr + lane, value, mask=lane < length)
-            if SQUARES:
-                written = tl.where(lane < length, value.to(SUM), 0.0)
-                tl.store(sum_ptr, tl.sum(written * written))
-    elif SQUARES:
-        tl.store(sum_ptr, 0.0)
+    if SCALED:
+        value = value.to(COMPUTE) * scale
+    if value.dtype.is_fp64() and not TENSOR.is_fp64():
+        # Torch converts float64 to 16 bits through float32.
+        value = value.to(tl.float32)
+    value = value.to(TENSOR)
+    if ACCUMULATE:
+        value = (tl.load(target_ptr, mask=mask).to(SUM) + value.to(SUM)).to(TENSOR)
+    tl.store(target_ptr, value, mask=mask)
+    return tl.where(mask, value.to(SUM), 0.0)
 
 
 @torch.no_grad()

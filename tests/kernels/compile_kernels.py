@@ -118,7 +118,7 @@ def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
 
     from dpfuse_kernels.spoil import CHUNK, WARPS, _spoil_kernel
 
-    arguments = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64"}
+    arguments = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64", "chunks": "i64"}
     constants = {"TENSOR": getattr(tl, dtype), "CHUNK": CHUNK}
     return {"kernel": "spoil", "dtype": dtype} | _compiled(
         _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from dpfuse_kernels import SpoilTable
 from dpfuse_kernels.spoil import _spoil_kernel, spoil, spoil_reference
 from tests.kernels.compile_kernels import AMD, NVIDIA
+from tests.kernels.ptx import narrow_products_in_addresses
 from tests.kernels.test_ahead_of_time import compilations, targets
 
 CPU = torch.device("cpu")
@@ -57,6 +58,17 @@ def test_dense_tensors_of_any_order_and_others(fill: Spoil) -> None:
     fill(table, list(odd), torch.tensor(True))
     assert all(tensor.isnan().all() for tensor in odd)
     assert memory[:, 1::2].eq(1.0).all(), "between the strides is somebody else's"
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_few_programs_fill_many_chunks(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    # `dpfuse_kernels.spoil` is the function; the module has the same name.
+    monkeypatch.setattr(sys.modules["dpfuse_kernels.spoil"], "PROGRAMS", programs)
+    numels = [130, 64, 0, 5]
+    tensors, memory = guarded(numels, torch.float32)
+    spoil(SpoilTable(numels, torch.float32, CPU, chunk=64), list(tensors), torch.tensor(True))
+    assert all(tensor.isnan().all() for tensor in tensors)
+    assert all(around[[0, -1]].eq(7.0).all() for around in memory)
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "size", "sparse", "count"])
@@ -108,4 +120,4 @@ def test_the_machine_code_spills_nothing_and_addresses_are_of_64_bits(architectu
     for row in rows:
         assert row["spilled"] == 0, {**row, "assembly": ""}
         if architecture in NVIDIA:
-            assert not re.findall(r"\b(?:mul|mad)\.lo\.[su](?:16|32)\b", str(row["assembly"]))
+            assert not narrow_products_in_addresses(str(row["assembly"]))
