@@ -94,7 +94,8 @@ def _flatten_kernel(
         else:
             # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
             PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
-            for first in range(0, length, PART):
+            first = 0
+            while first < length:
                 place = first + tl.arange(0, PART)
                 _pack(
                     source.to(tl.pointer_type(TENSOR)) + place,
@@ -111,6 +112,7 @@ def _flatten_kernel(
                     RESIDUAL=RESIDUAL,
                     ACCUMULATE=ACCUMULATE,
                 )
+                first += PART
 
 
 def _pack(

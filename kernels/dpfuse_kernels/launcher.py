@@ -34,7 +34,8 @@ def jit(kernel: Callable[..., None]) -> Any:
 
     The kernel refers to `tl`, which its own module does not import: this function sets `tl` there. It also replaces the
     functions with an underscore in front that the kernel calls. Integers are not specialised: otherwise Triton would
-    compile again for each new value.
+    compile again for each new value. Kernels loop with `while`, because the interpreter of Triton 3.6 cannot pass a
+    number on the device to `range` with NumPy 2.4 or later.
     """
     import triton
     import triton.language as tl

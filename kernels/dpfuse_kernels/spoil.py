@@ -40,7 +40,8 @@ def _spoil_kernel(
     """
     if tl.load(flag_ptr) != 0:
         # Every address is computed in 64 bits: a tensor may exceed 2**31 elements.
-        for chunk in range(tl.program_id(0).to(tl.int64), chunks, tl.num_programs(0)):
+        chunk = tl.program_id(0).to(tl.int64)
+        while chunk < chunks:
             row_ptr = chunk_ptr + chunk * 3
             address = tl.load(address_ptr + tl.load(row_ptr))
             if address != 0:
@@ -49,6 +50,7 @@ def _spoil_kernel(
                 nan = tl.full([CHUNK], float("nan"), tl.float32).to(TENSOR)
                 mask = lane < tl.load(row_ptr + 2).to(tl.int32)
                 tl.store(target.to(tl.pointer_type(TENSOR)) + lane, nan, mask=mask)
+            chunk += tl.num_programs(0)
 
 
 class SpoilTable:

@@ -65,10 +65,12 @@ def _squared_norm_kernel(
     else:
         # One element at a time, in the same parts of the chunk as in `_unflatten_kernel`.
         PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
-        for first in range(0, length, PART):
+        first = 0
+        while first < length:
             lane = first + tl.arange(0, PART)
             value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=lane < length, other=0.0).to(SUM)
             squares += tl.sum(value * value)
+            first += PART
     # No atomic addition: each program stores its own sum, so that the order of all additions is fixed.
     tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
 

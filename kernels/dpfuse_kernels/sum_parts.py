@@ -51,18 +51,22 @@ def _sum_parts_kernel(
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
         # Start with the first part, not with zero: the sum of negative zeros is a negative zero.
         total = tl.load(source_ptr + lane, mask=whole).to(SUM)
-        for _ in range(1, count):
+        added = 1
+        while added < count:
             source += stride
             source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
             total += tl.load(source_ptr + lane, mask=whole).to(SUM)
+            added += 1
         tl.store(tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane, total.to(WIRE), mask=whole)
         if RESIDUAL:
             _add_error(tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane, whole, total, WIRE)
     else:
         total = tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
-        for _ in range(1, count):
+        added = 1
+        while added < count:
             source += stride
             total += tl.load(source.to(tl.pointer_type(WIRE)) + lane, mask=lane < length).to(SUM)
+            added += 1
         tl.store(target.to(tl.pointer_type(WIRE)) + lane, total.to(WIRE), mask=lane < length)
         if RESIDUAL:
             _add_error(residual.to(tl.pointer_type(tl.float32)) + lane, lane < length, total, WIRE)

@@ -46,13 +46,15 @@ def _sum_quantized_kernel(
         tl.load(_scale_ptr(source, block), mask=mask, other=0),
         E4M3,
     )
-    for _ in range(1, count):
+    added = 1
+    while added < count:
         source += stride
         total += _decode(
             tl.load(_element_ptr(source, block), mask=mask, other=0),
             tl.load(_scale_ptr(source, block), mask=mask, other=0),
             E4M3,
         )
+        added += 1
     element, unit = _encode(total, E4M3)
     tl.store(_element_ptr(out_address, block), element, mask=mask)
     tl.store(_scale_ptr(out_address, block), unit, mask=mask)

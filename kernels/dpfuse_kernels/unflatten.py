@@ -73,13 +73,15 @@ def _unflatten_kernel(
     else:
         # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
         PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
-        for first in range(0, length, PART):
+        first = 0
+        while first < length:
             place = first + tl.arange(0, PART)
             single = tl.load(source.to(tl.pointer_type(WIRE)) + place, mask=place < length)
             single_ptr = target.to(tl.pointer_type(TENSOR)) + place
             written = _write(single, single_ptr, place < length, scale, COMPUTE, SCALED, ACCUMULATE)
             if SQUARES:
                 squares += tl.sum(written * written)
+            first += PART
     if SQUARES:
         tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
 
