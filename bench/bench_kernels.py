@@ -31,10 +31,12 @@ class _Case(NamedTuple):
     wire: torch.dtype
     megabytes: int
     hot: bool
+    sizes: str = "resnet50"  # list of tensors
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.wire)]
-        return f"{' to '.join(names)}, {self.megabytes} MiB{', hot' * self.hot}"
+        small = f", {self.sizes}" * (self.sizes != "resnet50")
+        return f"{' to '.join(names)}, {self.megabytes} MiB{small}{', hot' * self.hot}"
 
 
 # Data larger than the cache is never hot.
@@ -44,7 +46,7 @@ CASES = [
     for size in (1, 25, 100)
     for hot in (False, True)
     if not (hot and size > 25)
-]
+] + [_Case(dtype, wire, 8, hot=False, sizes="tiny_2000") for dtype, wire in PAIRS]
 
 
 @remembered
@@ -55,7 +57,7 @@ def _measured(case: _Case | str, quick: bool) -> dict[str, dict[str, Any]]:
     if not isinstance(case, _Case):
         shapes = bucket_shapes("resnet50", 25 * MB // 4)
         return time_measures(shapes, torch.float32, torch.float32, "cuda", rounds=rounds)
-    shapes = bucket_shapes("resnet50", case.megabytes * MB // case.dtype.itemsize)
+    shapes = bucket_shapes(case.sizes, case.megabytes * MB // case.dtype.itemsize)
     return time_shapes(shapes, case.dtype, case.wire, "cuda", rounds=rounds, hot=case.hot)
 
 

@@ -22,7 +22,7 @@ from dpfuse_kernels.unflatten import unflatten
 
 __all__ = ["CALLS", "LAUNCHES", "MEASURES", "SHAPES", "label", "time_launches", "time_measures", "time_shapes"]
 
-SHAPES = [LaunchShape(chunk, warps) for chunk, warps in product((2048, 4096, 8192), (4, 8, 16))]
+SHAPES = [LaunchShape(chunk, warps) for chunk, warps in [(1024, 2), *product((2048, 4096, 8192), (4, 8, 16))]]
 FEWEST_SETS = 4
 LAUNCHES = ("bound", "kernel[grid]")
 CALLS = 100  # launches that are timed together: one launch is too short for a clock
@@ -129,7 +129,7 @@ def time_shapes(
         return lambda: clock(partial(calls[name].run, next(following)))
 
     times = interleave({name: turn(name) for name in calls}, _given, rounds=rounds)
-    usual = launch_shape(dtype, wire, data[0].table.flat.nbytes)
+    usual = launch_shape(numel / len(shapes))
     return {
         name: {
             "seconds": [seconds for seconds, _ in pairs],

@@ -20,7 +20,7 @@ from bench.size_list import bucket_shapes
 
 __all__ = ["Card", "main", "predict", "resident"]
 
-SIZES = (1, 25, 100)  # MiB, as in bench_kernels
+CASES = (("resnet50", 1), ("resnet50", 25), ("resnet50", 100), ("tiny_2000", 8))  # MiB, as in bench_kernels
 RESULT = ROOT / "bench" / "results" / "predictions-sm90.json"
 
 
@@ -51,11 +51,12 @@ def resident(registers: int, warps: int, card: Card) -> int:
     return min(card.threads // (32 * warps), card.registers // (of_warp * warps), card.programs)
 
 
-def predict(row: dict[str, Any], size: int, card: Card) -> dict[str, Any]:
-    """Return the expected share of the card's bandwidth for one kernel and one size of bucket.
+def predict(row: dict[str, Any], sizes: str, size: int, card: Card) -> dict[str, Any]:
+    """Return the expected share of the card's bandwidth for one kernel and one bucket.
 
     Args:
         row: kernel, dtypes, shape, registers and spilled bytes, as compiled.
+        sizes: the list of tensors in the bucket.
         size: MiB of the tensors.
         card: the GPU.
     """
@@ -63,11 +64,12 @@ def predict(row: dict[str, Any], size: int, card: Card) -> dict[str, Any]:
     read, written = _bytes(row["dtype"]), _bytes(row["wire"])
     if row["kernel"].startswith("unflatten"):
         read, written = written, read
-    shapes = bucket_shapes("resnet50", (size << 20) // _bytes(row["dtype"]))
-    programs = sum(math.ceil(math.prod(shape) / chunk) for shape in shapes)
+    numels = [math.prod(shape) for shape in bucket_shapes(sizes, (size << 20) // _bytes(row["dtype"]))]
+    programs = sum(math.ceil(numel / chunk) for numel in numels)
+    moved = sum(numels) / programs  # elements of a program, on average
     at_once = resident(row["registers"], warps, card)
     places = card.multiprocessors * at_once
-    in_flight = at_once * chunk * read  # each thread has asked for all its elements before it uses the first
+    in_flight = at_once * moved * read  # each thread has asked for all its elements before it uses the first
     # Little's law: so many bytes must be on their way to a multiprocessor for its share of the reads.
     needed = card.bandwidth * read / (read + written) * card.latency / card.multiprocessors
     filled = in_flight / needed
@@ -75,11 +77,12 @@ def predict(row: dict[str, Any], size: int, card: Card) -> dict[str, Any]:
     full, rest = math.floor(waves), waves - math.floor(waves)
     # In units of the time in which a full wave passes the memory. Where a part of the places is enough to fill the
     # memory's pipeline, the last wave loses nothing. The first read and the last write wait for the latency.
-    wave_seconds = places * chunk * (read + written) / card.bandwidth
+    wave_seconds = places * moved * (read + written) / card.bandwidth
     time = full / min(1.0, filled) + (rest / min(1.0, filled * rest) if rest else 0.0)
     share = waves / (time + 2 * card.latency / wave_seconds)
     return {
         **{key: row[key] for key in ("kernel", "dtype", "wire", "shape", "registers", "spilled")},
+        "sizes": sizes,
         "MiB": size,
         "programs": programs,
         "programs_per_multiprocessor": at_once,
@@ -103,13 +106,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULT, help="the record (default: %(default)s)")
     options = parser.parse_args(arguments)
     card = Card()
-    rows = [predict(row, size, card) for row in compiled("shapes") for size in SIZES]
+    rows = [predict(row, sizes, size, card) for row in compiled("shapes") for sizes, size in CASES]
     record = {"card": card._asdict(), "machine": describe(gpu=False), "predictions": rows}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
-        if row["MiB"] == 25:
+        if row["MiB"] in (8, 25):
             print(
-                f"{row['kernel']:10} {row['dtype']:>9} {row['wire']:>9}  chunk {row['shape'][0]:5} "
+                f"{row['sizes']:9} {row['kernel']:10} {row['dtype']:>9} {row['wire']:>9}  chunk {row['shape'][0]:5} "
                 f"warps {row['shape'][1]:2}  {row['registers']:3} registers  {row['spilled']:3} spilled  "
                 f"{row['programs_per_multiprocessor']:2} programs  {row['KiB_in_flight_per_multiprocessor']:6} KiB  "
                 f"share {row['share']:.2f}"

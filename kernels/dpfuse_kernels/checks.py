@@ -76,8 +76,8 @@ def _check(
         except (TypeError, RuntimeError):
             return diagnose(tensors, table, written=written)
     like = seen is not None and seen.like(found)
-    if like and addresses == seen.addresses:  # type: ignore[union-attr]
-        return Entries(seen.addresses)  # type: ignore[union-attr, arg-type]
+    if seen is not None and like and addresses == seen.addresses:
+        return Entries(seen.addresses)  # not `addresses`: a later comparison of a list with itself costs little
     if 0 in addresses or not (like or regular(found, table, present)):
         return diagnose(tensors, table, written=written)
     own: list[int] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 __all__ = ["LaunchShape", "launch_shape"]
 
 
@@ -22,29 +20,20 @@ class LaunchShape:
     warps: int
 
 
-# A bucket of 25 MiB gives each of 132 SMs a dozen programs. With 8 warps a thread moves 16 elements. With 32 elements
-# per thread, float16 spilled 120 bytes on sm_90. Not yet chosen by measurement: `python -m bench --gpu --only kernels`.
+# A thread moves 16 elements. With 32, a pack of float16 spilled 120 bytes on sm_90. A bucket of 25 MiB gives each of
+# 132 SMs a dozen programs. Not yet chosen by measurement: `python -m bench --gpu --only kernels`.
 DEFAULT = LaunchShape(chunk=4096, warps=8)
 
-# (dtype of the tensors, of the buffer) -> least bytes of the buffer -> shape.
-SHAPES: dict[tuple[torch.dtype, torch.dtype], dict[int, LaunchShape]] = {
-    (torch.float32, torch.float32): {0: DEFAULT},
-    (torch.float32, torch.bfloat16): {0: DEFAULT},
-    (torch.bfloat16, torch.bfloat16): {0: DEFAULT},
-}
+# Mean elements per tensor, at most -> shape. A program serves one tensor only. In a long one, most threads of a program
+# for a short tensor would have nothing to move, and fewer programs fit on an SM at the same time.
+SHORT = {1024: LaunchShape(chunk=1024, warps=2), 2048: LaunchShape(chunk=2048, warps=4)}
 
 
-def launch_shape(dtype: torch.dtype, wire: torch.dtype, nbytes: int) -> LaunchShape:
-    """Return the shape for a buffer of `nbytes` bytes.
-
-    Args:
-        dtype: of the tensors.
-        wire: of the buffer.
-        nbytes: of the buffer.
+def launch_shape(mean: float) -> LaunchShape:
+    """Return the shape for tensors of `mean` elements on average.
 
     Example:
-        >>> launch_shape(torch.float32, torch.float32, 25 << 20)
-        LaunchShape(chunk=4096, warps=8)
+        >>> launch_shape(1000.0), launch_shape(160_000.0)
+        (LaunchShape(chunk=1024, warps=2), LaunchShape(chunk=4096, warps=8))
     """
-    steps = SHAPES.get((dtype, wire), {0: DEFAULT})
-    return steps[max(least for least in steps if least <= nbytes)]
+    return next((shape for most, shape in SHORT.items() if mean <= most), DEFAULT)

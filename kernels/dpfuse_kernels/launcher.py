@@ -131,7 +131,7 @@ class Launcher:
                 "This table launches its first kernel while a CUDA graph is being captured, expected an earlier "
                 "launch: its tables must reach the GPU first. Run a step before the capture."
             )
-        self.shape = shape or launch_shape(table.dtype, table.flat.dtype, table.flat.nbytes)
+        self.shape = shape or launch_shape(sum(table.numels) / max(1, len(table.slots)))
         self._flat_address = table.address
         self._dtypes = (table.dtype, table.flat.dtype, table.compute_dtype)
         self._rows = chunk_rows(table, self.shape.chunk).to(self._device)

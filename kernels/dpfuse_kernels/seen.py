@@ -6,6 +6,7 @@ The only file that uses private parts of torch's compiler. Where they are missin
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ class Seen:
     """What the last complete list of tensors was like that passed all checks. It keeps no tensor alive.
 
     Attributes:
-        addresses: of these tensors, in bytes; None before the first list.
+        addresses: of these tensors, in bytes; empty before the first list.
 
     Example:
         >>> import torch
@@ -27,7 +28,7 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self.addresses: list[int] | None = None
+        self.addresses: list[int] = []
         self.like: Callable[[list[Tensor]], bool] = _unlike
 
     def remember(self, tensors: list[Tensor]) -> None:
@@ -39,19 +40,17 @@ class Seen:
         try:
             from torch._C._dynamo.guards import TensorGuards
 
-            check = TensorGuards(
-                *tensors,
-                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-                # The stride of a dimension of size 1 has no meaning.
-                dynamic_dims_strides=[
-                    [None if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-                    for tensor in tensors
-                ],
-            ).check
+            sizes: Any = [list(tensor.shape) for tensor in tensors]
+            strides: Any = [list(map(_step, tensor.shape, tensor.stride())) for tensor in tensors]
+            check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             count = len(tensors)
             self.like = lambda others: len(others) == count and check(*others)
         except (ImportError, TypeError, ValueError):
             self.like = _unlike
+
+
+def _step(size: int, step: int) -> int | None:
+    return None if size == 1 else step  # the stride of a dimension of size 1 has no meaning
 
 
 def _unlike(tensors: list[Tensor]) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.launch_shape import launch_shape
+from dpfuse_kernels.launch_shape import DEFAULT
 from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
 from dpfuse_kernels.layout import DTYPES
 from dpfuse_kernels.options import check_residual
@@ -106,7 +106,7 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
     _check(parts, out, residual)
     if not out.numel():
         return
-    shape = launch_shape(out.dtype, out.dtype, parts.nbytes)
+    shape = DEFAULT
     constants = {
         "WIRE": triton_dtype(out.dtype),
         "SUM": triton_dtype(_sum_dtype(out)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dpfuse_kernels.launch_shape import launch_shape
+from dpfuse_kernels.launch_shape import DEFAULT
 from dpfuse_kernels.launcher import current_device, dispatch
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, mx_decode, mx_encode, mx_format
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
@@ -97,7 +97,7 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
     blocks = out.numel() // SUPER_BYTES * (SUPER_BLOCK // BLOCK)
     if not blocks:
         return
-    shape = launch_shape(out.dtype, out.dtype, parts.nbytes)
+    shape = DEFAULT
     constants = {
         "RESIDUAL": residual is not None,
         "E4M3": format == torch.float8_e4m3fn,

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ MX_KERNELS = (
     "sum_quantized residual",
 )
 MX_TYPES = [("float32", "e4m3"), ("bfloat16", "e5m2")]
-SHAPES = [(chunk, warps) for chunk in (2048, 4096, 8192) for warps in (4, 8, 16)]  # those of bench_kernels
+SHAPES = [(1024, 2), *product((2048, 4096, 8192), (4, 8, 16))]  # those of bench_kernels
 
 
 def fits(kernel: str, dtype: str, wire: str) -> bool:
@@ -66,15 +66,14 @@ def compile_one(
 
     from dpfuse_kernels import PointerTable
     from dpfuse_kernels.flatten import _flatten_kernel
-    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.launch_shape import DEFAULT
     from dpfuse_kernels.launcher import ARGUMENTS, triton_dtype
     from dpfuse_kernels.multiply import _multiply_kernel
     from dpfuse_kernels.squared_norm import _squared_norm_kernel
     from dpfuse_kernels.unflatten import _unflatten_kernel
 
     table = PointerTable(torch.zeros(1, dtype=getattr(torch, wire)), [], getattr(torch, dtype))
-    usual = launch_shape(table.dtype, table.flat.dtype, 25 << 20)
-    chunk, warps = shape or (usual.chunk, usual.warps)
+    chunk, warps = shape or (DEFAULT.chunk, DEFAULT.warps)
     constants = {
         "TENSOR": triton_dtype(table.dtype),
         "WIRE": triton_dtype(table.flat.dtype),
@@ -98,19 +97,17 @@ def compile_one(
 
 
 def compile_sum(architecture: int | str, dtype: str, *, residual: bool = False) -> dict[str, object]:
-    import torch
     import triton.language as tl
 
-    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.launch_shape import DEFAULT
     from dpfuse_kernels.sum_parts import _sum_parts_kernel
 
-    usual = launch_shape(getattr(torch, dtype), getattr(torch, dtype), 25 << 20)
     types = {"WIRE": getattr(tl, dtype), "SUM": getattr(tl, SUM_TYPES[dtype])}
-    constants = {**types, "RESIDUAL": residual, "CHUNK": usual.chunk}
+    constants = {**types, "RESIDUAL": residual, "CHUNK": DEFAULT.chunk}
     names = ("parts_address", "out_address", "count", "numel", "first_program", "residual_address")
     arguments = dict.fromkeys(names, "i64")
     row = {"kernel": "sum_parts residual" if residual else "sum_parts", "dtype": dtype, "wire": dtype}
-    return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, usual.chunk, usual.warps)
+    return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, DEFAULT.chunk, DEFAULT.warps)
 
 
 def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
@@ -126,11 +123,10 @@ def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
 
 
 def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) -> dict[str, object]:
-    import torch
     import triton.language as tl
 
     from dpfuse_kernels.dequantize import _dequantize_kernel
-    from dpfuse_kernels.launch_shape import launch_shape
+    from dpfuse_kernels.launch_shape import DEFAULT
     from dpfuse_kernels.launcher import ARGUMENTS
     from dpfuse_kernels.quantize import _quantize_kernel
     from dpfuse_kernels.sum_quantized import _sum_quantized_kernel
@@ -142,14 +138,13 @@ def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) ->
         "sum_quantized": _sum_quantized_kernel,
     }
     kinds = functions[name].__annotations__
-    usual = launch_shape(getattr(torch, dtype), torch.uint8, 25 << 20)
     types = {"TENSOR": getattr(tl, dtype), "WIRE": tl.uint8, "COMPUTE": tl.float32}
-    options = {"SCALED": True, "E4M3": format == "e4m3", "CHUNK": usual.chunk}
+    options = {"SCALED": True, "E4M3": format == "e4m3", "CHUNK": DEFAULT.chunk}
     options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL", "SQUARES")}
     constants = {key: (types | options)[key] for key, kind in kinds.items() if kind == "tl.constexpr"}
     arguments = {key: ARGUMENTS.get(key, "i64") for key in kinds if key not in constants and key != "return"}
     row = {"kernel": kernel, "dtype": dtype, "wire": format}
-    return row | _compiled(functions[name], arguments, constants, architecture, usual.chunk, usual.warps)
+    return row | _compiled(functions[name], arguments, constants, architecture, DEFAULT.chunk, DEFAULT.warps)
 
 
 def _compiled(
