@@ -1,6 +1,6 @@
 """Predicts the speed of the pack on an H100 or H200 from its compiled code: `python -m bench.predict`.
 
-Nothing is measured. The compiler says how many registers a thread takes. From that follow how many programs fit on a
+No kernel runs. The compiler says how many registers a thread takes. From that follow how many programs fit on a
 multiprocessor, how many bytes they read at the same time, and what the last wave of programs costs. The record is
 written before the first run on a GPU, so that this run can confirm or refute it.
 """
@@ -107,7 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     card = Card()
     rows = [predict(row, sizes, size, card) for row in compiled("shapes") for sizes, size in CASES]
-    record = {"card": card._asdict(), "machine": describe(gpu=False), "predictions": rows}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.pack_host"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    host = json.loads(done.stdout)
+    record = {"card": card._asdict(), "machine": describe(gpu=False), "host_microseconds": host, "predictions": rows}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         if row["MiB"] in (8, 25):
@@ -117,6 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{row['programs_per_multiprocessor']:2} programs  {row['KiB_in_flight_per_multiprocessor']:6} KiB  "
                 f"share {row['share']:.2f}"
             )
+    for what, times in host.items():
+        packs = ", ".join(f"{microseconds} us for {count}" for count, microseconds in times.items())
+        print(f"host time of a pack here, {what}: {packs} tensors")
     print(f"record: {options.out}")
     return 0
 
