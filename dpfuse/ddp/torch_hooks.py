@@ -17,7 +17,7 @@ from dpfuse.ddp.backward_optimizers import BackwardOptimizers
 from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
 from dpfuse.ddp.hook_check import built_in_hook, checked_hook
 from dpfuse.ddp.torch_names import TorchNames
-from dpfuse.engine import collective
+from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.module_sync import FaceParts
 
 __all__ = ["TorchHooks"]
@@ -180,7 +180,7 @@ class TorchHooks(TorchNames):
     ) -> None:
         """Overwrite tensors, by default the buffers, with those of a rank; for buffer hooks."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
-        collective.broadcast_flat(tensors, self.process_group, authoritative_rank)
+        broadcast_flat(tensors, self.process_group, authoritative_rank)
 
     def _portable_state(self) -> dict[str, Any]:
         own = ("_optimizers", "_optimizers_found", "_buffer_futures", "_buffer_hook")

@@ -18,14 +18,12 @@ from dpfuse.engine.waiting import NO_LIMIT, board_of, finish
 from dpfuse.errors import DPFuseError
 
 __all__ = [
-    "FlatBroadcast",
     "all_gather",
     "all_reduce",
     "all_reduce_max",
     "all_reduce_multiplied",
     "all_reduce_together",
     "broadcast",
-    "broadcast_flat",
     "check_all_to_all",
     "coalesced",
     "group_device",
@@ -34,15 +32,13 @@ __all__ = [
     "start_all_gather",
     "start_all_gather_into",
     "start_all_to_all",
+    "start_broadcast",
 ]
 
 _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 _on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()  # whether it sends from CPUs
-ALIGNMENT = 16  # bytes; the largest element, complex128
-LEAVE_WITHIN = timedelta(seconds=60)
-BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
@@ -94,7 +90,8 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     The group is called directly. The checks of `dist.all_reduce` cost as much as a small pack, and a flat
     buffer always passes them.
     """
-    return group.allreduce([flat], _SUM)
+    work = group.allreduce([flat], _SUM)
+    return work if type(group) is dist.ProcessGroup else _InPlace(work, flat)
 
 
 def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
@@ -162,6 +159,41 @@ def _multiply(tensors: list[Tensor], factor: float) -> None:
             tensor.mul_(factor)
 
 
+class _InPlace(dist.Work):
+    """A work of a group that is written in Python. As for torch's DDP, its future has the sum, which may lie elsewhere.
+
+    Args:
+        work: of the group.
+        flat: becomes the sum when the work is waited for.
+    """
+
+    def __init__(self, work: dist.Work, flat: Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._flat = flat
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the work, and copy its result to where it belongs."""
+        done = self._work.wait(timeout)
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # it has none, so the sum is in its place
+            return done
+        result = future.wait()
+        found = result[0] if isinstance(result, (list, tuple)) else result
+        if isinstance(found, Tensor) and found.data_ptr() != self._flat.data_ptr():
+            self._flat.copy_(found)
+        return done
+
+    def is_completed(self) -> bool:
+        """Whether the work is completed."""
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future of the work."""
+        return self._work.get_future()
+
+
 class _Together(dist.Work):
     """Several works as one."""
 
@@ -186,7 +218,9 @@ class _Together(dist.Work):
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
-    finish(group.allreduce([values], _MAX), board_of(group), values.device.type)
+    work = group.allreduce([values], _MAX)
+    work = work if type(group) is dist.ProcessGroup else _InPlace(work, values)
+    finish(work, board_of(group), values.device.type)
 
 
 def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -243,127 +277,12 @@ def check_all_to_all(
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensor` with that of rank `source` of the group."""
-    finish(_start_broadcast(tensor, group, source), board_of(group), tensor.device.type)
+    finish(start_broadcast(tensor, group, source), board_of(group), tensor.device.type)
 
 
-def _start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+    """Start `broadcast`, and return the work to wait for."""
     # The group is called directly: torch.distributed need not know it.
     options = dist.BroadcastOptions()
     options.rootRank = source
     return group.broadcast([tensor], options)
-
-
-class FlatBroadcast:
-    """Overwrites tensors with those of one rank of the group, all in one broadcast, as often as it is called.
-
-    They travel as bytes, through a staging buffer that is kept.
-
-    Args:
-        tensors: of any dtypes, shapes and strides, on one device; these are the same on all ranks.
-        group: process group.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._board = board_of(group)
-        # A group that also has a back end for CPUs, as by default, would send them through the host.
-        on_gpu = bool(tensors) and abilities_of(group, tensors[0].device).on_streams
-        self._device = tensors[0].device if on_gpu else group_device(group)
-        kinds: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault((tensor.dtype, min(tensor.dim(), 2)), []).append(tensor)
-        counts = [sum(tensor.numel() for tensor in same) for same in kinds.values()]
-        # The bytes of a dtype must start at an address that its elements may have.
-        sizes = [
-            -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, (dtype, _) in zip(counts, kinds, strict=True)
-        ]
-        # As bytes, since some back ends cannot send some dtypes (bool, complex, float8).
-        device = tensors[0].device if tensors else self._device
-        self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
-        self._scalars: list[tuple[_Scalars, Tensor]] = []
-        self._others: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._targets: list[Tensor] = []
-        self._pieces: list[Tensor] = []
-        self._sent: list[dist.Work] = []  # not waited for
-        weakref.finalize(self, _wait_for_peers, self._sent)
-        for ((dtype, dims), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
-            staged = chunk[: count * dtype.itemsize].view(dtype)
-            parts = staged.split([tensor.numel() for tensor in same])
-            pieces = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
-            if dims == 0:
-                self._scalars.append((_Scalars(same), staged))
-            elif dims == 1:
-                self._joined.append((same, staged))
-            else:
-                self._others.append((pieces, same))
-            self._targets += same
-            self._pieces += pieces
-
-    def __call__(self, source: int = 0, *, wait: bool = True) -> None:
-        """Overwrite the tensors with those of rank `source`.
-
-        Args:
-            source: a rank of the group.
-            wait: if False, that rank goes on while its bytes travel, on a CPU; its next call or its end waits.
-        """
-        if not self._staging.numel():
-            return
-        while self._sent:
-            finish(self._sent.pop(), self._board, self._device.type)
-        sends = self._group.rank() == source
-        # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
-        with torch.inference_mode():
-            if sends:
-                for tensors, staged in self._joined:
-                    torch.cat(tensors, out=staged)
-                for scalars, staged in self._scalars:
-                    torch.cat(scalars.vectors(), out=staged)
-                for pieces, tensors in self._others:
-                    torch._foreach_copy_(pieces, tensors)
-            wire = self._staging.to(self._device)
-            work = _start_broadcast(wire, self._group, source)
-            if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
-                self._sent.append(work)
-                return
-            finish(work, self._board, self._device.type)
-            if not sends:
-                if wire is not self._staging:
-                    self._staging.copy_(wire)
-                torch._foreach_copy_(self._targets, self._pieces)
-
-
-class _Scalars:
-    """Tensors without dimensions, such as the counters of batch norm, as vectors that one call can pack."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._addresses: list[int] = []
-        self._vectors: list[Tensor] = []
-
-    def vectors(self) -> list[Tensor]:
-        addresses = list(map(Tensor.data_ptr, self._tensors))
-        if addresses != self._addresses:  # the first time, and where code has assigned to `.data`
-            self._addresses = addresses
-            self._vectors = [tensor.detach().view(1) for tensor in self._tensors]
-        return self._vectors
-
-
-def _wait_for_peers(sent: list[dist.Work]) -> None:
-    """Wait until the peers have what was sent. It would be lost if the process ended before."""
-    for work in sent:
-        with suppress(RuntimeError):  # a peer that has ended, or hangs: its own error says more
-            work.wait(LEAVE_WITHIN)
-
-
-def broadcast_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Overwrite `tensors` (any dtypes, shapes and strides, one device) with those of rank `source`, once."""
-    batch, nbytes = [], 0
-    for tensor in tensors:
-        batch.append(tensor)
-        nbytes += tensor.numel() * tensor.element_size()
-        if nbytes >= BROADCAST_BYTES:
-            FlatBroadcast(batch, group)(source)
-            batch, nbytes = [], 0
-    if batch:
-        FlatBroadcast(batch, group)(source)

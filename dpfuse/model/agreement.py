@@ -13,6 +13,7 @@ from dpfuse.engine.asking import ask
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.liveness.start import start_heartbeat
 from dpfuse.model.check import describe_model, describe_options, tensors_of
+from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.options import SyncOptions
 
 __all__ = ["agree_on_model", "send_tensors"]
@@ -44,4 +45,4 @@ def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: in
     """Overwrite `tensors` with those of rank `source`, in as few broadcasts as they have devices."""
     with torch.no_grad():
         for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
-            collective.broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)
+            broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from dpfuse.engine.collective import FlatBroadcast
+from dpfuse.model.flat_broadcast import FlatBroadcast
 
 __all__ = ["BufferKind", "BufferSync"]
 

@@ -46,6 +46,22 @@ class FutureWork(dist._Work):
         return self._future
 
 
+class ElsewhereWork(dist._Work):
+    """A work whose future has the result; that of an all-reduce is not in the tensors that were given."""
+
+    def __init__(self, work, tensors):
+        super().__init__()
+        work.wait()
+        self._future = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout=timedelta(0)):
+        return True
+
+    def get_future(self):
+        return self._future
+
+
 class PythonGroup(dist.ProcessGroup):
     """Gloo's collectives, each as a work of `kind`. It lists no devices and is registered nowhere."""
 
@@ -61,6 +77,8 @@ class PythonGroup(dist.ProcessGroup):
         return self._size
 
     def allreduce(self, tensors, options):
+        if self._kind is ElsewhereWork:
+            tensors = [tensor.clone() for tensor in tensors]
         return self._kind(self._inner.allreduce(tensors, options), tensors)
 
     def broadcast(self, tensors, options):
@@ -133,7 +151,7 @@ def beside_ddp(rank, size, kind):
     return backend_of(group)
 
 
-@pytest.mark.parametrize("kind", [StrictWork, FutureWork])
+@pytest.mark.parametrize("kind", [StrictWork, FutureWork, ElsewhereWork])
 def test_a_job_over_an_unknown_group_trains_bitwise_like_ddp_over_it(ranks, kind):
     assert ranks(beside_ddp, kind) == ["python-over-gloo"] * 2
 
@@ -154,8 +172,9 @@ def by_hand_and_with_options(rank, size, kind):
         assert norms[0] == norms[1], "the gradients are the same on both ranks"
 
 
-def test_all_that_sends_takes_such_a_group(ranks):
-    ranks(by_hand_and_with_options, StrictWork)
+@pytest.mark.parametrize("kind", [StrictWork, ElsewhereWork])
+def test_all_that_sends_takes_such_a_group(ranks, kind):
+    ranks(by_hand_and_with_options, kind)
 
 
 def a_peer_that_fails(rank, size, kind):

@@ -25,6 +25,9 @@ class Work:
         if self.host_waits is not None:
             self.host_waits()
 
+    def get_future(self):
+        raise RuntimeError("Work::getFuture not implemented.")  # as torch's class says
+
 
 class Group:
     """Sums over `size` ranks that all send the same; can what it is told."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import collective
 from dpfuse.engine.abilities import Abilities
+from dpfuse.model import flat_broadcast
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def group(tmp_path):
 @pytest.mark.parametrize("nccl", [True, False])
 def test_they_stay_on_the_gpu_where_nccl_takes_them(group, nccl, monkeypatch):
     elsewhere = torch.device("meta")
-    monkeypatch.setattr(collective, "abilities_of", lambda group, device: Abilities(on_streams=nccl))
-    monkeypatch.setattr(collective, "group_device", lambda group: elsewhere)
+    monkeypatch.setattr(flat_broadcast, "abilities_of", lambda group, device: Abilities(on_streams=nccl))
+    monkeypatch.setattr(flat_broadcast, "group_device", lambda group: elsewhere)
     tensors = [torch.arange(3.0), torch.ones(2, 2)]
-    broadcast = collective.FlatBroadcast(tensors, group)
+    broadcast = flat_broadcast.FlatBroadcast(tensors, group)
     assert broadcast._device == (tensors[0].device if nccl else elsewhere)
     if nccl:
         broadcast(0)
