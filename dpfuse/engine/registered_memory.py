@@ -3,6 +3,9 @@
 NCCL leaves undefined what happens where some ranks pass registered memory and others do not, and wants a buffer to
 start equally far into its segment on every rank. So it is used only where the user asked for it and where every
 rank can register memory. Ranks compare that when they wrap, before the first bucket.
+
+Each rank registers its memory alone (`symm=False` in torch's words). A symmetric registration is a collective call, at
+each new segment of the allocator. Ranks whose allocators differ would then wait for each other forever.
 """
 
 from __future__ import annotations

@@ -218,3 +218,18 @@ def test_registered_memory_is_zero_and_travels(nccl):
     flat.fill_(3)
     collective.all_reduce(flat, nccl).wait()
     assert flat.eq(3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_is_applied_among_coalesced_sums(nccl, dtype):
+    """At world size 1 as well, where NCCL could copy instead of summing."""
+    device = torch.device("cuda", 0)
+    scaled, plain = torch.full((1000,), 6.0, dtype=dtype, device=device), torch.full((7,), 4.0, device=device)
+
+    def start():
+        collective.all_reduce_multiplied(scaled, SCALE, nccl)
+        collective.all_reduce(plain, nccl)
+
+    collective.coalesced(start, device, nccl).wait()
+    assert scaled.eq(6.0 * SCALE).all()
+    assert plain.eq(4.0).all()

@@ -110,6 +110,27 @@ def test_an_ability_is_what_every_rank_has_found(kind, found, clock):
     assert not group.open
 
 
+@pytest.mark.parametrize(
+    ("multicast", "variable", "multiplies"), [(True, "", False), (True, "0", True), (False, "", True)]
+)
+def test_a_factor_is_left_to_a_pass_of_its_own_where_switches_add_up(
+    multicast, variable, multiplies, clock, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        "torch._C._distributed_c10d._SymmetricMemory",
+        SimpleNamespace(has_multicast_support=lambda kind, index: asked.append((kind.name, index)) or multicast),
+    )
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", variable)
+    assert ask(Group(clock), torch.device("cuda", 3)).multiplies is multiplies
+    assert asked == ([] if variable == "0" else [("CUDA", 3)])
+
+
+def test_a_torch_that_cannot_tell_of_switches_multiplies(clock, monkeypatch):
+    monkeypatch.delattr("torch._C._distributed_c10d._SymmetricMemory")
+    assert ask(Group(clock), CUDA).multiplies
+
+
 def test_a_group_is_asked_once(clock, monkeypatch):
     group = Group(clock, coalesces=False, multiplies=False, blocks=True)
     ask(group, CUDA)
