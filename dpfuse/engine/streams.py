@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dpfuse.engine.waiting import NO_LIMIT
 
-__all__ = ["SideStream", "WritingStreams", "capturing", "writers_on"]
+__all__ = ["SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
 
 _orphans: list[tuple[Any, list[object]]] = []  # events, and the memory that must not be freed before them
 
@@ -71,6 +71,11 @@ class WritingStreams:
 def writers_on(device: torch.device) -> WritingStreams | None:
     """Return new `WritingStreams` for a bucket on `device`; None if the device has no streams."""
     return WritingStreams(device) if device.type == "cuda" else None
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a new stream on `device`; None if the device has no streams."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _is_captured(stream: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.futures import Future
 from dpfuse.engine import collective
 from dpfuse.engine.buffer import PLAIN, Zeros
 from dpfuse.engine.protocols import Exchange
+from dpfuse.engine.streams import new_stream
 from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
@@ -119,7 +120,7 @@ class OrderedSum(Exchange):
     def start(self, flat: Tensor) -> dist.Work:
         if self._parts is None:
             self._parts = torch.empty_like(flat)
-            self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
+            self._stream = new_stream(flat.device)
         rank, size = self.group.rank(), self.group.size()
         residual = None if self._rounding is None else self._rounding.part(rank, size)
         return _OrderedWork(flat, self._parts, self.group, lambda parts, out: self._format.add_up(parts, out, residual))
