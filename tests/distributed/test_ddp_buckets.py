@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel, DPFuseError
+from tests.torch_ddp import since_torch
 
 MB = 2**20
 BOTH = (TorchDDP, DistributedDataParallel)
@@ -69,16 +70,20 @@ CAPS = {
     "a tuple": (150 / MB, 1),
     "none": [],
 }
+broken = since_torch(2, 12, "torch's class fails an assertion of its own")
+every_cap = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=broken) if case == "each parameter alone" else case for case in CAPS]
+)
 
 
-@pytest.mark.parametrize("case", CAPS)
+@every_cap
 def test_a_cap_for_each_bucket_gives_torchs_buckets_in_torchs_order(case):
     theirs, ours = (buckets_of(cls(chain(), bucket_cap_mb_list=CAPS[case])) for cls in BOTH)
     assert ours == theirs
     assert len(ours) > 1 or case == "none"
 
 
-@pytest.mark.parametrize("case", CAPS)
+@every_cap
 def test_each_dtype_has_a_sequence_of_caps_of_its_own(case):
     theirs, ours = (buckets_of(cls(TwoDtypes(), bucket_cap_mb_list=CAPS[case])) for cls in BOTH)
     assert sorted(ours.values()) == sorted(theirs.values())  # between dtypes torch's order is that of a hash

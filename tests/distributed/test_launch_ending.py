@@ -11,6 +11,7 @@ import pytest
 
 from dpfuse.job.paddle_launch_flags import parse
 from tests.distributed.processes import SCRIPTS, alive, all_gone, pids_in, start
+from tests.torch_ddp import since_torch
 
 LIMIT = 12.0  # seconds, of which ranks get eight to end by themselves
 DELAY = 3.0  # until rank 1 fails
@@ -52,8 +53,11 @@ def cases(first, *others):
     return [(*first, 2), *(pytest.param(*case, 8, marks=pytest.mark.slow) for case in (first, *others))]
 
 
-def flags(time_to_end):
-    return [] if time_to_end == 8 else [f"--shutdown_timeout={time_to_end}"]
+since_flag = since_torch(2, 12, "no flag --shutdown_timeout")
+
+
+def shortened(time_to_end):
+    return {} if time_to_end == 8 else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(time_to_end)}
 
 
 def test_ranks_get_eight_seconds_to_end_if_nothing_else_is_said():
@@ -65,7 +69,7 @@ def test_ranks_get_eight_seconds_to_end_if_nothing_else_is_said():
     cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill")),
 )
 def test_a_peer_failed_and_the_others_will_not_end(how, fault, time_to_end):
-    job = launched(*flags(time_to_end), SCRIPT, how, fault)
+    job = launched(SCRIPT, how, fault, **shortened(time_to_end))
     pids = started(job)
     seconds, told = ended(job, pids, LIMIT + DELAY)
     assert seconds > DELAY + time_to_end - 1  # the others got their seconds to end
@@ -78,7 +82,7 @@ def test_a_peer_failed_and_the_others_will_not_end(how, fault, time_to_end):
     cases(("ignores", signal.SIGTERM), ("ignores", signal.SIGINT), ("in C", signal.SIGTERM), ("in C", signal.SIGHUP)),
 )
 def test_the_launcher_is_asked_to_end_and_its_ranks_will_not(how, number, time_to_end):
-    job = launched(*flags(time_to_end), SCRIPT, how)
+    job = launched(SCRIPT, how, **shortened(time_to_end))
     pids = started(job)
     job.send_signal(number)
     seconds, told = ended(job, pids, LIMIT)
@@ -109,7 +113,9 @@ def test_what_an_obedient_rank_has_started_ends_with_it(fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--shutdown_timeout=2"], []])
+@pytest.mark.parametrize(
+    "words", [pytest.param(["--shutdown_timeout=2"], marks=since_torch(2, 12, "no such flag")), []]
+)
 def test_the_time_to_end_can_be_chosen(words):
     job = launched(*words, SCRIPT, "ignores", "raise", **({} if words else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}))
     seconds, _ = ended(job, started(job), within=DELAY + 5)
@@ -118,7 +124,7 @@ def test_the_time_to_end_can_be_chosen(words):
 
 @pytest.mark.slow
 def test_a_rank_that_failed_but_cannot_end_is_ended():
-    job = launched("--shutdown_timeout=2", SCRIPT, "obedient", "thread")
+    job = launched(SCRIPT, "obedient", "thread", **shortened(2))
     _, told = ended(job, started(job), within=DELAY + 5)
     assert "failed, but did not end in 2 s; it ends now" in told
     assert "dpfuse.launch: rank 1 " in told
@@ -127,7 +133,7 @@ def test_a_rank_that_failed_but_cannot_end_is_ended():
 
 @pytest.mark.slow
 def test_a_restart_leaves_nothing_of_the_attempt_before():
-    job = launched("--max_restarts=1", "--shutdown_timeout=2", SCRIPT, "ignores", "kill")
+    job = launched("--max_restarts=1", SCRIPT, "ignores", "kill", **shortened(2))
     first = started(job)
     second = started(job)
     assert all_gone(first, within=0.5)

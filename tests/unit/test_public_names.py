@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.torch_ddp import TORCH
+
 PACKAGES = [
     "dpfuse",
     "dpfuse.ddp",
@@ -126,6 +128,8 @@ STORED: dict[str, dict[str, str]] = (
 
 @pytest.mark.parametrize("module", sorted(STORED))
 def test_the_names_and_signatures_of_a_module_are_those_of_the_stored_list(module: str):
+    if module == "dpfuse.paddle.static" and TORCH < (2, 12):
+        pytest.skip("torch before 2.12 writes the signature of torch.fx.Proxy in another way")
     lines = differences(STORED[module], public_names(import_module(module)))
     assert not lines, f"{module} differs from tests/golden/public_names.json:\n" + "\n".join(lines)
 
