@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine import collective
-from dpfuse.engine.abilities import Abilities, abilities_of, answers_of
+from dpfuse.engine.abilities import Abilities, abilities_of, answers_of, backend_of
 from dpfuse.engine.waiting import NO_LIMIT
 
 __all__ = ["ask"]
+
+log = logging.getLogger("dpfuse")
 
 BUSY_CYCLES = 20_000_000  # some 10 ms of a GPU
 FACTOR = 0.5
@@ -22,7 +25,8 @@ FACTOR = 0.5
 def ask(group: dist.ProcessGroup, device: torch.device) -> Abilities:
     """Return what the group can do with tensors on `device`; to be called on all its ranks.
 
-    An ability counts if every rank has found it. Later calls look the answer up. On CPUs there is nothing to ask.
+    An ability counts if every rank has found it. The answer is logged, and later calls look it up. On CPUs there is
+    nothing to ask.
 
     Args:
         group: process group.
@@ -30,7 +34,8 @@ def ask(group: dist.ProcessGroup, device: torch.device) -> Abilities:
     """
     answers = answers_of(group)
     if device.type == "cuda" and device.type not in answers:
-        answers[device.type] = _tried(group, device)
+        found = answers[device.type] = _tried(group, device)
+        log.info("rank %d: the process group's back end %s: %s", group.rank(), backend_of(group), found)
     return abilities_of(group, device)
 
 

@@ -46,6 +46,12 @@ class Group:
     def size(self):
         return self.ranks
 
+    def rank(self):
+        return 0
+
+    def name(self):
+        return "pretended"
+
     def allreduce(self, tensors, options):
         (tensor,) = tensors
         factor = 0.5 if options.reduceOp == dist.ReduceOp.PREMUL_SUM else 1.0
@@ -131,11 +137,14 @@ def test_a_torch_that_cannot_tell_of_switches_multiplies(clock, monkeypatch):
     assert ask(Group(clock), CUDA).multiplies
 
 
-def test_a_group_is_asked_once(clock, monkeypatch):
-    group = Group(clock, coalesces=False, multiplies=False, blocks=True)
-    ask(group, CUDA)
+def test_a_group_is_asked_once_and_the_answer_is_logged(clock, monkeypatch, caplog):
+    group = Group(clock, coalesces=False, multiplies=False, blocks=False)
+    with caplog.at_level("INFO", logger="dpfuse"):
+        ask(group, CUDA)
+        ask(group, CUDA)
+    assert caplog.messages == ["rank 0: the process group's back end pretended: on streams"]
     monkeypatch.setattr(asking, "_tried", None)  # calling it again would be an error
-    assert ask(group, CUDA) == Abilities()
+    assert ask(group, CUDA) == Abilities(on_streams=True)
 
 
 def test_on_cpus_nothing_is_sent():
