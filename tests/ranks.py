@@ -93,14 +93,21 @@ class RankPool:
             ours.send((sys.path, bytes(current_process().authkey)))
             self._pipes.append(ours)
             self._processes.append(process)
+        self._last = "its start"
         self._pids: list[int] = []
         self._pids = self._collect(timeout=120)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """`function(rank, size, *args)` on every rank; their results by rank, or `RankError`."""
         try:
-            for pipe in self._pipes:
-                pipe.send((function, args))
+            for rank, pipe in enumerate(self._pipes):
+                try:
+                    pipe.send((function, args))
+                except BrokenPipeError:
+                    code = self._processes[rank].wait(10)
+                    text = f"rank {rank} ended after {self._last}, with exit code {code}\n{self._stacks(rank)}"
+                    raise RankError(text) from None
+            self._last = f"{function.__module__}.{function.__qualname__} had returned"
             return self._collect(timeout)
         except BaseException:
             self.kill()  # answers may be left in the pipes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,4 +39,19 @@ def test_a_failure_or_a_hang_on_a_rank_is_an_error(function, text):
     pool = RankPool(2)
     with pytest.raises(RankError, match=text):
         pool.run(function, timeout=2)
+    assert not pool.healthy
+
+
+def ends_soon(rank: int, size: int) -> int:
+    threading.Timer(0.1, os._exit, [7]).start()
+    return os.getpid()
+
+
+def test_a_rank_that_ends_between_two_tests_is_named_with_the_test_before():
+    pool = RankPool(2)
+    for pid in pool.run(ends_soon):
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.01)
+    with pytest.raises(RankError, match=r"rank 0 ended after .*ends_soon had returned, with exit code 7"):
+        pool.run(sum_of_ranks)
     assert not pool.healthy
