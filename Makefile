@@ -17,7 +17,7 @@ NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout xdist hypothesis
 	myst_parser build hatchling
 # Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
-NEED_INTEGRATIONS := accelerate lightning transformers ray
+NEED_INTEGRATIONS := accelerate lightning transformers ray torchft
 
 demo: need := $(NEED_DEMO)
 gpu gpu-correct gpu-numbers gpu-rest: need := $(NEED_GPU)
