@@ -17,7 +17,6 @@ from tests.torch_suite.case import FACES
 from tests.torch_suite.source import ddp_tests
 from tests.torch_suite.suite_ranks import SECONDS, failure
 
-
 ERROR = re.compile(r"[\w.]*(Error|Exception|Warning): ")  # the last line of a traceback
 
 
