@@ -171,10 +171,12 @@ class _InPlace(dist.Work):
         super().__init__()
         self._work = work
         self._flat = flat
+        self._waited = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the work, and copy its result to where it belongs."""
         done = self._work.wait(timeout)
+        self._waited = True
         try:
             future = self._work.get_future()
         except RuntimeError:  # it has none, so the sum is in its place
@@ -186,8 +188,10 @@ class _InPlace(dist.Work):
         return done
 
     def is_completed(self) -> bool:
-        """Whether the work is completed."""
-        return self._work.is_completed()
+        """Whether the work is completed. A class in Python that does not say so would never be, for torch's base."""
+        kind = type(self._work)
+        silent = kind is not dist.Work and kind.is_completed == dist.Work.is_completed
+        return self._waited if silent else self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future of the work."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
 from dpfuse.engine.abilities import backend_of
+from dpfuse.engine.waiting import board_of
 
 
 class StrictWork(dist._Work):
@@ -256,3 +257,17 @@ def test_without_init_sync_nothing_is_sent_when_the_module_is_wrapped():
     group = Lonely()
     dpfuse.DistributedDataParallel(Net(), process_group=group, init_sync=False)
     assert group.waits == 0
+
+
+def where_it_waits(rank, size, kind):
+    group = joined(kind, "idle", rank, size)
+    model = dpfuse.DataParallel(Net(), group=group)
+    model(torch.ones(4, 6)).sum().backward()
+    board = board_of(group)
+    return board.waits % 2, board.device_done is None or board.device_done()
+
+
+@pytest.mark.parametrize("kind", [StrictWork, FutureWork])
+def test_a_work_that_never_says_that_it_is_completed_is_not_waited_for_between_steps(ranks, kind):
+    """Else an idle program would end after `stall_timeout`."""
+    assert ranks(where_it_waits, kind) == [(0, True)] * 2
