@@ -49,7 +49,7 @@ def _tried(group: dist.ProcessGroup, device: torch.device) -> Abilities:
         coalesces=_gives(
             size, device, lambda one: collective.coalesced(lambda: collective.all_reduce(one, group), device, group)
         ),
-        # Switches do not multiply, and save more than a pass over memory costs.
+        # Switches do not multiply. They are expected to save more than a pass over memory costs.
         multiplies=_gives(FACTOR * size, device, lambda one: collective.all_reduce_multiplied(one, FACTOR, group))
         and not _adds_in_switches(device),
     )

@@ -91,7 +91,7 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     buffer always passes them.
     """
     work = group.allreduce([flat], _SUM)
-    return work if type(group) is dist.ProcessGroup else _InPlace(work, flat)
+    return work if type(group) is dist.ProcessGroup else _PythonWork(work, flat)
 
 
 def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
@@ -159,12 +159,12 @@ def _multiply(tensors: list[Tensor], factor: float) -> None:
             tensor.mul_(factor)
 
 
-class _InPlace(dist.Work):
+class _PythonWork(dist.Work):
     """A work of a group that is written in Python. As for torch's DDP, its future has the sum, which may lie elsewhere.
 
     Args:
         work: of the group.
-        flat: becomes the sum when the work is waited for.
+        flat: becomes the sum when the work is waited for the first time.
     """
 
     def __init__(self, work: dist.Work, flat: Tensor) -> None:
@@ -176,19 +176,23 @@ class _InPlace(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the work, and copy its result to where it belongs."""
         done = self._work.wait(timeout)
-        self._waited = True
+        if not self._waited:
+            self._take_result()
+            self._waited = True
+        return done
+
+    def _take_result(self) -> None:
         try:
             future = self._work.get_future()
         except RuntimeError:  # it has none, so the sum is in its place
-            return done
+            return
         result = future.wait()
         found = result[0] if isinstance(result, (list, tuple)) else result
         if isinstance(found, Tensor) and found.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(found)
-        return done
 
     def is_completed(self) -> bool:
-        """Whether the work is completed. A class in Python that does not say so would never be, for torch's base."""
+        """Whether the work is completed. A class that does not say so itself is completed when it was waited for."""
         kind = type(self._work)
         silent = kind is not dist.Work and kind.is_completed == dist.Work.is_completed
         return self._waited if silent else self._work.is_completed()
@@ -223,7 +227,7 @@ class _Together(dist.Work):
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
     work = group.allreduce([values], _MAX)
-    work = work if type(group) is dist.ProcessGroup else _InPlace(work, values)
+    work = work if type(group) is dist.ProcessGroup else _PythonWork(work, values)
     finish(work, board_of(group), values.device.type)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LaunchShape", "launch_shape"]
+__all__ = ["DEFAULT", "LaunchShape", "launch_shape"]
 
 
 @dataclass(frozen=True)

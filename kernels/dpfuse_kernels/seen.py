@@ -18,6 +18,7 @@ class Seen:
 
     Attributes:
         addresses: of these tensors, in bytes; empty before the first list.
+        like: whether another list of tensors is like this one; False before the first list.
 
     Example:
         >>> import torch
@@ -45,7 +46,7 @@ class Seen:
             check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             count = len(tensors)
             self.like = lambda others: len(others) == count and check(*others)
-        except (ImportError, TypeError, ValueError):
+        except (ImportError, RuntimeError, TypeError, ValueError):
             self.like = _unlike
 
 
