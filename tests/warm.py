@@ -130,8 +130,13 @@ class Request(NamedTuple):
     @staticmethod
     def received(client: socket.socket) -> Request:
         length, files, _, _ = socket.recv_fds(client, 4, FILES)
-        with client.makefile("rb") as stream:
-            return Request(*json.loads(stream.read(int.from_bytes(length, "big"))), files)
+        try:
+            with client.makefile("rb") as stream:
+                return Request(*json.loads(stream.read(int.from_bytes(length, "big"))), files)
+        except (OSError, ValueError):
+            for file in files:
+                os.close(file)
+            raise
 
     @property
     def program(self) -> list[str]:
@@ -222,11 +227,16 @@ def serve(path: str, own: dict[str, str]) -> Request:
                 client.close()
         if listener in sources:
             client, _ = listener.accept()
-            request = Request.received(client)
+            try:
+                request = Request.received(client)
+            except (OSError, ValueError):  # a test has killed the client before it had asked
+                client.close()
+                continue
             process = os.fork() if request.can_be_forked(own) else -1
             if process == 0:
                 break
-            client.sendall(b"%d\n" % max(process, 0))
+            with suppress(OSError):  # it was killed since; the next look at the clients finds it closed
+                client.sendall(b"%d\n" % max(process, 0))
             for file in request.files:
                 os.close(file)
             if process > 0:

@@ -1,0 +1,24 @@
+"""The server of warm processes outlives clients that a test kills while they ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.warm import warm_python
+
+
+@pytest.mark.parametrize("part", [0, 0.5, 1])
+def test_a_client_that_dies_while_it_asks_ends_no_server(part: float):
+    request = json.dumps([["-c", "import time; time.sleep(60)"], dict(os.environ), os.getcwd(), os.getpid(), []])
+    message = len(request).to_bytes(4, "big") + request.encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(Path(warm_python()).with_name("socket")))
+        client.sendall(message[: int(part * len(message))])
+    done = subprocess.run([warm_python(), "-c", "print(2)"], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
