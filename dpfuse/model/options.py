@@ -148,6 +148,16 @@ class CommonOptions(TypedDict, total=False):
             _flag,
         ),
     ]
+    plan: Annotated[
+        str,
+        Option(
+            "ramp",
+            "how gradients are put into buckets after the first synchronised backward, which shows their order. "
+            '"ramp" makes the first and the last bucket small and those between them an eighth of the model, within '
+            'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward.',
+            _one_of("ramp", "greedy", remedy="greedy keeps the rule of the first plan"),
+        ),
+    ]
     stall_timeout: Annotated[
         float,
         Option(
