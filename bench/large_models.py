@@ -1,12 +1,12 @@
-"""ResNet-50 and BERT-large as published, with random weights. Needs only torch."""
+"""ResNet-50, BERT-large, GPT-2 and ViT-L/16 as published, with random weights. Needs only torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, relu, scaled_dot_product_attention
 
-__all__ = ["BertLarge", "ResNet50"]
+__all__ = ["BertLarge", "Gpt2", "ResNet50", "VitLarge"]
 
 
 class _Bottleneck(nn.Module):
@@ -92,3 +92,62 @@ class BertLarge(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.words(tokens) + self.positions(places) + self.types(torch.zeros_like(tokens))
         return torch.tanh(self.pooler(self.layers(self.norm(x))[:, 0]))
+
+
+class _PreNormLayer(nn.Module):
+    """Attention and two linear layers, each with a norm before it."""
+
+    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self._heads, self._causal = heads, causal
+        self.norm, self.inputs, self.attended = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 3 * hidden),
+            nn.Linear(hidden, hidden),
+        )
+        self.wide_norm = nn.LayerNorm(hidden)
+        self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inputs(self.norm(x)).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(*parts, is_causal=self._causal).transpose(1, 2).flatten(2)
+        x = x + self.attended(seen)
+        return x + self.narrow(gelu(self.wide(self.wide_norm(x))))
+
+
+class Gpt2(nn.Module):
+    """Maps tokens to the scores of the next ones. The head is the token embedding; there is no dropout.
+
+    Source: Radford, Wu, Child, Luan, Amodei, Sutskever: Language Models are Unsupervised Multitask Learners.
+    """
+
+    def __init__(self, hidden: int = 768, layers: int = 12, heads: int = 12) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50257, hidden), nn.Embedding(1024, hidden)
+        self.layers = nn.Sequential(*[_PreNormLayer(hidden, heads, causal=True) for _ in range(layers)])
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.norm(self.layers(self.words(tokens) + self.positions(places)))
+        return linear(x, self.words.weight)
+
+
+class VitLarge(nn.Module):
+    """Maps images of 224 x 224 to the scores of 1000 classes; patches of 16 x 16, no dropout.
+
+    Source: Dosovitskiy and others: An Image is Worth 16x16 Words (arXiv 2010.11929).
+    """
+
+    def __init__(self, hidden: int = 1024, layers: int = 24, heads: int = 16) -> None:
+        super().__init__()
+        self.class_token = nn.Parameter(torch.zeros(1, 1, hidden))
+        self.patches = nn.ModuleList([nn.Conv2d(3, hidden, 16, stride=16)])
+        self.positions = nn.ParameterList([torch.randn(1, (224 // 16) ** 2 + 1, hidden)])
+        self.layers = nn.Sequential(*[_PreNormLayer(hidden, heads, causal=False) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches[0](images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1) + self.positions[0]
+        return self.head(self.norm(self.layers(x))[:, 0])

@@ -1,37 +1,68 @@
-"""`python -m bench.record_timeline`: records the backward of ResNet-50 on two CPU ranks, and the cost of all-reduces.
+"""`python -m bench.record_timeline [MODEL …]`: records backwards on two CPU ranks, and the cost of their all-reduces.
 
-It writes `bench/timelines/resnet50-cpu2.json`, which `bench_planner` uses.
+It writes `bench/timelines/MODEL-cpu2.json`, which `bench_planner` and `bench.regret` use.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import dpfuse
-from bench.large_models import ResNet50
+from bench.large_models import BertLarge, Gpt2, ResNet50, VitLarge
+from bench.models import tiny_2000
 from bench.rank_group import on_ranks
 
-__all__ = ["FOLDER", "record"]
+__all__ = ["FOLDER", "MODELS", "load", "record"]
 
 FOLDER = Path(__file__).parent / "timelines"
-BATCH = 4
 STEPS = 5
 
+Training = tuple[nn.Module, Callable[[nn.Module], Tensor]]  # a model, and its loss on one batch
 
-def record() -> dict[str, Any]:
+
+def _of_images(network: Callable[[], nn.Module]) -> Training:
+    images, labels = torch.randn(4, 3, 224, 224), torch.randint(1000, (4,))
+    return network(), lambda model: cross_entropy(model(images), labels)
+
+
+def _of_tokens(network: Callable[[], nn.Module], words: int) -> Training:
+    tokens = torch.randint(words, (2, 128))
+    return network(), lambda model: model(tokens).square().mean()
+
+
+MODELS: dict[str, Callable[[], Training]] = {
+    "resnet50": lambda: _of_images(ResNet50),
+    "bert_large": lambda: _of_tokens(BertLarge, 30522),
+    "gpt2": lambda: _of_tokens(Gpt2, 50257),
+    "vit_large": lambda: _of_images(VitLarge),
+    "tiny_2000": tiny_2000,
+}
+
+
+def load(name: str) -> tuple[dpfuse.tune.Timeline, dpfuse.tune.CostTable]:
+    """Return the recorded backward of one of `MODELS`, and the cost of all-reduces on the machine that recorded it."""
+    found = json.loads((FOLDER / f"{name}-cpu2.json").read_text())
+    return dpfuse.tune.Timeline.from_json(found["timeline"]), dpfuse.tune.CostTable.from_json(found["cost"])
+
+
+def record(name: str) -> dict[str, Any]:
     """Train on every rank until `autotune` is done. Return the timeline and the cost table as JSON values."""
     torch.manual_seed(0)
-    model = dpfuse.DataParallel(ResNet50())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(1000, (BATCH,))
+    network, loss_of = MODELS[name]()
+    model = dpfuse.DataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     tuning = dpfuse.autotune(model, steps=STEPS)
     while not tuning.done:
-        cross_entropy(model(images), labels).backward()
+        loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
     if tuning.timeline is None or tuning.cost is None:
@@ -39,12 +70,14 @@ def record() -> dict[str, Any]:
     return {"timeline": tuning.timeline.to_json(), "cost": tuning.cost.to_json()}
 
 
-def main() -> None:
-    found = on_ranks(2, "cpu", record)
-    path = FOLDER / "resnet50-cpu2.json"
-    path.write_text(json.dumps(found) + "\n")
-    print(path)
+def main(names: list[str]) -> None:
+    """Record these models, or all."""
+    for name in names or MODELS:
+        found = on_ranks(2, "cpu", partial(record, name))
+        path = FOLDER / f"{name}-cpu2.json"
+        path.write_text(json.dumps(found) + "\n")
+        print(path)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -22,11 +22,12 @@ from dpfuse.engine.buffer import dense_stride
 from dpfuse.engine.collective import check_all_to_all, has_raised, resolve_group
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
-from dpfuse.engine.plan import MB, plan_groups
+from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.waiting import board_of, leave
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
+from dpfuse.gradients.manual_plan import plan_groups
 
 __all__ = ["fused_allreduce_gradients"]
 

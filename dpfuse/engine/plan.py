@@ -1,18 +1,19 @@
 """Bucket planning: parameter sizes in, buckets with offsets out. Knows no tensor and no process group.
 
 The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_size`) and of torch's
-`_compute_bucket_assignment_by_size`; the rule of the manual path is Paddle's `build_groups`.
+`_compute_bucket_assignment_by_size`. After the first synchronised backward `ramp.py` may cut the order observed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
+from dpfuse.engine.ramp import ramp_limits
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -22,11 +23,12 @@ __all__ = [
     "Bucket",
     "BucketPlan",
     "BucketRule",
+    "Group",
     "Slot",
     "assign_buckets",
+    "lay_out",
     "lay_out_slots",
     "plan_buckets",
-    "plan_groups",
     "rebuild_plan",
     "size_in_bytes",
 ]
@@ -42,12 +44,14 @@ class BucketRule:
     Example:
         >>> from dpfuse.engine.plan import BucketRule
         >>> BucketRule(caps=(1 << 20, 25 << 20))
-        BucketRule(caps=(1048576, 26214400), delayed=(), behind='')
+        BucketRule(caps=(1048576, 26214400), delayed=(), behind='', ramp_ranks=0)
     """
 
     caps: tuple[float, ...] = ()  # bytes, in the order of communication; the last repeats; they replace the sizes
     delayed: tuple[str, ...] = ()  # names of parameters that get buckets of their own, sent later
     behind: str = ""  # the name of the parameter behind whose bucket they are sent
+    # The number of ranks if `rebuild_plan` cuts by `ramp.py`, else 0. The first plan does not depend on it.
+    ramp_ranks: int = field(default=0, compare=False)
 
 
 NO_WISHES = BucketRule()
@@ -158,8 +162,9 @@ class BucketPlan:
             return "sparse, alone"
         if bucket.cap is None:
             return "end of the model"
-        name = "last" if bucket.cap == self.last_comm_buffer_size != self.comm_buffer_size else "comm"
-        return f"{name} cap {_megabytes(bucket.cap)} MB"
+        caps = {self.comm_buffer_size: "comm cap", self.last_comm_buffer_size: "last cap"}
+        caps = dict.fromkeys(self.rule.caps, "comm cap") | caps
+        return f"{caps.get(bucket.cap, 'ramp')} {_megabytes(bucket.cap)} MB"
 
 
 def _megabytes(nbytes: float) -> str:
@@ -189,14 +194,16 @@ def size_in_bytes(megabytes: Any, name: str) -> float:
     return size if math.isinf(size) else int(size * MB)
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
+    """Parameters of one bucket, and the bytes that closed it."""
+
     members: list[int]
     cap: float | None
 
 
 def assign_buckets(
     specs: Sequence[ParamSpec], limits: Sequence[float], order: Iterable[int] | None = None
-) -> list[_Group]:
+) -> list[Group]:
     """Decide which parameters share a bucket, in the order of the walk (communication order is the reverse).
 
     One bucket is open per (dtype, device). A parameter is added to the open one. The bucket closes once its bytes
@@ -214,18 +221,18 @@ def assign_buckets(
 
     Example:
         >>> from dpfuse import ParamSpec
-    >>> from dpfuse.engine.plan import assign_buckets
+        >>> from dpfuse.engine.plan import assign_buckets
         >>> specs = [ParamSpec(str(n), (n,), "float32") for n in (2, 3, 5)]
         >>> [group.members for group in assign_buckets(specs, [8, 32])]
         [[0], [1, 2]]
     """
     open_groups: dict[Hashable, tuple[int, list[int], int]] = {}  # first position, members, bytes
     closed_count: dict[Hashable, int] = {}
-    groups: list[tuple[int, _Group]] = []
+    groups: list[tuple[int, Group]] = []
     for position, index in enumerate(range(len(specs)) if order is None else order):
         spec = specs[index]
         if spec.sparse:
-            groups.append((position, _Group([index], None)))
+            groups.append((position, Group([index], None)))
             continue
         key = (spec.dtype, spec.device)
         first, members, nbytes = open_groups.get(key) or (position, [], 0)
@@ -234,12 +241,12 @@ def assign_buckets(
         count = closed_count.get(key, 0)
         limit = limits[min(count, len(limits) - 1)]
         if nbytes >= limit:
-            groups.append((first, _Group(members, limit)))
+            groups.append((first, Group(members, limit)))
             closed_count[key] = count + 1
             open_groups.pop(key, None)
         else:
             open_groups[key] = (first, members, nbytes)
-    groups += [(first, _Group(members, None)) for first, members, _ in open_groups.values()]
+    groups += [(first, Group(members, None)) for first, members, _ in open_groups.values()]
     return [group for _, group in sorted(groups, key=lambda item: item[0])]
 
 
@@ -289,7 +296,7 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         ready_order: parameter indices, first ready first; a parameter left out never became ready.
 
     Returns:
-        A plan by the same rules over `ready_order`. Parameters that never became ready form buckets that are sent last.
+        A plan by the same rule over `ready_order`. Parameters that never became ready form buckets that are sent last.
 
     Raises:
         DPFuseError: `ready_order` names a parameter twice, or one that is not in the plan.
@@ -302,7 +309,7 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         >>> [bucket.params for bucket in rebuild_plan(plan, [0, 2]).buckets]
         [(0,), (2,), (1,)]
 
-    Source: the rebuild of torch's `Reducer`, with Paddle's rule.
+    Source: the rebuild of torch's `Reducer`, with Paddle's rule, or with the limits of `ramp_limits`.
     """
     seen = set(ready_order)
     if len(seen) != len(ready_order) or not seen <= set(range(len(plan.specs))):
@@ -310,10 +317,10 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
             f"the ready order names {len(ready_order)} parameters, {len(seen)} distinct, of "
             f"{len(plan.specs)}; expected each at most once. The ranks' models differ, or this is a bug."
         )
-    return _arrange(plan, ready_order)
+    return _arrange(plan, ready_order, plan.rule.ramp_ranks)
 
 
-def _arrange(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+def _arrange(plan: BucketPlan, ready_order: Sequence[int], ramp_ranks: int = 0) -> BucketPlan:
     """Return a plan with the specs, sizes and rule of `plan`, for this order of gradients."""
     specs, rule = plan.specs, plan.rule
     names = {spec.name: index for index, spec in enumerate(specs)} if rule.delayed else {}
@@ -324,18 +331,19 @@ def _arrange(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
     if rule.caps:
         groups = [*assign_buckets(specs, rule.caps, walk), *assign_buckets(specs, rule.caps[-1:], never)]
     else:
-        limits = [plan.last_comm_buffer_size, plan.comm_buffer_size]
-        groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, limits[1:], never)[::-1]]
+        total, cap = sum(specs[index].nbytes for index in walk), plan.comm_buffer_size
+        limits = ramp_limits(total, cap, plan.last_comm_buffer_size, ramp_ranks)
+        groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, [cap], never)[::-1]]
     if delayed:
         ready = {index: position for position, index in enumerate([*ready_order, *never])}
         last = dict.fromkeys(range(len(specs)), len(specs)) | ready  # a delayed one that was never ready comes last
         for group in assign_buckets(specs, [math.inf], delayed):
             _put_behind(group, groups, names.get(rule.behind), last)
-    ordered = (_Group(sorted(group.members), group.cap) for group in groups)
-    return replace(plan, buckets=tuple(_lay_out(specs, ordered)))
+    ordered = (Group(sorted(group.members), group.cap) for group in groups)
+    return replace(plan, buckets=tuple(lay_out(specs, ordered)))
 
 
-def _put_behind(late: _Group, groups: list[_Group], index: int | None, ready: Mapping[int, int]) -> None:
+def _put_behind(late: Group, groups: list[Group], index: int | None, ready: Mapping[int, int]) -> None:
     """Insert `late` behind the group of parameter `index`, and behind every group that is ready earlier."""
     due = max(ready[member] for member in late.members)
     before = [
@@ -346,38 +354,13 @@ def _put_behind(late: _Group, groups: list[_Group], index: int | None, ready: Ma
     groups.insert(max(before, default=0), late)
 
 
-def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
-    """Plan the manual path: consecutive gradients of one dtype share a bucket until its bytes reach a size.
+def lay_out(specs: Sequence[ParamSpec], groups: Iterable[Group]) -> Iterator[Bucket]:
+    """Yield a bucket with its slots for each group of parameters, in this order.
 
     Args:
-        specs: the gradients, in the order given by the user.
-        bucket_size: bytes.
-
-    Returns:
-        Groups in the order of `specs`, which is also the communication order.
-
-    Example:
-        >>> from dpfuse import ParamSpec
-    >>> from dpfuse.engine.plan import plan_groups
-        >>> specs = [ParamSpec("", (2,), dtype) for dtype in ("float32", "float64", "float32")]
-        >>> [bucket.params for bucket in plan_groups(specs, 1024).buckets]
-        [(0,), (1,), (2,)]
-
-    Source: Paddle's `build_groups`, used by its `fused_allreduce_gradients`.
+        specs: the parameters.
+        groups: indices into `specs`, ascending.
     """
-    groups: list[_Group] = []
-    key, nbytes = None, 0
-    for index, spec in enumerate(specs):
-        if groups and (spec.dtype, spec.device) == key and nbytes < bucket_size:
-            groups[-1].members.append(index)
-            nbytes += spec.nbytes
-        else:
-            groups.append(_Group([index], bucket_size))
-            key, nbytes = (spec.dtype, spec.device), spec.nbytes
-    return BucketPlan(tuple(specs), tuple(_lay_out(specs, groups)), bucket_size, bucket_size)
-
-
-def _lay_out(specs: Sequence[ParamSpec], groups: Iterable[_Group]) -> Iterator[Bucket]:
     for members, cap in groups:
         head = specs[members[0]]
         slots, length = lay_out_slots([(index, specs[index].numel) for index in members], head.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -57,7 +58,9 @@ def check_module(
             "average; use the module without the wrapper"
         )
     specs = [spec for spec in describe_parameters(module) if spec.name in trainable]
-    plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size, rule=options.rule)
+    ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0
+    rule = replace(options.rule, ramp_ranks=ramp_ranks)
+    plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size, rule=rule)
     devices = {str(param.device): name for name, param in reversed(trainable.items())}
     if len(devices) > 1:
         raise ValueError(

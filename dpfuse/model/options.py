@@ -149,7 +149,7 @@ class CommonOptions(TypedDict, total=False):
         ),
     ]
     plan: Annotated[
-        str,
+        Literal["ramp", "greedy"],
         Option(
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "

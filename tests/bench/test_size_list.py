@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.architectures import ARCHITECTURES
-from bench.large_models import BertLarge, ResNet50
+from bench.large_models import BertLarge, Gpt2, ResNet50, VitLarge
 from bench.size_list import SIZE_LISTS, bucket_shapes, load
 
 TOTALS = {
@@ -43,7 +43,9 @@ def test_a_bucket_fills_as_backward_fills_it():
 
 
 # Only the GPU machine has these libraries.
-@pytest.mark.parametrize(("name", "network"), [("resnet50", ResNet50), ("bert_large", BertLarge)])
+@pytest.mark.parametrize(
+    ("name", "network"), [("resnet50", ResNet50), ("bert_large", BertLarge), ("vit_large", VitLarge)]
+)
 def test_what_is_timed_has_these_shapes_in_this_order(name, network):
     with torch.device("meta"):
         built = network()
@@ -86,3 +88,10 @@ def test_the_shapes_are_those_of_the_libraries(name, library, model, config, opt
         arguments = [getattr(module, config)(**options)] if config else []
         built = getattr(module, model)(*arguments)
     assert [tuple(param.shape) for param in built.parameters()] == [shape for _, shape in load(name)]
+
+
+def test_gpt2_has_these_sizes_in_this_order():
+    with torch.device("meta"):
+        built = Gpt2()
+    # Its published weights of linear layers are stored as (inputs, outputs).
+    assert [param.numel() for param in built.parameters()] == [math.prod(shape) for _, shape in load("gpt2")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 
 import pytest
 import torch
@@ -64,6 +65,38 @@ def rebuilt_in_rank_0s_order(rank, size):
 def test_all_ranks_rebuild_in_the_order_of_rank_0_and_still_agree(ranks):
     layouts = ranks(rebuilt_in_rank_0s_order)
     assert layouts[0] == layouts[1]
+
+
+def ramps(rank, size):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(32)])  # 64 KB each
+    theirs = nn.parallel.DistributedDataParallel(deepcopy(net))
+    models = [
+        dpfuse.DataParallel(deepcopy(net)),
+        dpfuse.DistributedDataParallel(deepcopy(net)),
+        dpfuse.DistributedDataParallel(deepcopy(net), bucket_cap_mb=0.25),
+        dpfuse.DataParallel(deepcopy(net), plan="greedy"),
+        dpfuse.DataParallel(deepcopy(net), deterministic=True),
+    ]
+    first = [model.bucket_plan for model in models]
+    for step in range(3):
+        for model in (theirs, *models):
+            model.zero_grad()
+            torch.manual_seed(size * step + rank)
+            model(torch.randn(2, 128)).sum().backward()
+        for model in models:
+            for ours, torchs in zip(model.module.parameters(), theirs.module.parameters(), strict=True):
+                assert torch.equal(ours.grad, torchs.grad), step
+    return [[len(bucket.params) for bucket in plan.buckets] for plan in (*first, *(m.bucket_plan for m in models))]
+
+
+def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks):
+    for plans in ranks(ramps):
+        assert plans[:5] == [[16, 16], [16, 16], [4] * 8, [16, 16], [16, 16]]
+        # 2 MB, full buckets of 256 KB; at the ends buckets of one and two parameters of 64 KB.
+        assert plans[5:7] == [[1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1]] * 2
+        assert max(plans[7]) == 4
+        assert plans[8:] == [[16, 16], [16, 16]]
 
 
 def views_of_the_first_plan_survive(rank, size):

@@ -19,9 +19,9 @@ from dpfuse.engine.plan import (
     MB,
     assign_buckets,
     plan_buckets,
-    plan_groups,
     rebuild_plan,
 )
+from dpfuse.gradients.manual_plan import plan_groups
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

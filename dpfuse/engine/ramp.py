@@ -1,0 +1,58 @@
+"""Sizes of buckets that overlap well with backward: small at both ends of the order, full between them."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["ramp_limits"]
+
+# Chosen by regret over models and networks: docs/measurements/bucket_rules.md.
+PARTS = 8  # a full bucket has this part of the model, if its cap allows it
+END = 4  # the first bucket sent, and the last one, have this part of a full bucket
+GROWTH = 2  # from one bucket to the next, from both ends towards the middle
+LEAST = 1 << 18  # bytes of a full bucket, at least; beyond LEAST_RANKS ranks it grows with the square root of the ranks
+LEAST_RANKS = 8
+
+
+def ramp_limits(total: int, cap: float, last_cap: float, ranks: int) -> list[float]:
+    """Return the bytes that close each bucket, from the one that is sent last to the one that is sent first.
+
+    The first bucket is small, so that the network starts early. The last one is small, so that little is left to send
+    when backward ends. The more ranks there are, the longer a collective takes to start, and the larger is the smallest
+    bucket that pays.
+
+    Args:
+        total: bytes of all gradients.
+        cap: bytes of a full bucket, at most.
+        last_cap: bytes of the bucket that is sent last, at most.
+        ranks: their number; 0 asks for no ramp.
+
+    Returns:
+        `[last_cap, cap]` without a ramp. A model that is smaller than the smallest full bucket gets none, and neither
+        does a `cap` that is smaller or infinite. Otherwise bytes that are `total` together.
+
+    Example:
+        >>> from dpfuse.engine.ramp import ramp_limits
+        >>> MB = 1 << 20
+        >>> [limit / MB for limit in ramp_limits(64 * MB, 25 * MB, MB, ranks=2)]
+        [1.0, 2.0, 4.0, 3.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
+
+    Source: ours. Megatron-LM's default bucket grows with the number of ranks, too.
+    """
+    least = LEAST * math.sqrt(max(1.0, ranks / LEAST_RANKS))
+    if not ranks or total < least or not LEAST <= cap < math.inf:
+        return [last_cap, cap]
+    full = min(cap, max(total / PARTS, least))
+    front: list[float] = []
+    back: list[float] = []
+    rising, falling = full / END, min(last_cap, full / END)
+    while total > 0:
+        size = max(1, math.ceil(min(rising, falling, total)))
+        if rising <= falling:
+            front.append(size)
+            rising = min(rising * GROWTH, full)
+        else:
+            back.append(size)
+            falling = min(max(falling * GROWTH, full / END), full)
+        total -= size
+    return [*back, *front[::-1]]
