@@ -207,8 +207,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
         send_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         sync.use_buffers(
-            broadcast=send_buffers and (hook is None or hook.before_forward),
-            compare=self.forward_sync_buffers and hook is None,
+            before_forward=send_buffers and (hook is None or hook.before_forward),
+            in_backward=self.forward_sync_buffers and hook is None,
         )
         if self.device_ids:
             moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)

@@ -27,6 +27,7 @@ class Turn(IntFlag):
     ACTIVE = 1  # it runs a forward
     SYNC = 2  # whose backward is synchronised
     BUFFERS = 4  # and before which buffers are sent
+    BUFFERS_AFTER = 8  # which are sent in that backward
 
 
 class _Joined(Protocol):
@@ -101,7 +102,8 @@ class UnevenInputsHook(JoinHook):
         turns = self._exchange(
             Turn.ACTIVE
             | (Turn.SYNC if reducer.require_sync else 0)
-            | (Turn.BUFFERS if self._sync.broadcast_buffers else 0)
+            | (Turn.BUFFERS if self._sync.buffers.due else 0)
+            | (Turn.BUFFERS_AFTER if self._sync.buffers.in_backward else 0)
         )
         self._shadowed = reducer.require_sync and 0 in turns
         if self._shadowed:
@@ -136,7 +138,8 @@ class UnevenInputsHook(JoinHook):
         try:
             turn = max(self._exchange(0))
             if turn & Turn.BUFFERS:
-                self._sync.send_buffers()
+                self._sync.buffers.send()
+            self._sync.use_buffers(before_forward=False, in_backward=bool(turn & Turn.BUFFERS_AFTER))
             self._model.require_forward_param_sync = bool(turn & Turn.SYNC)  # as a forward leaves it
             if turn & Turn.SYNC:
                 self._set_gradients_aside()

@@ -40,7 +40,7 @@ class TorchHooks(TorchNames):
         super()._connect(group, fresh=fresh)
         assert self._sync is not None
         if self._buffer_hook is not None:
-            self._sync.buffer_hook = self._weak_buffer_hook()
+            self._sync.buffers.hook = self._weak_buffer_hook()
 
     def _face_parts(self) -> FaceParts:
         optimizers, wrapper = self._optimizers, weakref.ref(self)
@@ -161,7 +161,7 @@ class TorchHooks(TorchNames):
         """
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
         assert self._sync is not None
-        self._sync.buffer_hook = self._weak_buffer_hook()
+        self._sync.buffers.hook = self._weak_buffer_hook()
 
     def _run_buffer_hook(self) -> None:
         assert self._buffer_hook is not None

@@ -257,7 +257,9 @@ class _Making:
     ) -> Parts:
         steps = [each.step(order, bucket, buffer, report) for each in self.assembly.features]
         taken = tuple(step for step in steps if step is not None)
-        return Parts(buffer, feed, exchange, delivery, taken, report, writers_on(torch.device(bucket.device)))
+        found = () if report is None else (each.beside() for each in self.assembly.features)
+        beside = tuple(companion for companion in found if companion is not None)
+        return Parts(buffer, feed, exchange, delivery, taken, report, writers_on(torch.device(bucket.device)), beside)
 
     def _rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
         found = (each.rounding(order, bucket, buffer) for each in self.assembly.features)

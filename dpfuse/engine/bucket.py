@@ -14,7 +14,7 @@ from dpfuse.engine import collective
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.plan import Bucket
-from dpfuse.engine.protocols import BucketObserver, Delivery, Exchange, Feed, PackArguments, PackStep
+from dpfuse.engine.protocols import BucketObserver, Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
 from dpfuse.engine.streams import WritingStreams
 from dpfuse.engine.torch_private import profiler_runs, ranged, ranged_without_graph
@@ -62,6 +62,7 @@ class Parts:
         steps: what features do while the bucket is packed.
         report: what travels behind the gradients, in the last bucket only.
         writers: the streams that write its gradients, on CUDA.
+        beside: what travels beside the last bucket.
     """
 
     buffer: Buffer
@@ -71,6 +72,7 @@ class Parts:
     steps: tuple[PackStep, ...] = ()
     report: Report | None = None
     writers: WritingStreams | None = None
+    beside: tuple[Companion, ...] = ()
 
 
 class GradBucket:
@@ -175,6 +177,8 @@ class GradBucket:
         for observer in observers:
             observer.wait_begins(self._sent)
         finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
+        for companion in parts.beside:
+            companion.finish()
         if parts.delivery.is_early:
             parts.delivery.landed()
         for observer in observers:
@@ -307,6 +311,13 @@ class GradBucket:
             exchange.started(self._work)
         for observer in self._around.observers:
             observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
+        try:
+            for companion in self.parts.beside:
+                companion.start()
+        except BaseException as error:  # the peers start theirs
+            outcome.torn = True
+            self._around.leave(error)
+            raise
 
     def _misuse(self, expected: BucketState) -> DPFuseError:
         return DPFuseError(

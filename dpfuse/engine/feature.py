@@ -9,7 +9,7 @@ from torch import Tensor
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.plan import Bucket
-from dpfuse.engine.protocols import Delivery, PackStep
+from dpfuse.engine.protocols import Companion, Delivery, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream
 
@@ -36,6 +36,10 @@ class Feature:
     def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         """Return `delivery`, or one that does more around it. On `side`, work can be done while backward runs."""
         return delivery
+
+    def beside(self) -> Companion | None:
+        """Return what travels beside the last bucket."""
+        return None
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """Note that a backward begins. An error raised here comes before anything is sent."""

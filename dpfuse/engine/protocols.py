@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse_kernels import PointerTable
 
-__all__ = ["BucketObserver", "Delivery", "Exchange", "Feed", "PackArguments", "PackStep"]
+__all__ = ["BucketObserver", "Companion", "Delivery", "Exchange", "Feed", "PackArguments", "PackStep"]
 
 
 @dataclass(slots=True)
@@ -157,6 +157,16 @@ class PackStep:
 
     def delivered(self, untouched: Set[int]) -> None:
         """Note that gradients were delivered, except to the untouched parameters, which no rank has used."""
+
+
+class Companion(Protocol):
+    """Travels beside the bucket that is sent last, in every backward that synchronises, whatever happens in it."""
+
+    def start(self) -> None:
+        """Start its collectives, behind that of the bucket."""
+
+    def finish(self) -> None:
+        """Wait for them, and use what they bring."""
 
 
 class BucketObserver(Protocol):

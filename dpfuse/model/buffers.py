@@ -85,22 +85,37 @@ class BufferSync:
         gone = next((name for name in self._agreed if name not in self._kinds), None)
         return None if gone is None else f"buffer {gone!r} was removed"
 
+    @property
+    def exist(self) -> bool:
+        """Whether there are any here, or there were when the ranks last agreed."""
+        return bool(self._agreed or self._kinds)
+
     def send(self, source: int) -> None:
         """Overwrite the buffers with those of rank `source`, in the agreed order, whichever there are here.
 
         One that was converted since travels in its old dtype. One that was removed or has another shape is left alone.
         """
+        self.start(source)
+        self.finish(source)
+
+    def start(self, source: int) -> None:
+        """Start `send`; `finish` must follow."""
         if self.look() is not self._agreed:
             self._send_stand_ins(source)
             return
         if self._broadcasts is None:
             self._last = self._found
             self._broadcasts = self._broadcasts_of([self._found[name] for name in self._agreed])
+        for broadcast in self._broadcasts:
+            broadcast.start(source)
+
+    def finish(self, source: int) -> None:
+        """Wait for what was started."""
         # The graph of an earlier forward may hold them. Its backward must not fail on the ranks that are written to:
         # batch norm, for one, takes two forwards before a backward, since its own updates do not count either.
         with _unsafe_preserve_version_counter(() if self._group.rank() == source else self._counted):
-            for broadcast in self._broadcasts:
-                broadcast(source, wait=False)
+            for broadcast in self._broadcasts or ():
+                broadcast.finish(wait=False)
 
     def _send_stand_ins(self, source: int) -> None:
         stand_ins = {
@@ -112,8 +127,9 @@ class BufferSync:
                 stand_in.copy_(buffer)
             for broadcast in self._broadcasts_of(list(stand_ins.values())):
                 broadcast(source)
-            for stand_in, buffer in pairs:
-                buffer.copy_(stand_in)
+            if self._group.rank() != source:  # whose own may be more precise than what travelled
+                for stand_in, buffer in pairs:
+                    buffer.copy_(stand_in)
 
     @staticmethod
     def _pairs(stand_ins: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -54,6 +54,8 @@ class FlatBroadcast:
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
         self._targets: list[Tensor] = []
         self._pieces: list[Tensor] = []
+        self._sends = False
+        self._pending: tuple[Tensor, dist.Work] | None = None  # what travels, started and not finished
         self._sent: list[dist.Work] = []  # not waited for
         weakref.finalize(self, _wait_for_peers, self._sent)
         for ((dtype, dims), same), chunk, count in zip(kinds.items(), self._staging.split(sizes), counts, strict=True):
@@ -76,14 +78,19 @@ class FlatBroadcast:
             source: a rank of the group.
             wait: if False, that rank goes on while its bytes travel, on a CPU; its next call or its end waits.
         """
+        self.start(source)
+        self.finish(wait=wait)
+
+    def start(self, source: int) -> None:
+        """Start to overwrite the tensors with those of rank `source` as they are now; `finish` must follow."""
         if not self._staging.numel():
             return
         while self._sent:
             finish(self._sent.pop(), self._board, self._device.type)
-        sends = self._group.rank() == source
+        self._sends = self._group.rank() == source
         # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
         with torch.inference_mode():
-            if sends:
+            if self._sends:
                 for tensors, staged in self._joined:
                     torch.cat(tensors, out=staged)
                 for scalars, staged in self._scalars:
@@ -91,12 +98,21 @@ class FlatBroadcast:
                 for pieces, tensors in self._others:
                     torch._foreach_copy_(pieces, tensors)
             wire = self._staging.to(self._device)
-            work = start_broadcast(wire, self._group, source)
-            if sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
-                self._sent.append(work)
-                return
-            finish(work, self._board, self._device.type)
-            if not sends:
+            self._pending = wire, start_broadcast(wire, self._group, source)
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Wait for what was started, if anything was; `wait` as above."""
+        if self._pending is None:
+            return
+        wire, work = self._pending
+        if self._sends and not wait and not wire.is_cuda:  # there it costs nothing, and a graph being captured needs it
+            self._pending = None
+            self._sent.append(work)
+            return
+        finish(work, self._board, self._device.type)
+        self._pending = None
+        if not self._sends:
+            with torch.inference_mode():
                 if wire is not self._staging:
                     self._staging.copy_(wire)
                 torch._foreach_copy_(self._targets, self._pieces)

@@ -25,6 +25,7 @@ from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, Gradients
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.model.agreement import send_tensors
+from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.follow import ModuleFollower, params_of
@@ -65,9 +66,8 @@ class ModuleSync:
         window: counts what ranks must have in common.
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
-        broadcast_buffers: whether the next forward sends buffers.
+        buffers: when they are sent.
         before_collectives: called in `before_forward`, once all is well.
-        buffer_hook: what synchronises the buffers in our place.
     """
 
     def __init__(
@@ -80,12 +80,11 @@ class ModuleSync:
         face: FaceParts = FaceParts(),
     ) -> None:
         self.window = Window(counts_forwards=not options.find_unused_parameters)
-        self.broadcast_buffers = options.broadcast_buffers
         self.before_collectives: Callable[[], None] | None = None
-        self.buffer_hook: Callable[[], None] | None = None
         self._module = module
         self._options = options
-        self._buffers = BufferSync(module, options.ignored, group)
+        buffers = BufferSync(module, options.ignored, group)
+        self.buffers = BufferSchedule(buffers, lambda: self.source, active=options.broadcast_buffers)
         signature = ModelSignature(module, options.ignored)
         self._reader = GradientReader(module, signature, group.rank())
         self.factors = GradientFactors(
@@ -95,7 +94,8 @@ class ModuleSync:
         self.error_feedback = (
             ErrorFeedback(group.rank(), group.size(), options.wire) if options.common["error_feedback"] else None
         )
-        features: list[Feature] = [] if self.error_feedback is None else [self.error_feedback]
+        features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
+        features += [] if self.error_feedback is None else [self.error_feedback]
         if options.common["check_finite"] != "off":
             features.append(
                 FiniteCheck(
@@ -124,7 +124,7 @@ class ModuleSync:
             signature,
             options,
             self.grads,
-            self._buffers,
+            buffers,
             may_have_changed=face.module_changed,
             agreed=self._plan_residuals,
         )
@@ -193,8 +193,7 @@ class ModuleSync:
             self._follower.look()
         if self.before_collectives is not None:
             self.before_collectives()
-        if self.broadcast_buffers:
-            self.send_buffers()
+        self.buffers.forward_begins()
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""
@@ -204,17 +203,10 @@ class ModuleSync:
         self.window.forward_ends(watched=watched)
         reducer.record_forward(reducer.require_sync, outputs_watched=watched)
 
-    def use_buffers(self, *, broadcast: bool, compare: bool) -> None:
-        """Say whether the next forward sends buffers, and whether ranks compare them when a module has changed."""
-        self.broadcast_buffers = broadcast
-        self._follower.compare_buffers = compare
-
-    def send_buffers(self) -> None:
-        """Overwrite the buffers with those of rank `source`, or do what the user has registered instead."""
-        if self.buffer_hook is not None:
-            self.buffer_hook()
-        else:
-            self._buffers.send(self.source)
+    def use_buffers(self, *, before_forward: bool, in_backward: bool) -> None:
+        """Say whether buffers are sent before the next forward, if they must be, and in the backwards from now on."""
+        self.buffers.before_forward = before_forward
+        self.buffers.in_backward = self._follower.compare_buffers = in_backward
 
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of rank `source`."""

@@ -73,10 +73,16 @@ def train(wrap, rank, counts, *, net=None, momentum=0.9, accumulate=1, zero_firs
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(ours, theirs, size):
+def one_source(counts):
+    """Whether the highest rank that has inputs is the same in all iterations."""
+    return len({max(rank for rank, own in enumerate(counts) if own > done) for done in range(max(counts))}) == 1
+
+
+def assert_same(ours, theirs, size, *, statistics=True):
+    """`statistics`: of batch norm, too. They are those of the source of an iteration; torch's, of the one after it."""
     assert ours.keys() == theirs.keys()
     tolerance = 0.0 if size == 2 else 1e-6
-    for name in ours:
+    for name in (name for name in ours if statistics or "running" not in name):
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
@@ -95,7 +101,7 @@ def of_torch(rank, size, counts, options):
 
 def compared(rank, size, counts, options):
     ours, theirs = train(DDP, rank, counts, **options), of_torch(rank, size, counts, options)
-    assert_same(ours, theirs, size)
+    assert_same(ours, theirs, size, statistics=one_source(counts) or options.get("forward_sync_buffers") is False)
     if options.get("forward_sync_buffers") is False:
         return  # then each rank keeps its own, here as in torch
     flat = torch.cat([value.double().flatten() for value in ours.values()])
@@ -221,7 +227,7 @@ def several(rank, size, counts):
                     optimizer.step()
         results.append([copy.deepcopy(model.state_dict()) for model in models])
     for ours, theirs in zip(*results, strict=True):
-        assert_same(ours, theirs, size)
+        assert_same(ours, theirs, size, statistics=one_source(counts))
 
 
 @pytest.mark.parametrize("counts", [(2, 4), (4, 0), (1, 3, 2)], ids=str)
@@ -345,7 +351,7 @@ def two_joins(rank, size):
                     model(x).square().sum().backward()
                     optimizer.step()
         states.append(model.state_dict())
-    assert_same(*states, size)
+    assert_same(*states, size, statistics=False)
 
 
 def test_a_join_in_every_epoch(ranks):

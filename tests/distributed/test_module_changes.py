@@ -33,7 +33,7 @@ def test_buffers_are_sent_before_each_forward_only_if_asked(ranks, broadcast):
     assert first[1] == second[1] == 4
 
 
-def equal_before_forward(rank, size):
+def equal_in_a_second_forward(rank, size):
     class Reading(nn.Module):
         def __init__(self):
             super().__init__()
@@ -48,17 +48,22 @@ def equal_before_forward(rank, size):
 
     model = dpfuse.DataParallel(Reading(), broadcast_buffers=True)
     for step in range(3):
+        first = model(torch.ones(1))
         model.mean.fill_(10.0 * step + rank)
         model.count.fill_(10 * step + rank)
-        model(torch.ones(1)).backward()
+        second = model(torch.ones(1))  # no backward has sent them since the first one, so this forward does
+        model.mean.fill_(10.0 * step + 5 + rank)
+        (first + second).backward()
     with torch.no_grad():
         model(torch.ones(1))
     return model.seen
 
 
-def test_every_rank_computes_with_the_buffers_of_rank_0(ranks):
-    sent = [([10.0 * step] * 3, 10 * step) for step in range(3)]
-    assert ranks(equal_before_forward) == [[*sent, sent[-1]]] * 2
+def test_buffers_are_those_of_rank_0_in_a_second_forward_and_after_backward(ranks):
+    seen = [([0.0] * 3, 0)]
+    for step in range(3):
+        seen += [([10.0 * step] * 3, 10 * step), ([10.0 * step + 5] * 3, 10 * step)]
+    assert ranks(equal_in_a_second_forward) == [seen] * 2
 
 
 def late_receiver(rank, size):

@@ -16,6 +16,7 @@ model = dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), b
 with torch.no_grad():
     model.module[1].running_mean.fill_(10.0 - rank)
 model(torch.ones(8, 3)).sum().backward()
+model(torch.ones(8, 3))  # no backward follows, so the next forward sends buffers
 model.module[1].running_mean.fill_(20.0 - rank)
 if rank:
     while not (folder / "ending").exists():

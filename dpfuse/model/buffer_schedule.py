@@ -1,0 +1,68 @@
+"""When buffers are sent: in a backward, before a forward, or by a user's function. Knows no parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.protocols import Companion
+from dpfuse.model.buffers import BufferSync
+
+__all__ = ["BufferSchedule"]
+
+
+class BufferSchedule(Feature, Companion):
+    """Sends buffers beside the last bucket of each backward that synchronises, so that they are the same after it.
+
+    A forward sends them first only if no such backward has done so since the forward before.
+
+    Args:
+        buffers: to send.
+        source: returns the rank whose buffers all ranks take.
+        active: whether to send them, in backward and before a forward.
+
+    Attributes:
+        before_forward: whether a forward may have to send them.
+        in_backward: whether backwards send them. Both may change between backwards, on all ranks.
+        hook: what synchronises the buffers in our place, before each forward.
+    """
+
+    def __init__(self, buffers: BufferSync, source: Callable[[], int], *, active: bool) -> None:
+        self.before_forward = self.in_backward = active
+        self.hook: Callable[[], None] | None = None
+        self._buffers = buffers
+        self._source = source
+        self._fresh = False  # whether a backward has sent them since the last forward
+
+    @property
+    def due(self) -> bool:
+        """Whether the next forward sends buffers first."""
+        return self.before_forward and not (self._fresh and self.hook is None)
+
+    def forward_begins(self) -> None:
+        """Send the buffers if they are due."""
+        if self.due:
+            self.send()
+        self._fresh = False
+
+    def send(self) -> None:
+        """Send the buffers now, or do what the user has registered instead."""
+        if self.hook is not None:
+            self.hook()
+        else:
+            self._buffers.send(self._source())
+
+    def beside(self) -> Companion | None:
+        """As `Feature.beside`. Without buffers it is None; when one is added, the buckets are made again."""
+        return self if self._buffers.exist else None
+
+    def start(self) -> None:
+        """As `Companion.start`."""
+        if self.in_backward:
+            self._buffers.start(self._source())
+
+    def finish(self) -> None:
+        """As `Companion.finish`."""
+        if self.in_backward:
+            self._buffers.finish(self._source())
+            self._fresh = True
