@@ -21,11 +21,12 @@ import numpy as np
 
 from bench.machine import describe
 from bench.record_timeline import MODELS, load
-from dpfuse.engine import ramp
-from dpfuse.engine.plan import BucketPlan, BucketRule, plan_buckets, rebuild_plan
+from dpfuse.engine.plan import MB, BucketPlan, assign_buckets
+from dpfuse.engine.ramp import Ramp, ramp_limits
 from dpfuse.tune import ETHERNET, INFINIBAND, NVLINK, CostTable, Timeline, optimal_plan, simulate
+from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.link import Link
-from dpfuse.tune.published_plans import capped_plan, ddp_plan, paddle_plan
+from dpfuse.tune.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan
 
 SMALL = ("tiny_2000", "demo")
 RECORD = Path(__file__).parent / "results" / "regret.json"
@@ -52,41 +53,38 @@ NETWORKS: dict[str, dict[str, tuple[int, float]]] = {
 Rule = Callable[[Timeline, int], BucketPlan]  # of a backward and a number of ranks
 
 
-class Shape(NamedTuple):
-    """The constants of a ramp."""
-
-    parts: int
-    end: float
-    growth: float
+def _default(timeline: Timeline, ranks: int) -> BucketPlan:
+    return ramp_plan(timeline, ranks=ranks)
 
 
-def _ramp(timeline: Timeline, ranks: int, shape: Shape | None = None) -> BucketPlan:
-    plan = plan_buckets(timeline.specs, rule=BucketRule(ramp_ranks=ranks))
-    if shape is None:
-        return rebuild_plan(plan, timeline.order)
-    ours = Shape(ramp.PARTS, ramp.END, ramp.GROWTH)
-    ramp.PARTS, ramp.END, ramp.GROWTH = shape
-    try:
-        return rebuild_plan(plan, timeline.order)
-    finally:
-        ramp.PARTS, ramp.END, ramp.GROWTH = ours
+def _ramp(timeline: Timeline, ranks: int, ramp: Ramp) -> BucketPlan:
+    limits = ramp_limits(sum(timeline.nbytes), 25 * MB, MB, ranks, ramp)
+    groups = assign_buckets(timeline.specs, limits, timeline.order[::-1])[::-1]
+    return plan_from_groups(timeline.specs, [group.members for group in groups])
 
 
 def _equal_parts(timeline: Timeline, ranks: int, count: int) -> BucketPlan:
-    return capped_plan(timeline, sum(timeline.nbytes) / count / 2**20)
+    return capped_plan(timeline, sum(timeline.nbytes) / count / MB)
 
 
 RULES: dict[str, Rule] = {
-    'dpfuse, plan="ramp" (default)': _ramp,
+    'dpfuse, plan="ramp" (default)': _default,
     'Paddle 25 + 1 MB, dpfuse plan="greedy"': lambda timeline, ranks: paddle_plan(timeline),
     "torch's DDP, 1 + 25 MB": lambda timeline, ranks: ddp_plan(timeline),
     "eight equal buckets": partial(_equal_parts, count=8),
     "one bucket": partial(_equal_parts, count=1),
     **{
-        f"ramp: 1/{shape.parts} of the model, ends 1/{shape.end:g} of that, factor {shape.growth:g}": partial(
-            _ramp, shape=shape
-        )
-        for shape in (Shape(4, 4, 2), Shape(16, 4, 2), Shape(8, 2, 2), Shape(8, 8, 2), Shape(8, 16, 4))
+        f"ramp with {name}": partial(_ramp, ramp=other)
+        for name, other in {
+            "4 parts": Ramp(parts=4),
+            "16 parts": Ramp(parts=16),
+            "ends of 1/2": Ramp(end=2),
+            "ends of 1/8": Ramp(end=8),
+            "ends of 1/16, factor 4": Ramp(end=16, growth=4),
+            "1 MB at least": Ramp(least=MB),
+            "64 KB at least": Ramp(least=MB // 16),
+            "a least that does not grow": Ramp(ranks=1 << 30),
+        }.items()
     },
 }
 

@@ -45,8 +45,8 @@ class DataParallel(SyncedModule):
             passes calls through, and says so once.
         gradient_as_bucket_view: True makes `.grad` a view of the communication buffer, which saves a copy;
             the next synchronised backward overwrites a view that was kept. False keeps gradients private.
-        broadcast_buffers: True sends rank 0's buffers (running statistics) to all ranks before every
-            forward with gradients enabled; otherwise they are sent at construction only.
+        broadcast_buffers: True sends rank 0's buffers (running statistics) to all ranks in every backward that
+            synchronises, and before a forward that no such backward preceded; False, at construction only.
         gradient_scale: factor on each rank's gradients before the sum; None is 1 / number of ranks, the
             mean; 1.0 gives the plain sum.
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import Timeline, paddle_plan
+from dpfuse.tune import Timeline, ramp_plan
 
 __all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_duplicates"]
 
@@ -80,19 +80,20 @@ def contenders(grid: Iterable[Sizes], tuned: BucketPlan | None, *, find_unused: 
     ]
 
 
-def without_duplicates(grid: Iterable[Sizes], timeline: Timeline) -> list[Sizes]:
+def without_duplicates(grid: Iterable[Sizes], timeline: Timeline, ranks: int) -> list[Sizes]:
     """Return the default sizes and those of the grid, but only one of sizes that make the same buckets.
 
     Args:
         grid: sizes to try.
         timeline: has the order of the gradients, on which the buckets depend.
+        ranks: their number, on which the buckets depend, too.
 
     Returns:
         The sizes; of several that make the same buckets, the one nearest to the default.
     """
     kept: dict[str, Sizes] = {}
     for sizes in sorted({DEFAULT, *grid}, key=lambda sizes: (changes(sizes), sizes)):
-        kept.setdefault(paddle_plan(timeline, *sizes).layout, sizes)
+        kept.setdefault(ramp_plan(timeline, *sizes, ranks=ranks).layout, sizes)
     return sorted(kept.values())
 
 

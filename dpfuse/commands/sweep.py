@@ -28,7 +28,7 @@ from dpfuse.commands.tune_command import tune_wrapped
 from dpfuse.commands.user_model import Target
 from dpfuse.engine import collective
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import paddle_plan
+from dpfuse.tune import ramp_plan
 
 __all__ = ["Effort", "Row", "Sweep", "frozen_heap", "sweep"]
 
@@ -93,10 +93,10 @@ def sweep(place: str, grid: list[Sizes], effort: Effort, *, find_unused: bool) -
     assert tuning.plan is not None
     assert tuning.timeline is not None
     del model
-    tried = without_duplicates(grid, tuning.timeline)
+    tried = without_duplicates(grid, tuning.timeline, group.size())
     if duplicates := len({DEFAULT, *grid}) - len(tried):
         say(f"{duplicates} of the sizes are left out: they make the same buckets as others")
-    made = {paddle_plan(tuning.timeline, *sizes).layout for sizes in tried}
+    made = {ramp_plan(tuning.timeline, *sizes, ranks=group.size()).layout for sizes in tried}
     tuned = None if tuning.plan.layout in made else tuning.plan
     compared = contenders(tried, tuned, find_unused=find_unused)
     buckets = {contender.name: _check(contender, target, group) for contender in compared}

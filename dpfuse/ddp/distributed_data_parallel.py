@@ -75,7 +75,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         skip_all_reduce_unused_params: accepted; ranks may differ in what they use.
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
-        forward_sync_buffers: whether rank 0's buffers are sent before every forward with gradients enabled.
+        forward_sync_buffers: whether rank 0's buffers are sent in every backward that synchronises, and before a
+            forward that no such backward preceded. So they are the same after a step, and not only in a forward.
         lazy_bucket_allocation: accepted; buckets stay allocated, so that no backward can run out of memory for them.
 
     Raises:

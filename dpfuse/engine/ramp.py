@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-__all__ = ["ramp_limits"]
-
-# Chosen by regret over models and networks: docs/measurements/bucket_rules.md.
-PARTS = 8  # a full bucket has this part of the model, if its cap allows it
-END = 4  # the first bucket sent, and the last one, have this part of a full bucket
-GROWTH = 2  # from one bucket to the next, from both ends towards the middle
-LEAST = 1 << 18  # bytes of a full bucket, at least; beyond LEAST_RANKS ranks it grows with the square root of the ranks
-LEAST_RANKS = 8
+__all__ = ["Ramp", "ramp_limits"]
 
 
-def ramp_limits(total: int, cap: float, last_cap: float, ranks: int) -> list[float]:
+class Ramp(NamedTuple):
+    """The numbers of the rule. The defaults were chosen by regret (docs/measurements/bucket_rules.md)."""
+
+    parts: int = 8  # a full bucket has this part of the model, if its cap allows it
+    end: int = 4  # the first bucket sent, and the last one, have this part of a full bucket
+    growth: float = 2  # from one bucket to the next, from both ends towards the middle
+    least: int = 1 << 18  # bytes of a full bucket, at least
+    ranks: int = 8  # beyond so many, the least grows with the square root of the number of ranks
+
+
+DEFAULT = Ramp()
+
+
+def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp = DEFAULT) -> list[float]:
     """Return the bytes that close each bucket, from the one that is sent last to the one that is sent first.
 
     The first bucket is small, so that the network starts early. The last one is small, so that little is left to send
@@ -26,6 +33,7 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int) -> list[flo
         cap: bytes of a full bucket, at most.
         last_cap: bytes of the bucket that is sent last, at most.
         ranks: their number; 0 asks for no ramp.
+        ramp: other numbers for the rule.
 
     Returns:
         `[last_cap, cap]` without a ramp. A model that is smaller than the smallest full bucket gets none, and neither
@@ -39,20 +47,20 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int) -> list[flo
 
     Source: ours. Megatron-LM's default bucket grows with the number of ranks, too.
     """
-    least = LEAST * math.sqrt(max(1.0, ranks / LEAST_RANKS))
-    if not ranks or total < least or not LEAST <= cap < math.inf:
+    least = ramp.least * math.sqrt(max(1.0, ranks / ramp.ranks))
+    if not ranks or total < least or not ramp.least <= cap < math.inf:
         return [last_cap, cap]
-    full = min(cap, max(total / PARTS, least))
-    front: list[float] = []
-    back: list[float] = []
-    rising, falling = full / END, min(last_cap, full / END)
+    full = min(cap, max(total / ramp.parts, least))
+    front, back = list[float](), list[float]()
+    end = full / ramp.end
+    rising, falling = end, min(last_cap, end)
     while total > 0:
         size = max(1, math.ceil(min(rising, falling, total)))
         if rising <= falling:
             front.append(size)
-            rising = min(rising * GROWTH, full)
+            rising = min(rising * ramp.growth, full)
         else:
             back.append(size)
-            falling = min(max(falling * GROWTH, full / END), full)
+            falling = min(max(falling * ramp.growth, end), full)
         total -= size
     return [*back, *front[::-1]]

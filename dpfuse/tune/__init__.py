@@ -20,6 +20,7 @@ from dpfuse.tune.published_plans import (
     mg_wfbp_plan,
     one_bucket_plan,
     paddle_plan,
+    ramp_plan,
     rival_plans,
     single_plan,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "optimal_plan",
     "paddle_plan",
     "plan_from_groups",
+    "ramp_plan",
     "rival_plans",
     "save_plot",
     "save_trace",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
-from dpfuse.engine.plan import BucketPlan, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
+from dpfuse.engine.plan import BucketPlan, BucketRule, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.simulation import simulate
@@ -18,6 +18,7 @@ __all__ = [
     "mg_wfbp_plan",
     "one_bucket_plan",
     "paddle_plan",
+    "ramp_plan",
     "rival_plans",
     "single_plan",
 ]
@@ -42,7 +43,7 @@ def ddp_plan(timeline: Timeline, first_size: float = 1, size: float = 25) -> Buc
 
 
 def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> BucketPlan:
-    """Return Paddle's buckets, with the small bucket sent last. They are also dpfuse's first plan.
+    """Return Paddle's buckets, with the small bucket sent last. dpfuse makes them with `plan="greedy"`.
 
     Args:
         timeline: when gradients are ready.
@@ -50,6 +51,19 @@ def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> B
         last_size: `last_comm_buffer_size`, in MB.
     """
     return rebuild_plan(plan_buckets(timeline.specs, size, last_size), timeline.order)
+
+
+def ramp_plan(timeline: Timeline, size: float = 25, last_size: float = 1, *, ranks: int) -> BucketPlan:
+    """Return the buckets that dpfuse makes after its first synchronised backward, with default options.
+
+    Args:
+        timeline: when gradients are ready.
+        size: `comm_buffer_size`, in MB.
+        last_size: `last_comm_buffer_size`, in MB.
+        ranks: their number.
+    """
+    plan = plan_buckets(timeline.specs, size, last_size, rule=BucketRule(ramp_ranks=ranks))
+    return rebuild_plan(plan, timeline.order)
 
 
 def capped_plan(timeline: Timeline, size: float) -> BucketPlan:
