@@ -24,7 +24,6 @@ class Tuned:
 
     run: Run
     tuning: Tuning
-    before: BucketPlan
     in_use: BucketPlan
 
     @property
@@ -83,16 +82,16 @@ def tune_wrapped(target: Target, model: dpfuse.DataParallel, steps: int, caps: t
 def _tune(place: str, steps: int, caps: tuple[float, float]) -> Tuned:
     target = build_on_all_ranks(place)
     model = dpfuse.DataParallel(target.module)
-    before = model.bucket_plan
     say(f"tuning {place}: about {2 * steps + 3} backwards")
     tuning = tune_wrapped(target, model, steps, caps)
-    return Tuned(here(), tuning, before, model.bucket_plan)
+    return Tuned(here(), tuning, model.bucket_plan)
 
 
 def _report(found: Tuned, place: str, folder: Path, arguments: list[str]) -> None:
     tuning = found.tuning
     assert tuning.timeline is not None
     assert tuning.cost is not None
+    assert tuning.old_plan is not None
     assert tuning.plan is not None
     comparison = compare_plans(tuning.timeline, tuning.cost)
     print(f"{tuning.explain()}\n\nbuckets in use\n{found.in_use.explain()}")
@@ -105,7 +104,7 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str]) -> Non
         "kept": tuning.kept,
         "before": _times(tuning.before),
         "after": _times(tuning.after),
-        "plans": {"before": buckets_of(found.before), "tuned": buckets_of(tuning.plan)},
+        "plans": {"before": buckets_of(tuning.old_plan), "tuned": buckets_of(tuning.plan)},
         "schedules": {
             name: schedule.to_json()
             for name, schedule in (("before", tuning.old), ("expected", tuning.expected), ("after", tuning.new))

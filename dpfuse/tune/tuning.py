@@ -69,6 +69,7 @@ class Tuning:
         kept: whether the new buckets are in use; None until that is known.
         error: the reason why there are no new buckets, if something failed.
         timeline, cost: when gradients were ready, and the time of an all-reduce.
+        old_plan: the buckets while the first times were recorded.
         plan: the new buckets.
         before, after: recorded seconds with the old and with the new buckets.
         old: the recorded schedule of the old buckets on this rank; None with sparse gradients.
@@ -82,6 +83,7 @@ class Tuning:
         self.error = ""
         self.timeline: Timeline | None = None
         self.cost: CostTable | None = None
+        self.old_plan: BucketPlan | None = None
         self.plan: BucketPlan | None = None
         self.before: RecordedTimes | None = None
         self.after: RecordedTimes | None = None
@@ -234,7 +236,7 @@ class _Tuner:
         cost = self._cost or measure_all_reduce(group, _sizes_for(sum(timeline.nbytes)))
         plan = self._planned_on_rank_0(timeline, cost)
         expected = votes.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
-        tuning.timeline, tuning.cost, tuning.plan = timeline, cost, plan
+        tuning.timeline, tuning.cost, tuning.old_plan, tuning.plan = timeline, cost, old, plan
         tuning.before, tuning.expected = RecordedTimes.of(times), expected
         tuning.old = self._schedule()
         if plan.layout == old.layout:

@@ -81,6 +81,8 @@ def train(rank, size, case, views):
             param.grad.copy_(mean)
         for optimizer in optimizers:
             optimizer.step()
+    for buffer in alone.buffers():
+        dist.broadcast(buffer, 0)
     for name, tensor in model.state_dict().items():
         expected = alone.state_dict()[name.removeprefix("module.")]
         assert tensor.dtype == expected.dtype

@@ -285,7 +285,7 @@ def test_what_is_unusual_leaves_nothing_behind(ranks):
 
 
 def saved_by_a_graph(rank: int, size: int) -> None:
-    model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25)  # one bucket, which is sent at the end
+    model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25, plan="greedy")  # one bucket, sent at the end
     trained(model, rank)
     step_of(model, rank, 2)
     *_, (_name, param) = large_ones(model)
@@ -302,8 +302,8 @@ def test_who_still_needs_the_gradient_that_lay_there_is_told(ranks):
 
 
 def exchanged(rank: int, size: int) -> None:
-    """Gradients of two parameters are accumulated in the place of each other's."""
-    model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25)
+    """Gradients of two parameters are accumulated in the place of each other's, in one bucket."""
+    model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25, plan="greedy")
     trained(model, rank)
     step_of(model, rank, 2)
     (_, first), (_, last) = [(name, param) for name, param in large_ones(model) if param.shape == (600, 64)][-2:]

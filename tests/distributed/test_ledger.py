@@ -77,7 +77,9 @@ def count(rank, size, numel, number, views):
     bare = Parameters(numel, number)
     nbytes = 4 * numel * number
     half = nbytes / 2 / 2**20
-    model = dpfuse.DataParallel(Parameters(numel, number), None, half, half, gradient_as_bucket_view=views)
+    model = dpfuse.DataParallel(
+        Parameters(numel, number), None, half, half, gradient_as_bucket_view=views, plan="greedy"
+    )
     ledgers = []
     for module in (bare, model):
         for step in range(STEADY + 1):
