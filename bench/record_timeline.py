@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, relu
 
 import dpfuse
 from bench.large_models import BertLarge, Gpt2, ResNet50, VitLarge
@@ -39,12 +39,29 @@ def _of_tokens(network: Callable[[], nn.Module], words: int) -> Training:
     return network(), lambda model: model(tokens).square().mean()
 
 
+def _small_layers() -> Training:
+    """Return 75 residual layers of width 192: 300 parameters of 11 MB together, on 64 rows."""
+    network = nn.Sequential(*[_Residual(192) for _ in range(75)])
+    rows = torch.randn(64, 192)
+    return network, lambda model: model(rows).square().mean()
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + relu(self.layer(self.norm(x)))
+
+
 MODELS: dict[str, Callable[[], Training]] = {
     "resnet50": lambda: _of_images(ResNet50),
     "bert_large": lambda: _of_tokens(BertLarge, 30522),
     "gpt2": lambda: _of_tokens(Gpt2, 50257),
     "vit_large": lambda: _of_images(VitLarge),
     "tiny_2000": tiny_2000,
+    "layers_300": _small_layers,
 }
 
 

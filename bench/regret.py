@@ -28,7 +28,7 @@ from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.link import Link
 from dpfuse.tune.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan
 
-SMALL = ("tiny_2000", "demo")
+SMALL = ("tiny_2000", "layers_300")
 RECORD = Path(__file__).parent / "results" / "regret.json"
 BACKWARD = 0.05  # seconds; a few hundred MB of parameters take about as long on a GPU
 LOADS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
@@ -42,8 +42,8 @@ def _presets(links: Iterable[Link], ranks: int) -> dict[str, tuple[int, float]]:
 NETWORKS: dict[str, dict[str, tuple[int, float]]] = {
     "2 to 8 ranks": {
         "shared memory": (2, 20e-6),
-        "two gloo ranks": (2, 150e-6),
-        "gloo over TCP": (8, 500e-6),
+        "two servers, TCP": (2, 150e-6),
+        "eight servers, slow TCP": (8, 500e-6),
         **_presets([NVLINK], 8),
     },
     "16, 64": {**_presets([NVLINK, INFINIBAND, ETHERNET], 16), **_presets([NVLINK, INFINIBAND, ETHERNET], 64)},
@@ -81,9 +81,10 @@ RULES: dict[str, Rule] = {
             "ends of 1/2": Ramp(end=2),
             "ends of 1/8": Ramp(end=8),
             "ends of 1/16, factor 4": Ramp(end=16, growth=4),
-            "1 MB at least": Ramp(least=MB),
-            "64 KB at least": Ramp(least=MB // 16),
+            "256 KB at least": Ramp(least=MB // 4),
+            "4 MB at least": Ramp(least=4 * MB),
             "a least that does not grow": Ramp(ranks=1 << 30),
+            "a least that grows from 64 ranks on": Ramp(ranks=64),
         }.items()
     },
 }
@@ -121,7 +122,7 @@ def table(found: Mapping[str, Sequence[Cell]]) -> str:
 
 def main() -> None:
     """Compute, print two tables, and write the record."""
-    backwards = {name: _scaled(load(name)[0]) for name in MODELS}
+    backwards = {name: on_gpu(load(name)[0]) for name in MODELS}
     small = {name: backwards.pop(name) for name in SMALL}
     record: dict[str, Any] = {"machine": describe(gpu=False)}
     for title, some in (("large models", backwards), ("small models", small)):
@@ -138,9 +139,11 @@ def main() -> None:
     print(f"record: {RECORD.name}")
 
 
-def _scaled(timeline: Timeline) -> Timeline:
+def on_gpu(timeline: Timeline) -> Timeline:
+    """Return the backward as on a GPU, in `BACKWARD` seconds."""
     factor = BACKWARD / timeline.backward_end
-    return replace(timeline, ready=tuple(factor * ready for ready in timeline.ready), backward_end=BACKWARD)
+    specs = tuple(replace(spec, device="cuda:0") for spec in timeline.specs)
+    return Timeline(specs, tuple(factor * ready for ready in timeline.ready), BACKWARD)
 
 
 if __name__ == "__main__":

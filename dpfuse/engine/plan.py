@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
-from dpfuse.engine.ramp import ramp_limits
+from dpfuse.engine.ramp import ON_CPU, ON_GPU, ramp_limits
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -332,7 +332,8 @@ def _arrange(plan: BucketPlan, ready_order: Sequence[int], ramp_ranks: int = 0) 
         groups = [*assign_buckets(specs, rule.caps, walk), *assign_buckets(specs, rule.caps[-1:], never)]
     else:
         total, cap = sum(specs[index].nbytes for index in walk), plan.comm_buffer_size
-        limits = ramp_limits(total, cap, plan.last_comm_buffer_size, ramp_ranks)
+        ramp = ON_CPU if specs[0].device == "cpu" else ON_GPU
+        limits = ramp_limits(total, cap, plan.last_comm_buffer_size, ramp_ranks, ramp)
         groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, [cap], never)[::-1]]
     if delayed:
         ready = {index: position for position, index in enumerate([*ready_order, *never])}

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["Ramp", "ramp_limits"]
+__all__ = ["ON_CPU", "ON_GPU", "Ramp", "ramp_limits"]
 
 
 class Ramp(NamedTuple):
-    """The numbers of the rule. The defaults were chosen by regret (docs/measurements/bucket_rules.md)."""
+    """The numbers of the rule. How they were chosen: docs/measurements/bucket_rules.md."""
 
     parts: int = 8  # a full bucket has this part of the model, if its cap allows it
     end: int = 4  # the first bucket sent, and the last one, have this part of a full bucket
     growth: float = 2  # from one bucket to the next, from both ends towards the middle
-    least: int = 1 << 18  # bytes of a full bucket, at least
-    ranks: int = 8  # beyond so many, the least grows with the square root of the number of ranks
+    least: int = 1 << 20  # bytes of a full bucket, at least
+    ranks: int = 1024  # beyond so many, the least grows with the square root of the number of ranks
 
 
-DEFAULT = Ramp()
+ON_GPU, ON_CPU = Ramp(), Ramp(least=1 << 22)  # a collective on CPUs takes time from backward itself
 
 
-def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp = DEFAULT) -> list[float]:
+def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp = ON_GPU) -> list[float]:
     """Return the bytes that close each bucket, from the one that is sent last to the one that is sent first.
 
     The first bucket is small, so that the network starts early. The last one is small, so that little is left to send
@@ -33,7 +33,7 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
         cap: bytes of a full bucket, at most.
         last_cap: bytes of the bucket that is sent last, at most.
         ranks: their number; 0 asks for no ramp.
-        ramp: other numbers for the rule.
+        ramp: the numbers of the rule.
 
     Returns:
         `[last_cap, cap]` without a ramp. A model that is smaller than the smallest full bucket gets none, and neither

@@ -69,12 +69,12 @@ def test_all_ranks_rebuild_in_the_order_of_rank_0_and_still_agree(ranks):
 
 def ramps(rank, size):
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(32)])  # 64 KB each
+    net = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(32)])  # 1 MB each
     theirs = nn.parallel.DistributedDataParallel(deepcopy(net))
     models = [
         dpfuse.DataParallel(deepcopy(net)),
         dpfuse.DistributedDataParallel(deepcopy(net)),
-        dpfuse.DistributedDataParallel(deepcopy(net), bucket_cap_mb=0.25),
+        dpfuse.DistributedDataParallel(deepcopy(net), bucket_cap_mb=4),
         dpfuse.DataParallel(deepcopy(net), plan="greedy"),
         dpfuse.DataParallel(deepcopy(net), deterministic=True),
     ]
@@ -83,7 +83,7 @@ def ramps(rank, size):
         for model in (theirs, *models):
             model.zero_grad()
             torch.manual_seed(size * step + rank)
-            model(torch.randn(2, 128)).sum().backward()
+            model(torch.randn(2, 512)).sum().backward()
         for model in models:
             for ours, torchs in zip(model.module.parameters(), theirs.module.parameters(), strict=True):
                 assert torch.equal(ours.grad, torchs.grad), step
@@ -92,11 +92,12 @@ def ramps(rank, size):
 
 def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks):
     for plans in ranks(ramps):
-        assert plans[:5] == [[16, 16], [16, 16], [4] * 8, [16, 16], [16, 16]]
-        # 2 MB, full buckets of 256 KB; at the ends buckets of one and two parameters of 64 KB.
+        greedy = [6, 25, 1]
+        assert plans[:5] == [greedy, greedy, [4] * 8, greedy, greedy]
+        # 32 MB, full buckets of 4 MB, the ends of one and two parameters.
         assert plans[5:7] == [[1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1]] * 2
         assert max(plans[7]) == 4
-        assert plans[8:] == [[16, 16], [16, 16]]
+        assert plans[8:] == [greedy, greedy]
 
 
 def views_of_the_first_plan_survive(rank, size):

@@ -11,52 +11,46 @@ import pytest
 from bench.size_list import SIZE_LISTS, load
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, BucketRule, plan_buckets, rebuild_plan
-from dpfuse.engine.ramp import ramp_limits
+from dpfuse.engine.ramp import ON_CPU, ON_GPU, ramp_limits
 
 KB = 1 << 10
 
 
-@pytest.mark.parametrize("total", [256 * KB, MB, 7 * MB + 12, 100 * MB, 1340 * MB])
-@pytest.mark.parametrize("cap", [MB / 4, 3.5 * MB, 25 * MB, 1000 * MB])
+@pytest.mark.parametrize("total", [MB, 7 * MB + 12, 100 * MB, 1340 * MB])
+@pytest.mark.parametrize("cap", [MB, 3.5 * MB, 25 * MB, 1000 * MB])
 @pytest.mark.parametrize("last_cap", [0, 100 * KB, MB, 25 * MB, math.inf])
-@pytest.mark.parametrize("ranks", [1, 2, 8, 100])
+@pytest.mark.parametrize("ranks", [1, 2, 1024, 16384])
 def test_limits_rise_and_fall_within_the_caps(total, cap, last_cap, ranks):
+    least = MB * math.sqrt(max(1, ranks / 1024))
     limits = ramp_limits(total, cap, last_cap, ranks)
-    if total < 256 * KB * math.sqrt(max(1, ranks / 8)):
+    if total < least:
         assert limits == [last_cap, cap]
         return
     assert sum(limits) == total
-    assert max(limits) <= math.ceil(cap)
-    assert 1 <= limits[0] <= max(1, last_cap)
-    full = math.ceil(min(cap, max(total / 8, 256 * KB * math.sqrt(max(1, ranks / 8)))))
+    full = math.ceil(min(cap, max(total / 8, least)))
     assert max(limits) <= full
+    assert 1 <= limits[0] <= max(1, last_cap)
     if total >= 4 * full:
         assert max(limits[0], limits[-1]) <= full / 4 + 1
-    # From both ends a bucket is at most two times as large as its neighbour; one may hold the rest, and be small.
-    places = [place for place, limit in enumerate(limits) if limit == full] or [0]
-    for before, after in pairwise(limits[1 : places[0]]):
-        assert after <= 2 * before + 1
+    # Behind the last one, a bucket is at most two times as large as the one that is sent after it.
+    rising = limits[1 : limits.index(full)] if full in limits else []
+    assert all(larger <= 2 * smaller + 1 for smaller, larger in pairwise(rising))
 
 
 @pytest.mark.parametrize(
     ("total", "cap", "ranks"),
-    [
-        (MB // 4 - 1, 25 * MB, 2),
-        (100 * MB, MB // 4 - 1, 2),
-        (100 * MB, math.inf, 2),
-        (100 * MB, 25 * MB, 0),
-        (0, MB, 2),
-    ],
+    [(MB - 1, 25 * MB, 2), (100 * MB, MB - 1, 2), (100 * MB, math.inf, 2), (100 * MB, 25 * MB, 0), (0, MB, 2)],
 )
 def test_where_cutting_would_not_pay_the_two_caps_hold(total, cap, ranks):
     assert ramp_limits(total, cap, 5, ranks) == [5, cap]
 
 
 def test_the_smallest_model_that_is_cut_grows_with_the_root_of_the_ranks():
-    def least(ranks):
-        return min(kb for kb in range(1, 40_000) if len(ramp_limits(kb * KB, 25 * MB, MB, ranks)) > 2)
+    def least(ranks, ramp):
+        return min(kb for kb in range(64, 40_000, 64) if len(ramp_limits(kb * KB, 25 * MB, MB, ranks, ramp)) > 2)
 
-    assert [least(ranks) for ranks in (1, 8, 32, 8192)] == [256, 256, 512, 8192]
+    assert [least(ranks, ON_GPU) for ranks in (1, 1024, 4096, 16384)] == [1024, 1024, 2048, 4096]
+    assert least(2, ON_CPU) == 4096
 
 
 def specs_of(name):
@@ -70,7 +64,7 @@ def test_a_rebuilt_plan_has_these_buckets(name):
     plan = plan_buckets(specs, rule=BucketRule(ramp_ranks=2))
     rebuilt = rebuild_plan(plan, order)
     total = sum(spec.nbytes for spec in specs)
-    limits = ramp_limits(total, 25 * MB, MB, 2)
+    limits = ramp_limits(total, 25 * MB, MB, 2, ON_CPU)
     # Ten lines: from the end of the order, a bucket is closed by the gradient with which it reaches its limit.
     expected, members = [], []
     for index in range(len(specs)):
@@ -101,7 +95,7 @@ def test_caps_for_each_bucket_are_kept():
 
 
 def test_dtypes_are_cut_apart_and_sparse_gradients_are_alone():
-    specs = [ParamSpec(str(n), (16 * KB,), "float64" if n % 3 else "float32", sparse=n in (30, 31)) for n in range(60)]
+    specs = [ParamSpec(str(n), (64 * KB,), "float64" if n % 3 else "float32", sparse=n in (30, 31)) for n in range(60)]
     rebuilt = rebuild_plan(plan_buckets(specs, rule=BucketRule(ramp_ranks=2)), list(range(59)))
     assert sorted(index for bucket in rebuilt.buckets for index in bucket.params) == list(range(60))
     assert [bucket.params for bucket in rebuilt.buckets if bucket.sparse] == [(30,), (31,)]
@@ -109,8 +103,13 @@ def test_dtypes_are_cut_apart_and_sparse_gradients_are_alone():
     assert rebuilt.buckets[-1].params == (59,)  # it never became ready
 
 
-def test_the_table_names_the_ramp():
-    plan = rebuild_plan(plan_buckets(specs_of("tiny_2000"), rule=BucketRule(ramp_ranks=2)), range(2000))
-    lines = plan.explain().splitlines()
-    assert lines[1].split()[:2] == ["0", "0.2422"]
-    assert "ramp 0.9766 MB" in plan.explain()
+def test_the_table_names_the_ramp_and_a_gpu_gets_smaller_buckets_than_a_cpu():
+    specs = specs_of("tiny_2000")
+    counts = []
+    for device in ("cpu", "cuda:0"):
+        placed = [replace(spec, device=device) for spec in specs]
+        plan = rebuild_plan(plan_buckets(placed, rule=BucketRule(ramp_ranks=2)), range(2000))
+        counts.append(len(plan.buckets))
+        assert "ramp 0.5 MB" in plan.explain() or device == "cpu"
+    assert "ramp 2 MB" in rebuild_plan(plan_buckets(specs, rule=BucketRule(ramp_ranks=2)), range(2000)).explain()
+    assert counts == [5, 13]
