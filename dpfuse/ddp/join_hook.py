@@ -137,8 +137,7 @@ class UnevenInputsHook(JoinHook):
         """
         try:
             turn = max(self._exchange(0))
-            if turn & Turn.BUFFERS:
-                self._sync.buffers.send()
+            self._sync.buffers.forward_begins(due=bool(turn & Turn.BUFFERS))
             self._sync.use_buffers(before_forward=False, in_backward=bool(turn & Turn.BUFFERS_AFTER))
             self._model.require_forward_param_sync = bool(turn & Turn.SYNC)  # as a forward leaves it
             if turn & Turn.SYNC:

@@ -39,9 +39,9 @@ class BufferSchedule(Feature, Companion):
         """Whether the next forward sends buffers first."""
         return self.before_forward and not (self._fresh and self.hook is None)
 
-    def forward_begins(self) -> None:
-        """Send the buffers if they are due."""
-        if self.due:
+    def forward_begins(self, *, due: bool) -> None:
+        """Send the buffers if they are due: on this rank, or for a rank without input, on the others."""
+        if due:
             self.send()
         self._fresh = False
 

@@ -193,7 +193,7 @@ class ModuleSync:
             self._follower.look()
         if self.before_collectives is not None:
             self.before_collectives()
-        self.buffers.forward_begins()
+        self.buffers.forward_begins(due=self.buffers.due)
 
     def after_forward(self, outputs: Any) -> None:
         """To be called with the outputs of that forward."""

@@ -319,7 +319,7 @@ def test_afterwards_gradients_and_divisor_are_what_they_were(ranks, views):
     ranks(life_after, views, timeout=30)
 
 
-def accumulating_joins(rank, size):
+def accumulating_joins(rank, size, more):
     """The rank that ends first ends inside no_sync(), after which it would send no buffers."""
     states = []
     for wrap in WRAPPERS:
@@ -327,15 +327,16 @@ def accumulating_joins(rank, size):
         model = wrap(Net(norm=True))
         for _ in range(2):
             with model.join():
-                for step, x in enumerate(inputs_of(rank, 1 + 3 * rank)):
+                for step, x in enumerate(inputs_of(rank, 1 + more * rank)):
                     with model.no_sync() if step % 2 == 0 else contextlib.nullcontext():
                         model(x).square().sum().backward()
         states.append({**model.state_dict(), **{name: param.grad for name, param in model.named_parameters()}})
     assert_same(*states, size)
 
 
-def test_a_join_after_one_that_ended_inside_no_sync(ranks):
-    ranks(accumulating_joins, timeout=30)
+@pytest.mark.parametrize("more", [2, 3])
+def test_a_join_after_one_that_ended_inside_no_sync(ranks, more):
+    ranks(accumulating_joins, more, timeout=30)
 
 
 def two_joins(rank, size):
