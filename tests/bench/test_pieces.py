@@ -129,6 +129,7 @@ def test_every_gpu_test_and_suite_is_in_a_piece():
     assert {one or other for one, other in named} == set(GPU_SUITES)
 
 
+@pytest.mark.slow
 def test_shards_are_all_tests_once():
     found = []
     for part in range(3):
