@@ -101,7 +101,7 @@ class FlatBroadcast:
             self._pending = wire, start_broadcast(wire, self._group, source)
 
     def finish(self, *, wait: bool = True) -> None:
-        """Wait for what was started, if anything was; `wait` as above."""
+        """Wait for what was started, if anything was. `wait` means the same as in a call of this object."""
         if self._pending is None:
             return
         wire, work = self._pending

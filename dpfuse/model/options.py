@@ -154,7 +154,8 @@ class CommonOptions(TypedDict, total=False):
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "
             '"ramp" makes the first and the last bucket small and those between them an eighth of the model, within '
-            'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward.',
+            'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward. '
+            "Models of less than 1 MB, or 4 MB on a CPU, are always cut like that.",
             _one_of("ramp", "greedy", remedy="greedy keeps the rule of the first plan"),
         ),
     ]

@@ -13,21 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import dpfuse
 from dpfuse import DPFuseError
 from tests.distributed.test_ddp_semantics import collectives
-
-
-class Raises(torch.autograd.Function):
-    """The identity, whose backward raises an error on one rank."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fails:
-            raise ValueError("planted")
-        return grad, None
+from tests.distributed.test_interruptions import Fuse
 
 
 class Net(nn.Module):
@@ -39,7 +25,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
     def forward(self, tokens, fails=False):
-        return self.layers(Raises.apply(self.words(tokens), fails))
+        return self.layers(Fuse.apply(self.words(tokens), fails))
 
 
 def state_of(model):
@@ -120,7 +106,7 @@ def interrupted(rank, size, failing):
         model(batch(rank, step)).sum().backward()
     loss = model(batch(rank, 2), fails=rank in failing).sum()
     expected = of_rank_0(state_of(model))
-    with pytest.raises(ValueError if rank in failing else DPFuseError):
+    with pytest.raises(KeyError if rank in failing else DPFuseError):
         loss.backward()
     if rank in failing:  # it learns in the next forward what the others know
         with pytest.raises(DPFuseError) if len(failing) < size else contextlib.nullcontext():
