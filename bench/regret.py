@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,6 +26,7 @@ from dpfuse.tune import ETHERNET, INFINIBAND, NVLINK, CostTable, Timeline, optim
 from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.link import Link
 from dpfuse.tune.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan
+from dpfuse.tune.scaling import on_gpu as scaled_on_gpu
 
 SMALL = ("tiny_2000", "layers_300")
 RECORD = Path(__file__).parent / "results" / "regret.json"
@@ -141,9 +141,7 @@ def main() -> None:
 
 def on_gpu(timeline: Timeline) -> Timeline:
     """Return the backward as on a GPU, in `BACKWARD` seconds."""
-    factor = BACKWARD / timeline.backward_end
-    specs = tuple(replace(spec, device="cuda:0") for spec in timeline.specs)
-    return Timeline(specs, tuple(factor * ready for ready in timeline.ready), BACKWARD)
+    return scaled_on_gpu(timeline, BACKWARD)
 
 
 if __name__ == "__main__":

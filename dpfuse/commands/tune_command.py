@@ -10,6 +10,7 @@ from typing import Any
 import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
 from dpfuse.commands.report_file import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.simulate_command import Scaling, report_scaling
 from dpfuse.commands.user_model import Target, find_factory
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
@@ -36,7 +37,14 @@ class Tuned:
 
 
 def tune(
-    place: str, count: int | None, steps: int, caps: tuple[float, float], folder: Path, arguments: list[str]
+    place: str,
+    count: int | None,
+    steps: int,
+    caps: tuple[float, float],
+    folder: Path,
+    arguments: list[str],
+    *,
+    scaling: Scaling | None = None,
 ) -> int:
     """Tune, print and write.
 
@@ -47,15 +55,21 @@ def tune(
         caps: limits of a bucket, and of the one sent last, in MB.
         folder: for the report.
         arguments: of the command line.
+        scaling: report what the recorded backward would take at other numbers of ranks, and not the tuning.
 
     Raises:
-        DPFuseError: nothing could be tuned.
+        DPFuseError: nothing could be tuned, or the scaling is not possible.
     """
     find_factory(place)  # before ranks start: an error is shorter here
+    if scaling is not None:
+        scaling.cluster()
     if reports_here():
         make_folder(folder)
     found: Tuned | None = run_on_ranks(_tune, (place, steps, caps), count)
-    if found is not None:
+    if found is not None and scaling is not None:
+        assert found.tuning.timeline is not None
+        report_scaling(found.tuning.timeline, scaling, place, found.run, folder, arguments)
+    elif found is not None:
         _report(found, place, folder, arguments)
     return 0
 

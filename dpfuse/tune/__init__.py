@@ -3,10 +3,13 @@
 Read `timeline` first (when gradients are ready) and `cost` (how long an all-reduce takes; `measure` times it, `link`
 estimates it). `simulation` says what a plan does with both. `planner` finds the best plan, `published_plans` has the
 plans of others, and `comparison` compares them. `tuning` with `recorder` does all this for a model that trains.
-`plot` and `trace` write a schedule to a file.
+`plot` and `trace` write a schedule to a file. `scaling` predicts steps at other numbers of ranks, on a `cluster` of the
+`connections` in a table.
 """
 
+from dpfuse.tune.cluster import ALGORITHMS, Cluster
 from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
+from dpfuse.tune.connections import INSIDE, NETWORKS, Connection
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.link import ETHERNET, INFINIBAND, NVLINK, Link
@@ -24,26 +27,34 @@ from dpfuse.tune.published_plans import (
     rival_plans,
     single_plan,
 )
+from dpfuse.tune.scaling import ScaledStep, break_even, scale, scale_text
 from dpfuse.tune.simulation import BucketTimes, Schedule, simulate
 from dpfuse.tune.timeline import Timeline
 from dpfuse.tune.trace import save_trace
 from dpfuse.tune.tuning import RecordedTimes, Tuning, autotune
 
 __all__ = [
+    "ALGORITHMS",
     "ETHERNET",
     "INFINIBAND",
+    "INSIDE",
+    "NETWORKS",
     "NVLINK",
     "RANKS",
     "BucketTimes",
+    "Cluster",
     "Comparison",
+    "Connection",
     "CostTable",
     "Link",
     "RecordedTimes",
+    "ScaledStep",
     "Schedule",
     "Timeline",
     "Tuning",
     "autotune",
     "best_cap_plan",
+    "break_even",
     "capped_plan",
     "compare_plans",
     "compare_ranks",
@@ -59,6 +70,8 @@ __all__ = [
     "rival_plans",
     "save_plot",
     "save_trace",
+    "scale",
+    "scale_text",
     "simulate",
     "single_plan",
 ]
