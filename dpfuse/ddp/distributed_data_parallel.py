@@ -64,7 +64,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         find_unused_parameters: only silences the warning that names unused parameters; they get the right
             mean either way, and no graph is walked.
         check_reduction: deprecated in torch, ignored.
-        gradient_as_bucket_view: True makes `.grad` a view of the buffers and saves a copy.
+        gradient_as_bucket_view: True makes `.grad` a view of the buffers. False never overwrites a gradient that was
+            kept, which costs a copy on a GPU.
         static_graph: accepted; nothing has to be known beforehand.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients travel in buckets of their own.
         param_to_hook_all_reduce: the parameter behind whose bucket they are sent.

@@ -14,10 +14,8 @@ from dpfuse.engine.abilities import abilities_of
 from dpfuse.engine.averaging import FP8, UNCHANGED, Averaging, Wire, averaging_for, real_dtype
 from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
 from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on
-from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, Views
+from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.exchanges.all_reduce import AllReduce
-from dpfuse.engine.exchanges.comm_hook import CommHook
-from dpfuse.engine.exchanges.hooked import AfterHooks, Hooked, HookedRows, Unpadded
 from dpfuse.engine.exchanges.in_place import InPlace, suits_in_place
 from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts, OrderedSum, Rounding
 from dpfuse.engine.exchanges.sparse import SparseRows
@@ -25,12 +23,13 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.feeds.eager import Eager
+from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import MB, Bucket, BucketPlan
-from dpfuse.engine.protocols import Delivery, Exchange, Feed
+from dpfuse.engine.protocols import Delivery, Exchange, Feed, HookExchanges, SparseOwner
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream, writers_on
-from dpfuse.engine.torch_private import Hooks
+from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
 
 __all__ = ["Assembly"]
 
@@ -66,7 +65,7 @@ class Assembly:
     accumulates: bool = False
     overlaps: bool = True
     features: list[Feature] = field(default_factory=list)
-    hook: CommHook | None = None
+    hook: HookExchanges | None = None
     make_report: Callable[[int, torch.dtype, torch.device], Report] | None = None
 
     def make(
@@ -141,6 +140,14 @@ class _Making:
         wire = None if bucket.sparse and assembly.wire.is_fp8 else assembly.wire.dtype
         return averaging_for(bucket.dtype, self.rank_count, assembly.scale, wire)
 
+    def _is_renewed(self, bucket: Bucket) -> bool:
+        """Whether private gradients of this bucket lie in its buffer, which gets new memory while one is held."""
+        assembly = self.assembly
+        private = not assembly.views and assembly.hook is None and not assembly.accumulates
+        usual = assembly.overlaps and not assembly.registered and COUNTS_REFERENCES
+        on_cpu = self.side is None and torch.device(bucket.device).type == "cpu"
+        return private and usual and on_cpu and self._averaging(bucket).dtype == real_dtype(bucket.dtype)
+
     def _bucket(self, order: int, bucket: Bucket, report: Report | None) -> GradBucket:
         params = [self.params[index] for index in bucket.params]
         names = [self.plan.specs[index].name for index in bucket.params]
@@ -150,7 +157,7 @@ class _Making:
         elif bucket.sparse:
             buffer = self._buffer(_without_slots(bucket), [], [])
             exchange = SparseRows(self.assembly.group, bucket, params[0], names[0], buffer.averaging)
-            parts = self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Views(buffer, Hooks([])), None)
+            parts = self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Delivery(), None)
         else:
             parts = self._dense(order, bucket, params, names, label, report)
         return GradBucket(bucket, params, parts, self.assembly.around, label)
@@ -167,8 +174,11 @@ class _Making:
             ordered = Blocks(size, getattr(torch, averaging.dtype))
         elif assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
+        renewed = self._is_renewed(bucket)
         in_place = (
-            ordered is None and not (assembly.views or assembly.accumulates) and suits_in_place(bucket, averaging.dtype)
+            ordered is None
+            and not (assembly.views or assembly.accumulates or renewed)
+            and suits_in_place(bucket, averaging.dtype)
         )
         if in_place:
             in_buffer = InPlace.small_part(*in_buffer)
@@ -181,29 +191,39 @@ class _Making:
             exchange = AllReduce(assembly.group)
         hooks = Hooks(buffer.params)
         writers = writers_on(torch.device(bucket.device))
+        memory = RenewedMemory(buffer) if renewed else None
         feed: Feed = AtOnce(buffer)
         if assembly.accumulates:
             feed = Accumulating(buffer, hooks, writers, label)
         elif self._packs_eagerly(bucket, buffer):
-            feed = Eager(bucket, buffer, hooks)
-        delivery = self._delivery(order, bucket, buffer, hooks, report, label)
+            feed = Eager(bucket, buffer, hooks, memory)
+        delivery = self._delivery(order, bucket, buffer, hooks, report, label, memory)
         parts = self._parts(order, bucket, buffer, feed, exchange, delivery, report)
         return replace(parts, writers=writers)
 
     def _packs_eagerly(self, bucket: Bucket, buffer: Buffer) -> bool:
         assembly = self.assembly
         return (
-            assembly.views
+            (assembly.views or self._is_renewed(bucket))
             and assembly.overlaps
             and all(feature.eager for feature in self.assembly.features)
             and Eager.suits(bucket, buffer.averaging.dtype)
         )
 
     def _delivery(
-        self, order: int, bucket: Bucket, buffer: Buffer, hooks: Hooks, report: Report | None, label: str
+        self,
+        order: int,
+        bucket: Bucket,
+        buffer: Buffer,
+        hooks: Hooks,
+        report: Report | None,
+        label: str,
+        memory: RenewedMemory | None = None,
     ) -> Delivery:
         delivery: Delivery
-        if self.assembly.views and buffer.holds_gradients:
+        if memory is not None:
+            delivery = RenewedViews(hooks, memory, Private(buffer, 1.0, label=label))
+        elif self.assembly.views and buffer.holds_gradients:
             delivery = Views(buffer, hooks)
         else:
             found = (each.squares(order, bucket) for each in self.assembly.features)
@@ -219,17 +239,17 @@ class _Making:
         return delivery
 
     def _hooked(
-        self, hook: CommHook, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
+        self, hook: HookExchanges, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
     ) -> Parts:
         group, is_last = self.assembly.group, order == len(self.plan.buckets) - 1
+        exchange: Exchange
         if bucket.sparse:
             buffer = self._buffer(_without_slots(bucket), [], [])
-            rows = HookedRows(
-                group, hook, buffer, order, is_last=is_last, label=label, bucket=bucket, param=params[0], name=names[0]
-            )
-            return self._parts(order, bucket, buffer, AtOnce(buffer), rows, Views(buffer, Hooks([])), None)
-        buffer = self._buffer(bucket, params, names, format=Unpadded())
-        exchange = Hooked(group, hook, buffer, order, is_last=is_last, label=label)
+            owner = SparseOwner(bucket, params[0], names[0])
+            exchange = hook.sparse(group, buffer, order, label, is_last=is_last, owner=owner)
+            return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Delivery(), None)
+        buffer = self._buffer(bucket, params, names, format=hook.format)
+        exchange = hook.dense(group, buffer, order, label, is_last=is_last)
         delivery = self._delivery(order, bucket, buffer, Hooks(params), None, label)
         return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, delivery, None)
 
@@ -241,8 +261,8 @@ class _Making:
         group, hook, own = self.assembly.group, self.assembly.hook, list(buckets)
         exchange: Exchange = AllReduce(group)
         if hook is not None:
-            exchange = AfterHooks(group, hook, report, lambda: [b.error for b in own if b.error is not None])
-        parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Views(buffer, Hooks([])), report)
+            exchange = hook.report(group, report, lambda: [b.error for b in own if b.error is not None])
+        parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Delivery(), report)
         return GradBucket(empty, [], parts, self.assembly.around, "the report")
 
     def _parts(
@@ -276,7 +296,7 @@ class _Making:
     ) -> Buffer:
         averaging = self._averaging(bucket)
         room = 0 if report is None else report.numel
-        for old in self.before:
+        for old in () if self._is_renewed(bucket) else self.before:
             if old.parts.buffer.serves(bucket, params, averaging.dtype, room, format):
                 old.parts.buffer.averaging = averaging
                 return old.parts.buffer

@@ -123,6 +123,8 @@ class GradBucket:
         grads: list[Tensor | None] = []
         try:
             grads = [param.grad for param in buffer.params]
+            if parts.delivery.prepares:
+                parts.delivery.prepare(grads, complete=complete)
             if outcome.frozen or not complete:
                 grads = self._without_missing(grads, outcome)
             # Here and in two places below, no context is entered where none is needed: that costs more than to ask.

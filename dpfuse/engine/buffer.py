@@ -124,11 +124,7 @@ class Buffer:
             slots.append(KernelSlot("dpfuse's report", end, (room,), (1,)))
         # Of the planned dtype, even if parameters were converted since: the peers use the plan.
         real = getattr(torch, real_dtype(bucket.dtype))
-        self.table = format.table(zeros, end + room, averaging.dtype, slots, real)
-        self.flat = self.table.flat
-        self.gradients = self.table.first(len(self.params)) if room else self.table
-        self.views = self._views_of(self.table)
-        self.report = self.flat[self.flat.numel() - room :]
+        self._use(format.table(zeros, end + room, averaging.dtype, slots, real), room)
 
     @property
     def holds_gradients(self) -> bool:
@@ -163,9 +159,28 @@ class Buffer:
 
     def follow_flat(self) -> None:
         """Use the slots in the new memory that the flat tensor has got."""
-        self.table = self.gradients = PointerTable(self.flat, self.table.slots, self.table.dtype)
-        self.views = self._views_of(self.table)
-        self.report = self.flat[self.flat.numel() - self.report.numel() :]
+        self._use(PointerTable(self.flat, self.table.slots, self.table.dtype), self.report.numel())
+
+    def renew(self) -> None:
+        """Use new, ordinary memory. The old memory stays with the gradients that a program holds.
+
+        Raises:
+            RuntimeError: there is no memory left; nothing has changed.
+        """
+        old, zeros = self.table, zeros_on(str(self.flat.device))
+        new = self.format.table(zeros, self.flat.numel(), self.averaging.dtype, old.slots, old.dtype)
+        self._use(new, self.report.numel())
+
+    def _use(self, table: PointerTable, room: int) -> None:
+        self.table, self.flat = table, table.flat
+        self.gradients = table.first(len(self.params)) if room else table
+        self.views: list[Tensor] = self._gradients_of(table.views)
+        self.report = self.flat[self.flat.numel() - room :]
+
+    def views_in(self, memory: Tensor) -> list[Tensor]:
+        """Return a new view of `memory`, an alias of `flat`, for each gradient."""
+        slots = self.table.slots[: len(self.params)]
+        return self._gradients_of([memory.as_strided(slot.shape, slot.stride, slot.offset) for slot in slots])
 
     def clear(self) -> None:
         """Fill the whole buffer with zeros, as a bucket without gradients sends it."""
@@ -192,10 +207,10 @@ class Buffer:
     def _replace_views(self) -> None:
         self.gradients.views[:] = self.gradients.new_views()
         self.table.views[: len(self.params)] = self.gradients.views
-        self.views = self._views_of(self.gradients)
+        self.views = self._gradients_of(self.gradients.views)
 
-    def _views_of(self, table: PointerTable) -> list[Tensor]:
-        views = table.views[: len(self.params)]
+    def _gradients_of(self, views: Sequence[Tensor]) -> list[Tensor]:
+        views = list(views[: len(self.params)])
         return [*map(torch.view_as_complex, views)] if self.dtype.is_complex and self.holds_gradients else views
 
 

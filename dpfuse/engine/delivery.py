@@ -1,8 +1,9 @@
-"""How reduced gradients get from a buffer to the parameters: as views of it, or copied. Knows no exchange."""
+"""How reduced gradients get from a buffer to the parameters: they lie in it, or are copied. Knows no exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.streams import SideStream, capturing
 from dpfuse.engine.torch_private import Hooks, is_private, no_graph, ranged
 
-__all__ = ["LEAST", "EarlyPrivate", "Private", "Views"]
+__all__ = ["LEAST", "EarlyPrivate", "Private", "RenewedViews", "Views"]
 
 LEAST = 64 << 10  # bytes of a bucket's mean gradient; for smaller ones the checks of the host take longer than the copy
 
@@ -100,6 +102,68 @@ class Private(Delivery):
     def copy_now(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         """Copy as `copy_to` does, without a second attempt."""
         self._buffer.unpack(targets, scale=self._post_scale, squares=self._squares, matched=matched)
+
+
+class RenewedViews(Delivery):
+    """`.grad` lies in the buffer, and is private: the buffer gets new memory while a program holds a gradient.
+
+    Where a program waits for the mean in other memory, it is copied there. Gradients are handed out when `Views` are.
+
+    Args:
+        hooks: of the parameters.
+        memory: of the buffer.
+        private: copies from the buffer.
+    """
+
+    def __init__(self, hooks: Hooks, memory: RenewedMemory, private: Private) -> None:
+        self.handed_out = False
+        self._hooks = hooks
+        self._memory = memory
+        self._private = private
+        self._elsewhere: list[int] = []  # places of gradients that stay where they are
+
+    def prepare(self, grads: list[Tensor | None], *, complete: bool) -> None:
+        self.handed_out = self._hooks.are_ours
+        self._memory.before_write(lists=1)
+        if self.handed_out:
+            self._elsewhere = self._memory.elsewhere(grads, complete=complete)
+
+    def hand_out_early(self, missing: Set[int]) -> None:
+        """Make the memory of the buffer the gradients if no other hook reads those, except for the missing ones."""
+        if self.handed_out:
+            self._hand_out(missing)
+
+    def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
+        """As `Delivery.deliver`. The mean is copied to gradients that do not lie in the buffer."""
+        indices = self._memory.buffer.indices
+        if not self.handed_out:
+            grads = [param.grad for param in self._memory.buffer.params]
+            self._elsewhere = self._memory.elsewhere(grads, complete=False)
+            del grads
+            self._hand_out(untouched)
+        elif missing:
+            self._hand_out(set(indices).difference(missing).union(untouched))
+        if replaced := self._memory.replaced():
+            copied = {indices[place] for place in replaced}
+            self._private.deliver(missing, set(indices).difference(copied).union(untouched))
+        return not untouched or untouched.isdisjoint(indices)
+
+    def discard(self) -> None:
+        # A program may have zeroed a gradient before the sum with the peers landed in it.
+        with torch.no_grad():
+            self._memory.buffer.clear_gradients()
+
+    def _hand_out(self, but: Set[int]) -> None:
+        buffer, gradients = self._memory.buffer, self._memory.gradients
+        if not but and not self._elsewhere:
+            with suppress(TypeError, RuntimeError):  # of a parameter that was converted since forward
+                for param, gradient in zip(buffer.params, gradients, strict=True):
+                    param.grad = gradient
+                return
+        for place, (index, param) in enumerate(zip(buffer.indices, buffer.params, strict=True)):
+            if index not in but and place not in self._elsewhere:
+                with suppress(TypeError, RuntimeError):
+                    param.grad = gradients[place]
 
 
 class EarlyPrivate(Delivery):

@@ -9,9 +9,22 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.buffer import Buffer, Format
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.report import Report
 from dpfuse_kernels import PointerTable
 
-__all__ = ["BucketObserver", "Companion", "Delivery", "Exchange", "Feed", "PackArguments", "PackStep"]
+__all__ = [
+    "BucketObserver",
+    "Companion",
+    "Delivery",
+    "Exchange",
+    "Feed",
+    "HookExchanges",
+    "PackArguments",
+    "PackStep",
+    "SparseOwner",
+]
 
 
 @dataclass(slots=True)
@@ -118,9 +131,14 @@ class Delivery:
     """How reduced gradients get from the buffer to the parameters."""
 
     is_early = False  # whether the class overrides `sent` or `landed`; only then they are called
+    prepares = False  # whether the class overrides `prepare`; only then it is called
 
     def __init_subclass__(cls) -> None:
         cls.is_early = cls.sent is not Delivery.sent or cls.landed is not Delivery.landed
+        cls.prepares = cls.prepare is not Delivery.prepare
+
+    def prepare(self, grads: list[Tensor | None], *, complete: bool) -> None:
+        """Do what must come before the buffer is packed with `grads`; `complete` says that this backward wrote all."""
 
     def hand_out_early(self, missing: Set[int]) -> None:
         """Deliver what is possible before the buffer is sent; it is packed. `missing` have no gradient."""
@@ -157,6 +175,44 @@ class PackStep:
 
     def delivered(self, untouched: Set[int]) -> None:
         """Note that gradients were delivered, except to the untouched parameters, which no rank has used."""
+
+
+@dataclass(frozen=True)
+class SparseOwner:
+    """The parameter of a bucket of sparse gradients.
+
+    Args:
+        bucket: the plan of the one parameter.
+        param: that parameter.
+        name: its name, for errors.
+    """
+
+    bucket: Bucket
+    param: Tensor
+    name: str
+
+
+class HookExchanges(Protocol):
+    """Makes the exchanges of a user's communication hook, which reduces gradients in the place of collectives."""
+
+    @property
+    def name(self) -> str:
+        """The name of the hook, for errors."""
+
+    @property
+    def format(self) -> Format:
+        """How the hook expects gradients in a buffer."""
+
+    def dense(self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool) -> Exchange:
+        """Return the exchange of the bucket at this place in the order of communication."""
+
+    def sparse(
+        self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool, owner: SparseOwner
+    ) -> Exchange:
+        """Return the exchange of one parameter with sparse gradients."""
+
+    def report(self, group: dist.ProcessGroup, report: Report, errors: Callable[[], list[Exception]]) -> Exchange:
+        """Return the exchange of the report, which goes after all that the hook sends."""
 
 
 class Companion(Protocol):

@@ -14,11 +14,11 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
 from dpfuse.engine.bucket import GradBucket, Surroundings
-from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
+from dpfuse.engine.protocols import HookExchanges
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
 from dpfuse.engine.waiting import Track, board_of, leave
@@ -140,7 +140,7 @@ class GradSync:
         return self._assembly.group
 
     @property
-    def hook(self) -> CommHook | None:
+    def hook(self) -> HookExchanges | None:
         """The communication hook that reduces the gradients, if a user has registered one."""
         return self._assembly.hook
 
@@ -190,7 +190,7 @@ class GradSync:
         self.plan = plan
         self.reducer.adopt(buckets)
 
-    def set_hook(self, hook: CommHook) -> None:
+    def set_hook(self, hook: HookExchanges) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
         self._assembly = replace(self._assembly, hook=hook)
         self._remake()

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[attr-defined]
 
 __all__ = [
+    "COUNTS_REFERENCES",
     "NOTHING",
     "EndOfCompiledBackward",
     "Hooks",
     "compiled_backward",
+    "holders_of",
     "is_private",
     "leave_untraced",
     "no_graph",
@@ -175,6 +177,11 @@ def ranged_without_graph(name: str, label: str) -> Iterator[None]:
         yield
 
 
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """Count the tensors that use this memory, and its Python object as one."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def is_private(grad: Tensor) -> bool:
     """Whether only one parameter refers to `grad` and its memory: no graph, no view, no gradient still on its way.
 
@@ -186,7 +193,7 @@ def is_private(grad: Tensor) -> bool:
 def _references(grad: Tensor) -> tuple[int, int]:
     """Count the tensors that use its memory, and the owners of `grad`: parameters, autograd, views that users keep."""
     owners: int = grad._use_count()  # type: ignore[attr-defined]
-    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata), owners
+    return holders_of(grad.untyped_storage()), owners
 
 
 def _references_of_one() -> tuple[int, int] | None:
@@ -199,3 +206,4 @@ def _references_of_one() -> tuple[int, int] | None:
 
 
 _REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
+COUNTS_REFERENCES = _REFERENCES is not None

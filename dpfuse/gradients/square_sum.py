@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.buffer import Buffer
-from dpfuse.engine.delivery import Views
+from dpfuse.engine.delivery import RenewedViews, Views
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Delivery
@@ -99,7 +99,7 @@ class NormInBackward(Feature):
         return self._sums[order].value
 
     def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
-        if isinstance(delivery, Views):
+        if isinstance(delivery, (Views, RenewedViews)):
             self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=buffer.flat.device))
             return _MeasuredViews(delivery, buffer, self._sums[order], side)
         return MeasuredDelivery(delivery, buffer, self._sums[order])
@@ -124,6 +124,9 @@ class MeasuredDelivery(Delivery):
         self._delivery = delivery
         self._buffer = buffer
 
+    def prepare(self, grads: list[Tensor | None], *, complete: bool) -> None:
+        self._delivery.prepare(grads, complete=complete)
+
     def hand_out_early(self, missing: Set[int]) -> None:
         self.squares.forget()
         self._delivery.hand_out_early(missing)
@@ -146,14 +149,16 @@ class MeasuredDelivery(Delivery):
 
 
 class _MeasuredViews(MeasuredDelivery):
-    """Views of a buffer, which is read once for the sum of the squares: while backward runs where there is a stream.
+    """Gradients that lie in a buffer, which is read once for their squares: while backward runs if there is a stream.
 
     Args:
         delivery, buffer, squares: as for `MeasuredDelivery`.
         side: where to read it while backward goes on, if anywhere.
     """
 
-    def __init__(self, delivery: Views, buffer: Buffer, squares: SquareSum, side: SideStream | None) -> None:
+    def __init__(
+        self, delivery: Views | RenewedViews, buffer: Buffer, squares: SquareSum, side: SideStream | None
+    ) -> None:
         super().__init__(delivery, buffer, squares)
         self._views = delivery
         self._side = side
@@ -173,7 +178,10 @@ class _MeasuredViews(MeasuredDelivery):
         if whole:
             if not self._measured:
                 self._measure()
-            self.squares.settle_views(self._buffer.views, self._buffer.gradients.addresses)
+            if isinstance(self._views, Views):  # they count their writes together
+                self.squares.settle_views(self._buffer.views, self._buffer.gradients.addresses)
+            else:
+                self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
         return whole
 
     def _measure(self) -> None:

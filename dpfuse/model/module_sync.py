@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import BackwardRecorder, Wrap
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.protocols import HookExchanges
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.sync import GradSync, SyncSettings, names_of
 from dpfuse.engine.waiting import LOSS, Track
@@ -28,7 +28,9 @@ from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferSync
 from dpfuse.model.check import tensors_of
+from dpfuse.model.comm_hook import CommHook
 from dpfuse.model.follow import ModuleFollower, params_of
+from dpfuse.model.hooked import Hooked
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 
@@ -150,7 +152,7 @@ class ModuleSync:
         return self.grads.params
 
     @property
-    def hook(self) -> CommHook | None:
+    def hook(self) -> HookExchanges | None:
         """What reduces the gradients in place of the collectives, if a user has registered it."""
         return self.grads.hook
 
@@ -269,7 +271,7 @@ class ModuleSync:
             )
         if refusal := self._refusal_of(hook):
             raise DPFuseError(f"rank {self.group.rank()}: {refusal}")
-        self.grads.set_hook(hook)
+        self.grads.set_hook(Hooked(hook))
 
     def _refusal_of(self, hook: CommHook) -> str:
         """Return why `hook` cannot be registered now, and what to do; empty if it can be."""

@@ -37,7 +37,7 @@ def test_contenders_are_proved_and_timed(ranks):
             "dpfuse views": 0,
             "dpfuse private": 0,
             "dpfuse measured views": WEIGHT + BIAS,
-            "dpfuse measured private": BIAS,
+            "dpfuse measured private": WEIGHT + BIAS,
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from time import monotonic, sleep
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
+from dpfuse.engine import assembly
 from dpfuse.engine.exchanges import in_place
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.torch_private import is_private
@@ -19,8 +21,16 @@ from tests.distributed.test_interruptions import Fuse
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large
 
 
+@contextmanager
 def large_from(nbytes):
-    return mock.patch.object(in_place, "LARGE", nbytes)
+    """Reduce private gradients of so many bytes in place, and copy smaller ones, as on a GPU."""
+    with mock.patch.object(in_place, "LARGE", nbytes), copied():
+        yield
+
+
+def copied():
+    """Give private gradients memory of their own, as on a GPU: there, none of them lies in a buffer."""
+    return mock.patch.object(assembly, "COUNTS_REFERENCES", False)
 
 
 def ways(model):

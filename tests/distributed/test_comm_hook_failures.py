@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dpfuse
 from dpfuse import DistributedDataParallel
 from dpfuse.ddp.hook_check import checked_hook
-from dpfuse.engine.exchanges.comm_bucket import CommBucket
+from dpfuse.model.comm_bucket import CommBucket
 from tests.distributed import processes
 from tests.distributed.test_comm_hooks import BUILTIN, SMALL, Mlp, with_then
 
@@ -107,8 +107,8 @@ def test_callables_and_annotations_of_every_kind(hook):
         with pytest.raises(KeyError, match="must have this name"):
             checked_hook(None, hook, 0)
         return
-    bucket = CommBucket(0, torch.ones(2), [torch.ones(2)], is_last=True)
-    assert checked_hook(None, hook, 0)(bucket).wait() is bucket.buffer()
+    buffer = torch.ones(2)
+    assert checked_hook(None, hook, 0)(0, buffer, [torch.ones(2)], is_last=True).wait() is buffer
 
 
 def spoil(rank, size, where, what):

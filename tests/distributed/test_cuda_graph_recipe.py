@@ -16,6 +16,7 @@ from torch import nn
 import dpfuse
 from dpfuse.engine.report import Report
 from dpfuse_kernels import launcher
+from tests.distributed.in_place import copied
 
 OPTIONS = {
     "views": {},
@@ -38,7 +39,7 @@ def pretended_capture():
 def train(rank, size, kind, steps, set_to_none, idle):
     """Steps, and then one that is captured: its error, if any, and the lists of addresses uploaded in it."""
     environment = {"DPFUSE_KERNELS": "triton", "TRITON_INTERPRET": "1"}
-    with mock.patch.dict(os.environ, environment):
+    with mock.patch.dict(os.environ, environment), copied():
         launcher.jit.cache_clear()
         net = nn.Sequential(nn.Linear(9, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
         if idle:

@@ -31,7 +31,7 @@ SWITCHES = {
     "in buckets": {"accumulate_in_buckets": True},
     "half wire": {"wire_dtype": torch.bfloat16},
 }
-EARLY = {"plain", "sum", "third", "deterministic", "measured"}
+EARLY = {"plain", "sum", "third", "deterministic", "measured", "private"}
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 import dpfuse
 from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.delivery import EarlyPrivate
-from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, grads, large_from, mean_over_ranks
+from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, copied, grads, large_from, mean_over_ranks
 from tests.distributed.test_rebuild import Repeating, expected_mean
 
 WRAPS = {
@@ -41,6 +41,7 @@ def switched(on):
     with (
         mock.patch("dpfuse.engine.assembly.abilities_of", return_value=Abilities(on_streams=on)),
         mock.patch("dpfuse.engine.assembly.LEAST", 0),
+        copied(),
         mock.patch.object(EarlyPrivate, "delivered", counted),
     ):
         yield early

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.engine import completion as landing
-from dpfuse.engine.exchanges.hooked import _HookWork
+from dpfuse.model.hooked import _HookWork
 from tests.distributed.processes import run
 
 PROGRAM = """

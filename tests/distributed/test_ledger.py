@@ -7,6 +7,7 @@ ones are counted on one rank, where the factor of the mean is 1.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import dpfuse
 from dpfuse.engine.exchanges.in_place import LARGE
+from tests.distributed.in_place import copied
 
 STEADY = 3  # steps until buckets are rebuilt and buffers exist
 ONLY_WRITTEN = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # other functions read what they write in place
@@ -72,7 +74,12 @@ class Parameters(nn.Module):
 TINY, MIDDLE, HUGE = (1000, 60), (40_000, 8), (LARGE // 4, 4)
 
 
-def count(rank, size, numel, number, views):
+def count(rank, size, numel, number, kind):
+    with copied() if kind == "copied" else nullcontext():
+        return counted(numel, number, kind == "views")
+
+
+def counted(numel, number, views):
     """Bytes moved per byte of gradients beyond the bare backward, calls that move buckets, and collectives."""
     bare = Parameters(numel, number)
     nbytes = 4 * numel * number
@@ -104,20 +111,23 @@ def count(rank, size, numel, number, views):
 
 
 @pytest.mark.parametrize(
-    ("size", "sizes", "views", "moved", "calls"),
+    ("size", "sizes", "kind", "moved", "calls"),
     [
-        (1, TINY, True, 2, {"cat": 2}),
-        (1, TINY, False, 4, {"cat": 2, "_foreach_copy_": 2}),
-        (2, MIDDLE, True, 2, {"mul": 8}),
-        (2, MIDDLE, False, 4, {"mul": 8, "_foreach_copy_": 2}),
-        (2, HUGE, True, 2, {"mul": 4}),
-        (2, HUGE, False, 2, {"mul_": 4}),  # gloo cannot multiply
-        (1, HUGE, False, 0, {}),
+        (1, TINY, "views", 2, {"cat": 2}),
+        (1, TINY, "private", 2, {"cat": 2}),
+        (1, TINY, "copied", 4, {"cat": 2, "_foreach_copy_": 2}),
+        (2, MIDDLE, "views", 2, {"mul": 8}),
+        (2, MIDDLE, "private", 2, {"mul": 8}),
+        (2, MIDDLE, "copied", 4, {"mul": 8, "_foreach_copy_": 2}),
+        (2, HUGE, "views", 2, {"mul": 4}),
+        (2, HUGE, "private", 2, {"mul": 4}),
+        (2, HUGE, "copied", 2, {"mul_": 4}),  # gloo cannot multiply
+        (1, HUGE, "copied", 0, {}),
     ],
 )
-def test_a_step_moves_as_many_bytes_as_it_must(ranks, size, sizes, views, moved, calls):
-    for facts in ranks(count, *sizes, views, size=size):
-        in_place = sizes == HUGE and not views
+def test_a_step_moves_as_many_bytes_as_it_must(ranks, size, sizes, kind, moved, calls):
+    for facts in ranks(count, *sizes, kind, size=size):
+        in_place = sizes == HUGE and kind == "copied"
         assert facts["in place"] == in_place
         assert facts["moved"] == pytest.approx(moved, rel=0.01, abs=0.01)
         assert facts["calls"] == calls

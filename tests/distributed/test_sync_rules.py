@@ -271,8 +271,9 @@ def gradients_are_views_or_private(rank, size):
             loss(model, inputs(rank, step)).backward()
             kept.append((model.module[0].weight.grad, model.module[0].weight.grad.clone()))
             buffers = {b.parts.buffer.flat.untyped_storage().data_ptr() for b in model.reducer.buckets}
-            for gradient in gradients(model):
-                assert (gradient.untyped_storage().data_ptr() in buffers) == views
+            for gradient in gradients(model) if step or views else ():  # the first step ends with new buffers
+                assert gradient.untyped_storage().data_ptr() in buffers
+                assert gradient._is_view() == views
             model.zero_grad()
         reused = [torch.equal(kept_view, value) for kept_view, value in kept]
         # The second step's view was overwritten by the third; the first ran on the buffers of the first plan, which the

@@ -16,6 +16,7 @@ from bench.network import Network, simulated_network
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.ordered import OrderedSum
+from tests.distributed.in_place import copied
 from tests.distributed.random_models import same_bits
 from tests.distributed.wires import Given, alike_everywhere, hard_gradients, sent, worst_share_of_bound
 
@@ -105,7 +106,8 @@ def beside_other_options(rank, size):
     storage = bucket.parts.buffer.flat.untyped_storage().data_ptr()
     assert all(param.grad.untyped_storage().data_ptr() == storage for param in bucket.params)
     for options in ({"wire_reduce": "fp32"}, {"wire_dtype": torch.float32, "wire_reduce": "fp32"}):
-        model = dpfuse.DataParallel(nn.Linear(700, 800), gradient_as_bucket_view=False, **options)
+        with copied():
+            model = dpfuse.DataParallel(nn.Linear(700, 800), gradient_as_bucket_view=False, **options)
         assert any(type(bucket.parts.exchange) is InPlace for bucket in model.reducer.buckets)
     # What was accumulated is sent as a whole, and float16 need not hold the sum of large numbers.
     large = torch.full((500,), 40000.0)

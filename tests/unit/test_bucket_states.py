@@ -15,8 +15,8 @@ from dpfuse.engine import collective
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState
+from dpfuse.engine.delivery import Private, RenewedViews
 from dpfuse.engine.exchanges.all_reduce import AllReduce
-from dpfuse.engine.exchanges.hooked import Hooked, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.ordered import OrderedSum
 from dpfuse.engine.exchanges.sparse import SparseRows
@@ -28,6 +28,7 @@ from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading
 from dpfuse.errors import DPFuseError
+from dpfuse.model.hooked import HookedBuffer, HookedRows
 from tests.unit.stand_ins import make_report, surroundings
 
 LEGAL = {FREE: {"send", "send_empty"}, FLIGHT: {"wait", "discard"}, LANDED: {"deliver", "discard"}}
@@ -79,6 +80,7 @@ def halve(state, bucket):
 WRAPS = {
     "views": plain,
     "private": lambda module: plain(module, gradient_as_bucket_view=False),
+    "copied": lambda module: plain(module, gradient_as_bucket_view=False),
     "bfloat16": lambda module: plain(module, wire_dtype=torch.bfloat16),
     "in place": lambda module: plain(module, gradient_as_bucket_view=False),
     "eager": plain,
@@ -87,11 +89,13 @@ WRAPS = {
     "hooked": hooked,
 }
 PARTS = {  # what some bucket of these wrappers has, besides the sparse one
+    "private": RenewedViews,
+    "copied": Private,
     "in place": InPlace,
     "eager": Eager,
     "ordered": OrderedSum,
     "accumulating": Accumulating,
-    "hooked": Hooked,
+    "hooked": HookedBuffer,
 }
 every_make = pytest.mark.parametrize("make", WRAPS)
 
@@ -100,6 +104,8 @@ def wrapped(make, monkeypatch):
     if make in ("in place", "eager"):
         folder = "exchanges.in_place" if make == "in place" else "feeds.eager"
         monkeypatch.setattr(f"dpfuse.engine.{folder}.LARGE", 64)
+    if make in ("in place", "copied"):
+        monkeypatch.setattr("dpfuse.engine.assembly.COUNTS_REFERENCES", False)
     torch.manual_seed(0)
     return WRAPS[make](Net())
 
@@ -134,7 +140,7 @@ def test_every_illegal_move_of_every_bucket_is_an_error(make, state, monkeypatch
     backward(model)
     parts = set()
     for bucket in model.reducer.buckets:
-        parts |= {type(bucket.parts.feed), type(bucket.parts.exchange)}
+        parts |= {type(bucket.parts.feed), type(bucket.parts.exchange), type(bucket.parts.delivery)}
         if state is not FREE:
             MOVES["send"](bucket)
         if state is LANDED:
@@ -336,16 +342,18 @@ def test_an_empty_bucket_sends_zeros_and_touches_no_gradient(group, views):
     assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
 
 
-@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("kind", ["views", "private", "copied"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_is_discarded_leaves_no_view_of_an_unfinished_sum(group, views, waits):
+def test_what_is_discarded_leaves_no_gradient_in_an_unfinished_sum(group, kind, waits, monkeypatch):
+    if kind == "copied":
+        monkeypatch.setattr("dpfuse.engine.assembly.COUNTS_REFERENCES", False)
     params = two_params()
-    (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
+    (bucket,) = one_bucket(group, params, views=kind == "views", make_report=make_report)
     bucket.send(Outcome(), complete=True)
     if waits:
         bucket.wait()
     bucket.discard()
-    expected = [[0.0] * 3, [0.0] * 5] if views else [[1.0] * 3, [2.0] * 5]
+    expected = [[1.0] * 3, [2.0] * 5] if kind == "copied" else [[0.0] * 3, [0.0] * 5]
     assert [param.grad.tolist() for param in params] == expected
     assert landed(bucket) == (ALL_WELL, {0, 1}), "the report is still to be read"
 

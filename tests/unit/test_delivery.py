@@ -11,7 +11,7 @@ import dpfuse
 from dpfuse.engine.abilities import Abilities
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer, zeros_on
-from dpfuse.engine.delivery import EarlyPrivate, Private, Views
+from dpfuse.engine.delivery import EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.streams import SideStream
@@ -349,7 +349,7 @@ def test_discarded_gradients_that_were_written_become_zeros_and_no_others(stream
 
 
 def deliveries(model):
-    return {type(bucket.parts.delivery) for bucket in model.reducer.buckets}
+    return {type(bucket.parts.delivery) for bucket in model.reducer.buckets if bucket.params}
 
 
 def net():
@@ -371,6 +371,9 @@ def pretend(monkeypatch, streams):
 
 def test_on_a_cpu_nothing_is_copied_early(group, monkeypatch):
     monkeypatch.setattr("dpfuse.engine.assembly.LEAST", 0)
+    assert deliveries(dpfuse.DistributedDataParallel(net())) == {RenewedViews}
+    assert deliveries(dpfuse.DistributedDataParallel(net(), wire_dtype=torch.bfloat16)) == {Private}
+    monkeypatch.setattr("dpfuse.engine.assembly.COUNTS_REFERENCES", False)
     assert deliveries(dpfuse.DistributedDataParallel(net())) == {Private}
 
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.feeds.at_once import AtOnce
+from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Feed, PackArguments
@@ -35,21 +36,31 @@ class Eager(Feed):
         bucket: its plan.
         buffer: of the bucket; `.grad` becomes views of it, in the gradients' own real dtype.
         hooks: of its parameters.
+        memory: of the buffer, if it may get new memory.
     """
 
-    def __init__(self, bucket: Bucket, buffer: Buffer, hooks: Hooks) -> None:
+    def __init__(self, bucket: Bucket, buffer: Buffer, hooks: Hooks, memory: RenewedMemory | None = None) -> None:
+        self._bucket = bucket
         self._buffer = buffer
         self._hooks = hooks
+        self._memory = memory
         self._at_once = AtOnce(buffer)
+        self._views: dict[int, Tensor] | list[Tensor] = {}
         self._packed: dict[int, int] = {}  # places packed since the last send -> version of the view then
-        table = buffer.table
         self._large: dict[int, PointerTable] = {}
-        for place in () if uses_triton(table) else _large_places(bucket):
+        self._use_buffer()
+        if memory is not None:
+            memory.follow(self._use_buffer)
+
+    def _use_buffer(self) -> None:
+        table = self._buffer.table
+        for place in () if uses_triton(table) else _large_places(self._bucket):
             slot = table.slots[place]
             # A view of `data`, so that each part has a version counter of its own.
             part = table.flat.data[slot.offset : slot.offset + slot.numel]
             self._large[place] = PointerTable(part, [replace(slot, offset=0)], table.dtype)
-        self._views = {place: large.views[0] for place, large in self._large.items()}
+        views = {place: large.views[0] for place, large in self._large.items()}
+        self._views = views if self._memory is None else self._memory.gradients  # by place
         self._small = [place for place in range(len(table.slots)) if place not in self._large]
         self._rest = PointerTable(table.flat, [table.slots[place] for place in self._small], table.dtype)
 
@@ -70,16 +81,22 @@ class Eager(Feed):
             return
         if not self._hooks.is_ours(place):  # another hook, such as that of a second wrapper, still has to read it
             return
+        if self._memory is not None and not self._packed:
+            self._memory.before_write()
         buffer, view, large = self._buffer, self._views[place], self._large[place]
         param, scale = buffer.params[place], buffer.averaging.pre_scale
         grad, (low, high) = param.grad, buffer.table.storage_range
         if view.data_ptr() != large.address:  # `grad.data = x` has moved it
+            if self._memory is not None:
+                return
             view = self._views[place] = large.new_views()[0]
         try:
             if type(grad) is not Tensor or grad.dtype != view.dtype or grad.size() != view.size():
                 return
             if low <= grad.data_ptr() < high:
                 return  # it was added to what is there, or it is the gradient of another parameter
+            if self._memory is not None and not self._memory.may_replace(grad):
+                return
             if scale == 1.0:  # older torch changes the bits of a NaN that it multiplies with 1
                 view.copy_(grad)
             else:
@@ -89,6 +106,8 @@ class Eager(Feed):
             return
         increment_version(buffer.flat)  # a graph may have saved the gradient of the last step, which was here
         self._packed[place] = view._version
+        if self._memory is not None:
+            self._memory.filled(is_filled=True)
 
     leave_untraced(_pack_now, calls=True, reason="dpfuse packs gradients here")
 
@@ -107,6 +126,8 @@ class Eager(Feed):
 
     def sent(self) -> None:
         self._packed.clear()
+        if self._memory is not None:
+            self._memory.filled(is_filled=False)
 
     def _check_untouched(self, grads: list[Tensor | None]) -> None:
         for place, version in self._packed.items():
@@ -117,7 +138,7 @@ class Eager(Feed):
                     "had been packed, multiplied for the mean: the parameter became ready again, or other code wrote "
                     "or replaced it; expected neither. Use the parameter as often in every step as in the first "
                     "synchronised one, and change gradients in a hook on their own parameter (register_hook, "
-                    "register_post_accumulate_grad_hook) or after backward; or pass gradient_as_bucket_view=False"
+                    "register_post_accumulate_grad_hook) or after backward"
                 )
 
     def _refuse_elsewhere(self, grad: Tensor | None, large: PointerTable) -> None:

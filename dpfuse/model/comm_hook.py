@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.futures import Future
 
-from dpfuse.engine.exchanges.comm_bucket import CommBucket
 from dpfuse.errors import DPFuseError
+from dpfuse.model.comm_bucket import CommBucket
 
 __all__ = ["CommHook"]
 
@@ -46,8 +47,11 @@ class CommHook:
                 "wrap the module again, on every rank, or restart the job."
             )
 
-    def __call__(self, bucket: CommBucket) -> Future[Any]:
-        """Call the hook with `bucket`, and return its future.
+    def __call__(self, index: int, buffer: Tensor, params: Sequence[Tensor], *, is_last: bool) -> Future[Any]:
+        """Call the hook with a bucket, and return its future.
+
+        Args:
+            index, buffer, params, is_last: as for `CommBucket`.
 
         Raises:
             DPFuseError: the hook returned something else.
@@ -59,6 +63,7 @@ class CommHook:
             with suppress(Exception):
                 self._previous.wait()
         self._previous = None
+        bucket = CommBucket(index, buffer, params, is_last=is_last)
         try:
             with torch.no_grad():
                 future = self.hook(self.state, bucket)

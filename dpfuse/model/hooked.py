@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -13,16 +14,14 @@ from torch import Tensor
 from torch.futures import Future
 
 from dpfuse.engine import collective
-from dpfuse.engine.buffer import PLAIN, Buffer
+from dpfuse.engine.buffer import PLAIN, Buffer, Format
 from dpfuse.engine.completion import call_when_landed
-from dpfuse.engine.exchanges.comm_bucket import CommBucket
-from dpfuse.engine.exchanges.comm_hook import CommHook
-from dpfuse.engine.plan import Bucket
-from dpfuse.engine.protocols import Exchange, PackStep
+from dpfuse.engine.protocols import Exchange, PackStep, SparseOwner
 from dpfuse.engine.report import Report
 from dpfuse.errors import DPFuseError
+from dpfuse.model.comm_hook import CommHook
 
-__all__ = ["AfterHooks", "Hooked", "HookedRows", "Unpadded"]
+__all__ = ["Hooked", "HookedBuffer", "HookedRows"]
 
 
 class Unpadded:
@@ -40,7 +39,42 @@ class Unpadded:
     unpack = staticmethod(PLAIN.unpack)
 
 
-class Hooked(Exchange):
+@dataclass(frozen=True)
+class Hooked:
+    """Makes the exchanges of a communication hook.
+
+    Args:
+        hook: of the wrapper.
+    """
+
+    hook: CommHook
+
+    @property
+    def name(self) -> str:
+        """The name of the hook, for errors."""
+        return self.hook.name
+
+    @property
+    def format(self) -> Format:
+        """A buffer without padding."""
+        return Unpadded()
+
+    def dense(self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool) -> Exchange:
+        """Return the exchange of one bucket."""
+        return HookedBuffer(group, self.hook, buffer, order, is_last=is_last, label=label)
+
+    def sparse(
+        self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool, owner: SparseOwner
+    ) -> Exchange:
+        """Return the exchange of one parameter with sparse gradients."""
+        return HookedRows(group, self.hook, buffer, order, is_last=is_last, label=label, owner=owner)
+
+    def report(self, group: dist.ProcessGroup, report: Report, errors: Callable[[], list[Exception]]) -> Exchange:
+        """Return the exchange of the report."""
+        return AfterHooks(group, self.hook, report, errors)
+
+
+class HookedBuffer(Exchange):
     """A communication hook reduces the gradients, which are packed unscaled, as torch's hooks expect.
 
     Args:
@@ -55,7 +89,14 @@ class Hooked(Exchange):
     takes_factors = False
 
     def __init__(
-        self, group: dist.ProcessGroup, hook: CommHook, buffer: Buffer, index: int, *, is_last: bool, label: str
+        self,
+        group: dist.ProcessGroup,
+        hook: CommHook,
+        buffer: Buffer,
+        index: int,
+        *,
+        is_last: bool,
+        label: str,
     ) -> None:
         super().__init__(group)
         self.hook = hook
@@ -84,7 +125,7 @@ class Hooked(Exchange):
     def _call(self, buffer: Tensor, params: Sequence[Tensor]) -> _HookWork:
         self.hook.check()
         self.error = None
-        return _HookWork(self.hook(CommBucket(self._index, buffer, params, is_last=self._is_last)))
+        return _HookWork(self.hook(self._index, buffer, params, is_last=self._is_last))
 
     def _finish(self, work: _HookWork) -> None:
         error = work.error
@@ -110,16 +151,14 @@ class Hooked(Exchange):
             flat.copy_(result.reshape(-1))
 
 
-class HookedRows(Hooked):
+class HookedRows(HookedBuffer):
     """A communication hook reduces one sparse gradient. It gets the sparse tensor itself, as from torch.
 
     If there is no gradient, the hook gets one without rows.
 
     Args:
-        group, hook, buffer, index, is_last, label: as for `Hooked`.
-        bucket: the plan of the one parameter.
-        param: that parameter.
-        name: its name, for errors.
+        group, hook, buffer, index, is_last, label: as for `HookedBuffer`.
+        owner: the parameter.
     """
 
     def __init__(
@@ -131,17 +170,15 @@ class HookedRows(Hooked):
         *,
         is_last: bool,
         label: str,
-        bucket: Bucket,
-        param: Tensor,
-        name: str,
+        owner: SparseOwner,
     ) -> None:
         super().__init__(group, hook, buffer, index, is_last=is_last, label=label)
-        self._registered = bucket.params[0]
-        self._param = param
-        self._name = name
-        self._shape = tuple(param.shape)
-        self._dtype: torch.dtype = getattr(torch, bucket.dtype)
-        self._device = torch.device(bucket.device)
+        self._registered = owner.bucket.params[0]
+        self._param = owner.param
+        self._name = owner.name
+        self._shape = tuple(owner.param.shape)
+        self._dtype: torch.dtype = getattr(torch, owner.bucket.dtype)
+        self._device = torch.device(owner.bucket.device)
         self._grad = self._without_rows()
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
