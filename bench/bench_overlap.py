@@ -1,8 +1,8 @@
 """Overlap without a cluster: steps over a simulated network, compared with torch's DDP and with the prediction.
 
 A case is a network: the start-up time of an all-reduce in seconds, and the time to send all bytes as a fraction of
-backward. dpfuse runs with its default sizes, and with the planner's best plan for the network. The planner uses a
-backward that was recorded without a network.
+backward. dpfuse runs with its default sizes, and with the planner's best plan for the network. It also sends the
+buckets of the peers' published rules. The planner and the rules use a backward that was recorded without a network.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import dpfuse
 from bench.baselines import BARE, Wrap, wrappers
-from bench.equality import prove_gradients
+from bench.equality import prove_gradients, prove_peer
 from bench.interleave import Clock, Rounds, cuda_clock, interleave, one_thread, paired_extra
 from bench.models import Workload, layers
 from bench.network import Cost, Network, simulated_network
+from bench.peer_rules import PEER_RULES
+from bench.peers import Peer, peers
 from bench.playback import play_back, played_back, remembered
 from bench.step_time import Effort, StepTimes
 from dpfuse.engine.plan import BucketPlan
@@ -39,6 +42,8 @@ WRAPS: dict[str, Wrap] = {
     **{name: wrap for name, wrap in wrappers().items() if name in CONTENDERS},
     PLANNED: dpfuse.DataParallel,
     UNSENT: dpfuse.DataParallel,
+    **dict.fromkeys(PEER_RULES, dpfuse.DataParallel),
+    **peers(1),
 }
 
 LATENCIES = (20e-6, 100e-6, 500e-6, 2e-3)
@@ -65,10 +70,13 @@ class _Contender:
         for param, shared in zip(self.module.parameters(), workload.module.parameters(), strict=True):
             param.data = shared.data
         self.wrapped: Any = wrap(self.module)
-        self._loss = workload.loss
+        self._workload = workload
+        self._start: Callable[[Tensor], None] = (
+            self.wrapped.backward if isinstance(self.wrapped, Peer) else Tensor.backward
+        )
 
     def backward(self) -> None:
-        self._loss(self.wrapped).backward()
+        self._start(self._workload.loss(self.wrapped))
 
     def step(self, network: Network, cost: Cost | None) -> None:
         network.cost = cost
@@ -77,7 +85,10 @@ class _Contender:
             param.grad = None
 
     def prove(self, name: str) -> None:
-        prove_gradients(name, self.module, self.backward, averaged=self.wrapped is not self.module)
+        if isinstance(self.wrapped, Peer):
+            prove_peer(name, self.wrapped, self._workload)
+        else:
+            prove_gradients(name, self.module, self.backward, averaged=self.wrapped is not self.module)
 
 
 class _Grid:
@@ -124,6 +135,8 @@ class _Grid:
         plan = optimal_plan(self._timeline, cost)
         for name in (PLANNED, UNSENT):
             self._contenders[name].wrapped._sync.use_plan(plan)
+        for name, rule in PEER_RULES.items():
+            self._contenders[name].wrapped._sync.use_plan(rule(self._timeline, cost))
         self._network.calibrate()
         self._network.cost = cost
         self._contenders[PLANNED].prove(PLANNED)

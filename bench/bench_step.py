@@ -16,6 +16,7 @@ import torch
 
 from bench.baselines import BARE, ORDERED, Wrap, wire_wrappers, wrappers
 from bench.models import CUDA_MODELS, HOST_MODELS, PAIR_MODELS, Workload
+from bench.peers import peers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.sketch import Sketch
@@ -28,7 +29,7 @@ Build = Callable[[], Workload]
 
 
 def _contenders() -> dict[str, Wrap]:
-    return {**wrappers(), **SKETCH}
+    return {**wrappers(), **SKETCH, **peers(1)}
 
 
 def _host(kind: str, count: int, no_sync: bool, quick: bool) -> Any:
@@ -39,7 +40,11 @@ def _host(kind: str, count: int, no_sync: bool, quick: bool) -> Any:
 
 
 def _pair_contenders() -> dict[str, Wrap]:
-    return {**_contenders(), **ORDERED}
+    return {**wrappers(), **SKETCH, **ORDERED, **peers(2)}
+
+
+def _cuda_contenders() -> dict[str, Wrap]:
+    return {**wrappers(), **peers(1)}
 
 
 def _pair_rank(name: str, effort: Effort) -> Any:
@@ -52,7 +57,7 @@ def _pair(name: str, quick: bool) -> Any:
 
 def _cuda(name: str, quick: bool) -> Any:
     effort = Effort(5, 1, 2) if quick else Effort(40, 2, 20)
-    return on_ranks(1, "cuda", partial(time_steps, CUDA_MODELS[name], wrappers(), effort=effort, device="cuda"))
+    return on_ranks(1, "cuda", partial(time_steps, CUDA_MODELS[name], _cuda_contenders(), effort=effort, device="cuda"))
 
 
 def _cuda_wire(name: str, quick: bool) -> Any:
@@ -80,7 +85,7 @@ def _measured(case: str, quick: bool) -> Any:
 
 def _names(case: str) -> Iterable[str]:
     if case.startswith("cuda"):
-        return wire_wrappers() if case.startswith("cuda wire") else wrappers()
+        return wire_wrappers() if case.startswith("cuda wire") else _cuda_contenders()
     if case.startswith("pair"):
         return _pair_contenders()
     return LOCAL if case.startswith("no_sync") else _contenders()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.baselines import PACKS, UNPACKS, PackSet
+from bench.models import Workload
+from bench.peers import Peer
 
-__all__ = ["prove_buffers", "prove_gradients", "prove_packs"]
+__all__ = ["prove_buffers", "prove_gradients", "prove_packs", "prove_peer"]
 
 STEPS = 3  # dpfuse's first synchronised backward only records, and then rebuilds the buckets
 
@@ -66,6 +69,34 @@ def _saver(saved: dict[int, Tensor], index: int) -> Callable[[Tensor], None]:
         saved[index] = grad.clone()
 
     return save
+
+
+def prove_peer(name: str, peer: Peer, workload: Workload) -> None:
+    """Prove that after a backward the whole gradients of `peer` are the mean over the ranks of the local gradients.
+
+    The local gradients are those of a bare copy of the model, because a peer may exchange the parameters, with their
+    hooks. With one or two ranks on a CPU all bits must be equal. Otherwise there is the usual tolerance.
+
+    Args:
+        name: of the contender, for the error.
+        peer: wraps a copy of the workload's module.
+        workload: the model, with equal weights on all ranks, and its loss.
+
+    Raises:
+        AssertionError: A gradient differs.
+    """
+    bare = copy.deepcopy(workload.module)
+    workload.loss(bare).backward()
+    expected = torch.cat([param.grad.reshape(-1) for param in bare.parameters() if param.grad is not None])
+    expected.mul_(1 / dist.get_world_size())
+    dist.all_reduce(expected)
+    equal = torch.equal if dist.get_world_size() <= 2 and not expected.is_cuda else torch.allclose
+    for _ in range(STEPS):
+        peer.backward(workload.loss(peer))
+        got = torch.cat([grad.reshape(-1) for grad in peer.gradients()])
+        assert equal(got, expected), f"{name}: the gradients are not the mean over the ranks"
+        for param in peer.parameters():
+            param.grad = None
 
 
 def prove_buffers(name: str, wrapped: nn.Module, x: Tensor) -> None:

@@ -121,9 +121,9 @@ class Gpt2(nn.Module):
     Source: Radford, Wu, Child, Luan, Amodei, Sutskever: Language Models are Unsupervised Multitask Learners.
     """
 
-    def __init__(self, hidden: int = 768, layers: int = 12, heads: int = 12) -> None:
+    def __init__(self, hidden: int = 768, layers: int = 12, heads: int = 12, words: int = 50257) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(50257, hidden), nn.Embedding(1024, hidden)
+        self.words, self.positions = nn.Embedding(words, hidden), nn.Embedding(1024, hidden)
         self.layers = nn.Sequential(*[_PreNormLayer(hidden, heads, causal=True) for _ in range(layers)])
         self.norm = nn.LayerNorm(hidden)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def describe(*, gpu: bool) -> dict[str, Any]:
         **machine_facts(torch.device("cuda", 0) if gpu else torch.device("cpu")),
         **software_versions(),
         "pytest_benchmark": version("pytest-benchmark"),
+        "deepspeed": version("deepspeed") if find_spec("deepspeed") else None,
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if (status := _git("status", "--porcelain")) is None else bool(status),
     }

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from bench.large_models import BertLarge, ResNet50
+from bench.large_models import BertLarge, Gpt2, ResNet50
 
 __all__ = ["CUDA_MODELS", "HOST_MODELS", "PAIR_MODELS", "Workload", "layers", "load_model"]
 
@@ -78,6 +78,23 @@ def layers(count: int, features: int, rows: int = 1) -> Workload:
     return _summed(nn.Sequential(*linears), torch.randn(rows, features))
 
 
+def small_cnn() -> Workload:
+    """Return six convolutions with BatchNorms, 4.4 MB of parameters, on one image of 32 x 32."""
+    widths, made = (64, 64, 128, 128, 256, 256), []
+    for number, (inputs, outputs) in enumerate(zip((3, *widths), widths, strict=False)):
+        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        made += [conv, nn.BatchNorm2d(outputs), nn.ReLU(), *([nn.MaxPool2d(2)] if number % 2 else [])]
+    module = nn.Sequential(*made, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+    images = torch.randn(1, 3, 32, 32)
+    return Workload(module, lambda model: model(images).square().mean())
+
+
+def small_transformer() -> Workload:
+    """Return GPT-2 with four layers of width 256 and 256 words, 13.8 MB of parameters, on one text of 32 tokens."""
+    tokens = torch.randint(256, (1, 32))
+    return Workload(Gpt2(hidden=256, layers=4, heads=4, words=256), lambda model: model(tokens).square().mean())
+
+
 def resnet50() -> Workload:
     """Return ResNet-50 on 64 images of 224 x 224, float32."""
     criterion, labels = nn.CrossEntropyLoss(), torch.randint(1000, (64,))
@@ -100,6 +117,8 @@ HOST_MODELS: dict[str, Callable[[int], Workload]] = {"chain": chain, "fan": fan,
 PAIR_MODELS: dict[str, Callable[[], Workload]] = {
     "1000 tiny": lambda: chain(1000),
     "100 MB large": lambda: layers(25, 1024),
+    "CNN": small_cnn,
+    "transformer": small_transformer,
 }
 CUDA_MODELS: dict[str, Callable[[], Workload]] = {
     "ResNet-50 b64": resnet50,

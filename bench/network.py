@@ -72,6 +72,11 @@ class Network(dist.ProcessGroup):
         """Return the name for torch's logs."""
         return BACKEND
 
+    @property
+    def group_name(self) -> str:
+        """The name under which a device mesh finds this group."""
+        return dist.distributed_c10d._world.pg_names[self]
+
     def calibrate(self) -> None:
         """Measure again how many cycles a second has, because the clock of a GPU depends on its load."""
         self._link.calibrate()

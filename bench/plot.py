@@ -29,6 +29,10 @@ STEP_COLOURS = {
     "DDP view": "tab:orange",
     "DDP batched": "tab:purple",
     "DDP view + batched": "tab:blue",
+    "FSDP2 replicate": "tab:brown",
+    "FSDP2 sharded, gathered once": "rosybrown",
+    "DeepSpeed stage 0": "tab:pink",
+    "DeepSpeed stage 1": "pink",
     "sketch": "0.5",
 }
 OVERLAP_COLOURS = {
@@ -37,6 +41,9 @@ OVERLAP_COLOURS = {
     "DDP view": "tab:orange",
     "DDP default": "tab:red",
     "DDP view + batched": "tab:blue",
+    "FSDP2 replicate": "tab:brown",
+    "Horovod's rule": "tab:olive",
+    "DeepSpeed's rule": "tab:pink",
 }
 WIRE_COLOURS = {
     "DDP view": "tab:red",

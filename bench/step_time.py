@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from bench.baselines import BARE, Wrap
 from bench.counts import count
-from bench.equality import prove_gradients
+from bench.equality import prove_gradients, prove_peer
 from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_extra, wall_clock
 from bench.models import Workload
+from bench.peers import Peer
 from bench.rank_group import agreed
 from dpfuse.commands.sweep import frozen_heap
 
@@ -88,17 +89,17 @@ def time_steps(
     clock: Clock = cuda_clock if cuda else host_clock if dist.get_world_size() == 1 else wall_clock
     extras: dict[str, list[tuple[float, float]]] = {name: [] for name in wraps}
     walls: dict[str, list[float]] = {name: [] for name in wraps}
-    # Every rank has its own data. The first wrapper gives all ranks rank 0's weights.
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(dist.get_rank())  # every rank has its own data
     with torch.device(device):
         workload = build()
+    for param in workload.module.parameters():
+        dist.broadcast(param.data, 0)  # some peers leave this to the program
     for rebuild in range(effort.rebuilds):
         contenders = _contenders(workload, wraps, no_sync=no_sync, seed=rebuild)
         alive.append(contenders)
         if rebuild == 0:
             for name, contender in contenders.items():
-                synced = contender.wrapped is not contender.module and not no_sync
-                prove_gradients(name, contender.module, contender.backward, averaged=synced, wire=wire)
+                _prove(name, contender, workload, no_sync=no_sync, wire=wire)
                 results[name].facts = _facts(contender, cuda=cuda)
         steps = {name: contender.step for name, contender in contenders.items()}
         with frozen_heap():
@@ -112,6 +113,14 @@ def time_steps(
         result.extra, result.extra_wall = (median(extra[part] for extra in extras[name]) for part in (0, 1))
         result.extra_lowest, result.extra_highest = min(extras[name])[0], max(extras[name])[0]
     return {name: asdict(result) for name, result in results.items()}
+
+
+def _prove(name: str, contender: _Contender, workload: Workload, *, no_sync: bool, wire: torch.dtype | None) -> None:
+    if isinstance(contender.wrapped, Peer):
+        prove_peer(name, contender.wrapped, workload)
+    else:
+        averaged = contender.wrapped is not contender.module and not no_sync
+        prove_gradients(name, contender.module, contender.backward, averaged=averaged, wire=wire)
 
 
 def _contenders(workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool, seed: int) -> dict[str, _Contender]:
@@ -129,10 +138,11 @@ def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> _Contender:
     params = [param for param in module.parameters() if param.requires_grad]
     loss = workload.loss
     context: Any = wrapped.no_sync if no_sync and wrapped is not module else nullcontext
+    start: Callable[[Tensor], None] = wrapped.backward if isinstance(wrapped, Peer) else Tensor.backward
 
     def backward() -> None:
         with context():
-            loss(wrapped).backward()
+            start(loss(wrapped))
 
     def step() -> None:
         backward()
