@@ -36,8 +36,9 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
         ramp: the numbers of the rule.
 
     Returns:
-        `[last_cap, cap]` without a ramp. A model that is smaller than the smallest full bucket gets none, and neither
-        does a `cap` that is smaller or infinite. Otherwise bytes that are `total` together.
+        `[last_cap, cap]` without a ramp: if `ranks` is 0, or `cap` is infinite or less than the least. A model that is
+        smaller than the smallest full bucket gets one bucket if `last_cap` allows it. Otherwise it gets two, of which
+        the last is a quarter at most. A larger model gets bytes that are `total` together.
 
     Example:
         >>> from dpfuse.engine.ramp import ramp_limits
@@ -48,8 +49,10 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
     Source: ours. Megatron-LM's default bucket grows with the number of ranks, too.
     """
     least = ramp.least * math.sqrt(max(1.0, ranks / ramp.ranks))
-    if not ranks or total < least or not ramp.least <= cap < math.inf:
+    if not ranks or not ramp.least <= cap < math.inf:
         return [last_cap, cap]
+    if total < least:
+        return [last_cap if total <= last_cap else min(last_cap, math.ceil(total / ramp.end)), cap]
     full = min(cap, max(total / ramp.parts, least))
     front, back = list[float](), list[float]()
     end = full / ramp.end

@@ -39,10 +39,18 @@ def test_limits_rise_and_fall_within_the_caps(total, cap, last_cap, ranks):
 
 @pytest.mark.parametrize(
     ("total", "cap", "ranks"),
-    [(MB - 1, 25 * MB, 2), (100 * MB, MB - 1, 2), (100 * MB, math.inf, 2), (100 * MB, 25 * MB, 0), (0, MB, 2)],
+    [(5, 25 * MB, 2), (100 * MB, MB - 1, 2), (100 * MB, math.inf, 2), (100 * MB, 25 * MB, 0), (0, MB, 2)],
 )
 def test_where_cutting_would_not_pay_the_two_caps_hold(total, cap, ranks):
     assert ramp_limits(total, cap, 5, ranks) == [5, cap]
+
+
+@pytest.mark.parametrize(
+    ("total", "last_cap", "last"),
+    [(4 * MB - 4, MB, MB - 1), (2 * MB, MB, MB // 2), (MB + 4, MB, MB // 4 + 1), (MB, MB, MB), (2 * MB, 7, 7)],
+)
+def test_a_model_below_the_least_has_a_quarter_or_less_in_its_last_bucket(total, last_cap, last):
+    assert ramp_limits(total, 25 * MB, last_cap, 2, ON_CPU) == [last, 25 * MB]
 
 
 def test_the_smallest_model_that_is_cut_grows_with_the_root_of_the_ranks():
