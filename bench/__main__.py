@@ -31,7 +31,7 @@ SUITES = {
     "clip": 150,
     "flatten": 300,
     "bucket_size": 300,
-    "overlap": 240,
+    "overlap": 300,
     "planner": 120,
     "wire": 240,
     "manual": 300,
