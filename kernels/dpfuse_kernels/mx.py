@@ -13,6 +13,7 @@ to 2 ** 128, which is no float32, is rounded down to 1.875 or 1.75 times 2 ** 12
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ BLOCK = 32  # elements that share a scale
 SUPER_BLOCK = 512  # elements that are followed by their scales
 SUPER_BYTES = SUPER_BLOCK + SUPER_BLOCK // BLOCK
 
+CHUNK = 1 << 18  # elements that a CPU encodes or decodes at a time
 NAN = 0x7F  # the element byte for NaN and infinities, in both formats
 
 
@@ -102,23 +104,30 @@ def mx_encode(values: Tensor, format: torch.dtype, out: Tensor) -> Tensor:
         ([126, 168, 48, 0], 128)
     """
     kind = mx_format(format)
-    blocks = values.view(-1, BLOCK)
-    magnitude = blocks.abs()
-    largest = magnitude.amax(1)
+    chunks = in_chunks(values)
+    scratch = torch.empty_like(chunks[0])
+    for some, packed in zip(chunks, in_chunks(out), strict=True):
+        _encode_chunk(some, kind, packed, scratch[: len(some)])
+    return out
+
+
+def _encode_chunk(values: Tensor, kind: MxFormat, out: Tensor, scratch: Tensor) -> None:
+    blocks, between = values.view(-1, BLOCK), scratch.view(-1, BLOCK)
+    largest = torch.abs(blocks, out=between).amax(1)
     usual = bool((largest <= kind.cap).all())
     if not usual:
         finite = blocks.isfinite()
-        largest = magnitude.where(finite, 0.0).amax(1).clamp_(max=kind.cap)
+        largest = between.where(finite, 0.0).amax(1).clamp_(max=kind.cap)
         blocks = blocks.clamp(-kind.cap, kind.cap)
     scale = ((largest.view(torch.int32) + kind.room) >> 23).sub_(kind.exponent).clamp_(min=0)
     inverse = ((254 - scale) << 23).view(torch.float32)
-    elements = (blocks * inverse.unsqueeze(1)).to(kind.dtype).view(torch.uint8)
-    if not usual:
-        elements.masked_fill_(~finite, NAN)
+    torch.mul(blocks, inverse.unsqueeze(1), out=between)
     rows = out.view(-1, SUPER_BYTES)
-    rows[:, :SUPER_BLOCK] = elements.view(-1, SUPER_BLOCK)
+    elements = rows[:, :SUPER_BLOCK]
+    elements.view(kind.dtype).copy_(between.view(-1, SUPER_BLOCK))
+    if not usual:
+        elements.masked_fill_(~finite.view(-1, SUPER_BLOCK), NAN)
     rows[:, SUPER_BLOCK:] = scale.view(-1, SUPER_BLOCK // BLOCK)
-    return out
 
 
 @torch.no_grad()
@@ -140,11 +149,18 @@ def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) ->
         >>> mx_decode(packed, torch.float8_e4m3fn)[:4].tolist()
         [896.0, -0.5, 1.0, 0.0]
     """
-    rows = packed.view(-1, SUPER_BYTES)
+    kind = mx_format(format)
     if out is None:
-        out = torch.empty(len(rows) * SUPER_BLOCK, dtype=torch.float32, device=packed.device)
+        out = torch.empty(packed.numel() // SUPER_BYTES * SUPER_BLOCK, dtype=torch.float32, device=packed.device)
+    for values, some in zip(in_chunks(out), in_chunks(packed.view(-1)), strict=True):
+        _decode_chunk(some, kind, values)
+    return out
+
+
+def _decode_chunk(packed: Tensor, kind: MxFormat, out: Tensor) -> None:
+    rows = packed.view(-1, SUPER_BYTES)
     elements = rows[:, :SUPER_BLOCK]
-    if mx_format(format).dtype == torch.float8_e4m3fn:
+    if kind.dtype == torch.float8_e4m3fn:
         # A float16 has the same bits further left, with a bias that is larger by 8. Torch converts float16 in vectors,
         # but E4M3 one by one, which takes six times as long.
         wide = elements.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
@@ -153,10 +169,21 @@ def mx_decode(packed: Tensor, format: torch.dtype, out: Tensor | None = None) ->
         if code.numel() and code.max() == NAN:
             out.view(-1, SUPER_BLOCK).masked_fill_(code == NAN, float("nan"))
     else:
-        out.view(-1, SUPER_BLOCK).copy_(elements.view(format))
+        out.view(-1, SUPER_BLOCK).copy_(elements.view(kind.dtype))
     scale = rows[:, SUPER_BLOCK:].view(torch.float8_e8m0fnu).float()
     out.view(*scale.shape, BLOCK).mul_(scale.unsqueeze(2))
-    return out
+
+
+def in_chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the slices of the last dimension that a CPU handles one by one: of bytes if it is uint8, else of elements.
+
+    A result as large as a buffer would be written into memory that was just mapped, which takes a CPU several times as
+    long as the arithmetic. A result of this size fits into the caches, and into memory that is in use already.
+    """
+    if tensor.device.type != "cpu":
+        return [tensor]
+    chunks: Sequence[Tensor] = tensor.split(mx_bytes(CHUNK) if tensor.dtype == torch.uint8 else CHUNK, -1)
+    return chunks
 
 
 def check_packed(name: str, packed: Tensor) -> None:

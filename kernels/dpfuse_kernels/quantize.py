@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.flatten import _count, count_nonfinite, flatten_reference, product
-from dpfuse_kernels.mx import mx_decode, mx_encode
+from dpfuse_kernels.mx import in_chunks, mx_decode, mx_encode
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
 from dpfuse_kernels.mx_table import MxTable
 from dpfuse_kernels.options import check_factor, check_residual
@@ -195,7 +195,8 @@ def quantize_reference(
         count_nonfinite(stage, counts)
     if residual is not None:
         with stage.gaps_kept(residual):
-            torch.sub(value, mx_decode(flat, table.format.dtype), out=residual).nan_to_num_(0.0, 0.0, 0.0)
+            for encoded, exact, losses in zip(in_chunks(flat), in_chunks(value), in_chunks(residual), strict=True):
+                torch.sub(exact, mx_decode(encoded, table.format.dtype), out=losses).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def check_options(table: MxTable, factor: Tensor | None, residual: Tensor | None) -> None:

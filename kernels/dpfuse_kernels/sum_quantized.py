@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dpfuse_kernels.launch_shape import DEFAULT
 from dpfuse_kernels.launcher import current_device, dispatch
-from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, mx_decode, mx_encode, mx_format
+from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, in_chunks, mx_decode, mx_encode, mx_format
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
 from dpfuse_kernels.options import check_residual
 
@@ -134,12 +135,14 @@ def sum_quantized_reference(parts: Tensor, out: Tensor, format: torch.dtype, res
         tensor([3.5000, 3.5000, 3.5000])
     """
     check_sum(parts, out, format, residual)
-    total = mx_decode(parts[0], format)
-    for part in parts[1:]:
-        total.add_(mx_decode(part, format))
-    mx_encode(total, format, out)
-    if residual is not None:
-        residual.add_(total.sub_(mx_decode(out, format)).nan_to_num_(0.0, 0.0, 0.0))
+    kept = repeat(None) if residual is None else in_chunks(residual)
+    for columns, encoded, losses in zip(in_chunks(parts), in_chunks(out), kept):  # noqa: B905  # `repeat` has no end
+        total = mx_decode(columns[0], format)
+        for part in columns[1:]:
+            total.add_(mx_decode(part, format))
+        mx_encode(total, format, encoded)
+        if losses is not None:
+            losses.add_(total.sub_(mx_decode(encoded, format)).nan_to_num_(0.0, 0.0, 0.0))
 
 
 def check_sum(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None) -> None:

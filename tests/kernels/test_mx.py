@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dpfuse_kernels import MxTable, Slot, mx
 from dpfuse_kernels.mx import SUPER_BYTES, mx_bytes, mx_decode, mx_encode, mx_format
+from dpfuse_kernels.quantize import quantize_reference
+from dpfuse_kernels.sum_quantized import sum_quantized_reference
 from tests.kernels.layouts import same_bits
 
 INF, NAN = float("inf"), float("nan")
@@ -155,6 +158,24 @@ def test_what_was_decoded_encodes_to_the_same(format: torch.dtype) -> None:
     blocks = torch.cat([blocks for name, blocks in block_lists().items() if name != "not finite"])
     once = decoded(blocks, format)
     assert same_bits(decoded(once, format), once)
+
+
+@every_format
+def test_a_buffer_of_several_chunks_is_that_of_one(format: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, generator = 7 * 512, torch.Generator().manual_seed(0)
+    values = torch.randn(2, count, generator=generator)
+    values[0, 3 * 512 + 5], values[0, 4 * 512] = NAN, INF
+    seen = []
+    for chunk in (count, 2 * 512):  # one, and four with an incomplete last one
+        monkeypatch.setattr(mx, "CHUNK", chunk)
+        parts = torch.stack([mx_encode(row, format, torch.empty(mx_bytes(count), dtype=torch.uint8)) for row in values])
+        total, lost = torch.empty_like(parts[0]), torch.ones(count)
+        sum_quantized_reference(parts, total, format, lost)
+        table = MxTable(parts[0].clone(), [Slot("a", 0, (count,), (1,))], torch.float32, format)
+        kept = torch.ones(count)
+        quantize_reference([values[1]], table, residual=kept)
+        seen.append([parts, mx_decode(total, format), lost, table.flat, kept])
+    assert all(map(same_bits, *seen))
 
 
 def test_sizes_and_formats() -> None:
