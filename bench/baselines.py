@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,22 +150,19 @@ UNPACKS: dict[str, tuple[Callable[[PackSet], None], Callable[[PackSet], Tensor]]
 
 
 def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> dict[str, Wrap]:
-    """Return the bare module twice (their difference is noise), dpfuse's two modes, and every mode of this DDP.
+    """Return the bare module twice (their difference is noise), dpfuse's two classes, and every mode of this DDP.
 
-    Buffers are not broadcast. This is dpfuse's default, and DDP would pay for it in every forward.
+    The default arguments of `DataParallel` make views, those of the drop-in `DistributedDataParallel` private
+    gradients. Buffers are not broadcast: DDP would pay for it in every forward.
 
     Args:
-        comm_buffer_size: of dpfuse, in MB; DDP's default is also 25.
-        last_comm_buffer_size: of dpfuse, in MB.
+        comm_buffer_size: of `DataParallel`, in MB; DDP's default is also 25.
+        last_comm_buffer_size: of `DataParallel`, in MB.
     """
 
-    def ours(**options: Any) -> Wrap:
-        return lambda module: dpfuse.DataParallel(
-            module,
-            comm_buffer_size=comm_buffer_size,
-            last_comm_buffer_size=last_comm_buffer_size,
-            broadcast_buffers=False,
-            **options,
+    def views(module: nn.Module) -> nn.Module:
+        return dpfuse.DataParallel(
+            module, comm_buffer_size=comm_buffer_size, last_comm_buffer_size=last_comm_buffer_size
         )
 
     known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -176,8 +174,8 @@ def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> 
     found: dict[str, Wrap] = {
         BARE: lambda module: module,
         "bare again": lambda module: module,
-        "dpfuse views": ours(),
-        "dpfuse private": ours(gradient_as_bucket_view=False),
+        "dpfuse views": views,
+        "dpfuse private": partial(dpfuse.DistributedDataParallel, forward_sync_buffers=False),
         "DDP default": ddp(),
         "DDP view": ddp(gradient_as_bucket_view=True),
     }

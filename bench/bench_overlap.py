@@ -37,7 +37,7 @@ from dpfuse.tune.recorder import BackwardRecorder
 
 PLANNED = "dpfuse planned"
 UNSENT = "dpfuse planned, nothing sent"
-CONTENDERS = (BARE, "bare again", "dpfuse views", "DDP default", "DDP view", "DDP view + batched")
+CONTENDERS = (BARE, "bare again", "dpfuse views", "dpfuse private", "DDP default", "DDP view", "DDP view + batched")
 WRAPS: dict[str, Wrap] = {
     **{name: wrap for name, wrap in wrappers().items() if name in CONTENDERS},
     PLANNED: dpfuse.DataParallel,

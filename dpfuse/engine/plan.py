@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
-from dpfuse.engine.ramp import ON_CPU, ON_GPU, ramp_limits
+from dpfuse.engine.ramp import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -288,12 +288,13 @@ def plan_buckets(
     return _arrange(BucketPlan(specs, (), cap, last_cap, rule), range(len(specs))[::-1])
 
 
-def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int], *, one_machine: bool = False) -> BucketPlan:
     """Plan the buckets again, for the order in which gradients really became ready.
 
     Args:
         plan: the plan under which the order was observed; its caps are kept.
         ready_order: parameter indices, first ready first; a parameter left out never became ready.
+        one_machine: whether all ranks are on one machine. If it has no GPUs, the ranks share its cores.
 
     Returns:
         A plan by the same rule over `ready_order`. Parameters that never became ready form buckets that are sent last.
@@ -317,10 +318,12 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
             f"the ready order names {len(ready_order)} parameters, {len(seen)} distinct, of "
             f"{len(plan.specs)}; expected each at most once. The ranks' models differ, or this is a bug."
         )
-    return _arrange(plan, ready_order, plan.rule.ramp_ranks)
+    return _arrange(plan, ready_order, plan.rule.ramp_ranks, one_machine)
 
 
-def _arrange(plan: BucketPlan, ready_order: Sequence[int], ramp_ranks: int = 0) -> BucketPlan:
+def _arrange(
+    plan: BucketPlan, ready_order: Sequence[int], ramp_ranks: int = 0, one_machine: bool = False
+) -> BucketPlan:
     """Return a plan with the specs, sizes and rule of `plan`, for this order of gradients."""
     specs, rule = plan.specs, plan.rule
     names = {spec.name: index for index, spec in enumerate(specs)} if rule.delayed else {}
@@ -332,7 +335,7 @@ def _arrange(plan: BucketPlan, ready_order: Sequence[int], ramp_ranks: int = 0) 
         groups = [*assign_buckets(specs, rule.caps, walk), *assign_buckets(specs, rule.caps[-1:], never)]
     else:
         total, cap = sum(specs[index].nbytes for index in walk), plan.comm_buffer_size
-        ramp = ON_CPU if specs[0].device == "cpu" else ON_GPU
+        ramp = ON_GPU if specs[0].device != "cpu" else ON_SHARED_CORES if one_machine else ON_CPU
         limits = ramp_limits(total, cap, plan.last_comm_buffer_size, ramp_ranks, ramp)
         groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, [cap], never)[::-1]]
     if delayed:

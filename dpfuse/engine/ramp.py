@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["ON_CPU", "ON_GPU", "Ramp", "ramp_limits"]
+__all__ = ["ON_CPU", "ON_GPU", "ON_SHARED_CORES", "Ramp", "ramp_limits"]
 
 
 class Ramp(NamedTuple):
@@ -14,11 +14,12 @@ class Ramp(NamedTuple):
     parts: int = 8  # a full bucket has this part of the model, if its cap allows it
     end: int = 4  # the first bucket sent, and the last one, have this part of a full bucket
     growth: float = 2  # from one bucket to the next, from both ends towards the middle
-    least: int = 1 << 20  # bytes of a full bucket, at least
+    least: float = 1 << 20  # bytes of a full bucket, at least
     ranks: int = 1024  # beyond so many, the least grows with the square root of the number of ranks
 
 
 ON_GPU, ON_CPU = Ramp(), Ramp(least=1 << 22)  # a collective on CPUs takes time from backward itself
+ON_SHARED_CORES = Ramp(least=math.inf)  # of one machine: there nothing overlaps, so few buckets are best
 
 
 def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp = ON_GPU) -> list[float]:
@@ -36,9 +37,10 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
         ramp: the numbers of the rule.
 
     Returns:
-        `[last_cap, cap]` without a ramp: if `ranks` is 0, or `cap` is infinite or less than the least. A model that is
-        smaller than the smallest full bucket gets one bucket if `last_cap` allows it. Otherwise it gets two, of which
-        the last is a quarter at most. A larger model gets bytes that are `total` together.
+        Without a ramp two limits, of which the second repeats. They are `[last_cap, cap]` if `ranks` is 0, or if `cap`
+        is infinite or less than the least. For a model that is smaller than the smallest full bucket, the first is a
+        quarter of the model at most, unless `last_cap` allows a single bucket. For any other model the bytes are
+        `total` together.
 
     Example:
         >>> from dpfuse.engine.ramp import ramp_limits
@@ -49,10 +51,12 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
     Source: ours. Megatron-LM's default bucket grows with the number of ranks, too.
     """
     least = ramp.least * math.sqrt(max(1.0, ranks / ramp.ranks))
-    if not ranks or not ramp.least <= cap < math.inf:
+    if not ranks or cap == math.inf:
         return [last_cap, cap]
     if total < least:
         return [last_cap if total <= last_cap else min(last_cap, math.ceil(total / ramp.end)), cap]
+    if cap < ramp.least:
+        return [last_cap, cap]
     full = min(cap, max(total / ramp.parts, least))
     front, back = list[float](), list[float]()
     end = full / ramp.end

@@ -266,7 +266,8 @@ class GradSync:
 
         def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
             keeps = self.plan.tuned or self._assembly.deterministic
-            plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order))
+            one_machine = (board := board_of(self.group)) is not None and board.one_machine
+            plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
             return plan, self._make_buckets(plan, self._params, self.reducer.buckets), marks.tolist()
 
         votes.agree_on_order(order, marks, self.group, self.source)

@@ -100,6 +100,7 @@ class Board:
     def __init__(self, rank: int = 0, interruptible: frozenset[str] = frozenset(), stall_timeout: float = inf) -> None:
         self.rank = rank
         self.interruptible = interruptible
+        self.one_machine = False  # whether all ranks of a group of several are on this machine
         # Written by the thread that trains.
         # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). Each
         # move writes a new tuple, so the same object means that this rank has not moved.

@@ -38,11 +38,11 @@ def start_heartbeat(group: dist.ProcessGroup, stall_timeout: float) -> Board:
     put_board(group, board)
     if size == 1:
         return board
-    hosts = votes.gather_texts(host_id(), group)
+    board.one_machine = len(set(votes.gather_texts(host_id(), group))) == 1
     endpoint = None
     if rank == 0:
         try:
-            endpoint = open_endpoint(one_host=len(set(hosts)) == 1)
+            endpoint = open_endpoint(one_host=board.one_machine)
         except OSError as error:
             print(f"dpfuse: no heartbeat, so ranks that end or stall will not be named: {error}", file=sys.stderr)
     text = votes.share_text("" if endpoint is None else endpoint.text(), group)

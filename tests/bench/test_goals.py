@@ -123,7 +123,13 @@ def test_clipping_and_looking_for_nan_are_judged_by_what_they_add_to_packing(cas
 def network(exposed: float, *, predicted: float, device: str = "cpu", planned: float = 1.0) -> list[Entry]:
     """A step of which 0.6 s are left where nothing is sent, and of DDP's best mode, 1 s."""
     info = {"exposed": exposed, "predicted": predicted, "predicted_packed": predicted, "device": device}
-    medians = {"dpfuse planned, nothing sent": 0.6, "dpfuse views": 1.1, "DDP default": 1.2, "DDP view": 1.0}
+    medians = {
+        "dpfuse planned, nothing sent": 0.6,
+        "dpfuse views": 1.1,
+        "dpfuse private": 0.9,
+        "DDP default": 1.2,
+        "DDP view": 1.0,
+    }
     peers = [entry("20 us", name, seconds, "overlap") for name, seconds in medians.items()]
     return [entry("20 us", "dpfuse planned", planned, "overlap", **info), *peers]
 
@@ -162,11 +168,13 @@ def test_default_arguments_are_held_against_the_best_peer_in_each_network_and_in
     second = [entry("500 us", e.variant, e.median * (e.variant != "dpfuse views" or 0.7), "overlap", **e.info)
               for e in network(0.4, predicted=0.4)]  # fmt: skip
     outcomes = judge([*network(0.4, predicted=0.4), *second])
-    default = [outcome for outcome in outcomes if "default arguments" in outcome.what]
+    default = [outcome for outcome in outcomes if "dpfuse views with default arguments" in outcome.what]
     assert [(outcome.case, outcome.goal, outcome.met) for outcome in default] == [
         ("20 us", 1.00, False), ("500 us", 1.00, True), ("all", 0.95, True)
     ]  # fmt: skip
     assert default[2].value == pytest.approx((1.1 + 0.77) / 2)
+    private = [outcome for outcome in outcomes if "dpfuse private with default arguments" in outcome.what]
+    assert [(outcome.value, outcome.met) for outcome in private] == [(0.9, True)] * 3
 
 
 def test_rules_of_other_libraries_are_compared_without_a_goal():

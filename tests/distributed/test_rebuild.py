@@ -15,6 +15,7 @@ import dpfuse
 from dpfuse.engine import collective
 from dpfuse.engine.bucket import BucketState
 from dpfuse.engine.plan import plan_buckets, rebuild_plan
+from dpfuse.liveness import start
 
 KB = 1 / 1024  # MB
 
@@ -67,17 +68,20 @@ def test_all_ranks_rebuild_in_the_order_of_rank_0_and_still_agree(ranks):
     assert layouts[0] == layouts[1]
 
 
-def ramps(rank, size):
+def ramps(rank, size, machines):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(32)])  # 1 MB each
     theirs = nn.parallel.DistributedDataParallel(deepcopy(net))
-    models = [
-        dpfuse.DataParallel(deepcopy(net)),
-        dpfuse.DistributedDataParallel(deepcopy(net)),
-        dpfuse.DistributedDataParallel(deepcopy(net), bucket_cap_mb=4),
-        dpfuse.DataParallel(deepcopy(net), plan="greedy"),
-        dpfuse.DataParallel(deepcopy(net), deterministic=True),
-    ]
+    group = dist.new_group()  # whose ranks ask each other for their machines
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(start, "host_id", lambda: f"machine {rank % machines}")
+        models = [
+            dpfuse.DataParallel(deepcopy(net), group=group),
+            dpfuse.DistributedDataParallel(deepcopy(net), process_group=group),
+            dpfuse.DistributedDataParallel(deepcopy(net), bucket_cap_mb=4, process_group=group),
+            dpfuse.DataParallel(deepcopy(net), plan="greedy", group=group),
+            dpfuse.DataParallel(deepcopy(net), deterministic=True, group=group),
+        ]
     first = [model.bucket_plan for model in models]
     for step in range(3):
         for model in (theirs, *models):
@@ -91,13 +95,18 @@ def ramps(rank, size):
 
 
 def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks):
-    for plans in ranks(ramps):
+    for plans in ranks(ramps, 2):
         greedy = [6, 25, 1]
         assert plans[:5] == [greedy, greedy, [4] * 8, greedy, greedy]
         # 32 MB, full buckets of 4 MB, the ends of one and two parameters.
         assert plans[5:7] == [[1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1]] * 2
         assert max(plans[7]) == 4
         assert plans[8:] == [greedy, greedy]
+
+
+def test_ranks_that_share_the_cores_of_one_machine_get_few_buckets(ranks):
+    for plans in ranks(ramps, 1):
+        assert plans[:5] == plans[5:]
 
 
 def views_of_the_first_plan_survive(rank, size):

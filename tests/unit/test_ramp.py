@@ -11,7 +11,7 @@ import pytest
 from bench.size_list import SIZE_LISTS, load
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, BucketRule, plan_buckets, rebuild_plan
-from dpfuse.engine.ramp import ON_CPU, ON_GPU, ramp_limits
+from dpfuse.engine.ramp import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
 
 KB = 1 << 10
 
@@ -51,6 +51,25 @@ def test_where_cutting_would_not_pay_the_two_caps_hold(total, cap, ranks):
 )
 def test_a_model_below_the_least_has_a_quarter_or_less_in_its_last_bucket(total, last_cap, last):
     assert ramp_limits(total, 25 * MB, last_cap, 2, ON_CPU) == [last, 25 * MB]
+
+
+@pytest.mark.parametrize(
+    ("total", "cap", "last"), [(MB, 25 * MB, MB), (2 * MB, 25 * MB, MB // 2), (100 * MB, 25 * MB, MB), (9, 2, 3)]
+)
+def test_on_shared_cores_no_model_is_cut_into_a_ramp(total, cap, last):
+    last_cap = MB if total > 9 else 3
+    assert ramp_limits(total, cap, last_cap, 2, ON_SHARED_CORES) == [last, cap]
+
+
+def test_only_cpus_of_one_machine_share_their_cores():
+    specs = specs_of("resnet50")
+    order = list(range(len(specs)))[::-1]
+    for device, same in (("cpu", False), ("cuda:0", True)):
+        plan = plan_buckets([replace(spec, device=device) for spec in specs], rule=BucketRule(ramp_ranks=2))
+        assert (rebuild_plan(plan, order, one_machine=True) == rebuild_plan(plan, order)) is same
+    # The last bucket is that of the first plan, and the caps are kept. This order is that of the first plan, too.
+    plan = plan_buckets(specs, rule=BucketRule(ramp_ranks=2))
+    assert rebuild_plan(plan, order, one_machine=True).buckets == plan.buckets
 
 
 def test_the_smallest_model_that_is_cut_grows_with_the_root_of_the_ranks():
