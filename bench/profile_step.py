@@ -36,15 +36,19 @@ from torch import nn
 
 from bench.baselines import Wrap, wrappers
 from bench.bench_manual import VARIANTS, WAYS
+from bench.interleave import one_thread
 from bench.machine import ROOT, describe
-from bench.models import HOST_MODELS, PAIR_MODELS, Workload
+from bench.models import HOST_MODELS, PAIR_MODELS, Workload, layers
+from bench.network import Cost, simulated_network
 from bench.rank_group import agreed, on_ranks
 from bench.sketch import Sketch
+from dpfuse.tune import CostTable
 
 __all__ = ["CASES", "Case", "draw", "labelled", "main", "profile"]
 
 LOOKS_PER_SECOND = 100
-WARM_UP_STEPS = 200
+WARM_UP = 1.0  # seconds
+FEW = 5  # steps
 PARENT = "_steps (bench/profile_step.py"  # below this frame is a step
 BARE = "bare step"
 Step = Callable[[], object]
@@ -67,10 +71,11 @@ COLOURS = dict(zip(LABELS, plt.colormaps["tab20"].colors, strict=False))  # type
 
 
 class Case(NamedTuple):
-    """Steps to profile: the number of ranks, and what makes the step of each contender."""
+    """Steps to profile: the number of ranks, what makes the step of each contender, and a simulated network if any."""
 
     ranks: int
     contenders: Mapping[str, Callable[[], Step]]
+    cost: Cost | None = None
 
 
 def _training(build: Callable[[], Workload], wrap: Wrap) -> Step:
@@ -111,6 +116,12 @@ CASES: dict[str, Case] = {
         )
         for name, build in PAIR_MODELS.items()
     },
+    # All bytes take about a quarter of backward.
+    "network, 20 us and 5 GB/s": Case(
+        1,
+        _trainings(partial(layers, 16, 768, rows=48), "dpfuse views", "dpfuse private", "DDP view", "DDP default"),
+        CostTable.affine(20e-6, 5e9),
+    ),
     "by hand, pair 1000 x 16": Case(2, {way: partial(_averaging, way, 1000) for way in VARIANTS[:2]}),
 }
 
@@ -146,17 +157,20 @@ def _label(frame: str) -> str | None:
 def _loop(case: str, contender: str, seconds: float, folder: str) -> None:
     """Run steps for about twice `seconds`. When it is warm, rank 0 writes its process and the time of a step."""
     step = CASES[case].contenders[contender]()
-    for _ in range(WARM_UP_STEPS):
-        step()
-    begin = perf_counter()
-    for _ in range(WARM_UP_STEPS):
-        step()
-    each = (perf_counter() - begin) / WARM_UP_STEPS
+    each = _timed(step, FEW)
+    each = _timed(step, agreed(max(FEW, int(WARM_UP / each)), "cpu"))
     if dist.get_rank() == 0:
         warm = Path(folder, "warm")
         warm.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), "seconds": each}))
         warm.with_suffix(".part").rename(warm)
     _steps(step, agreed(int(2 * seconds / each), "cpu"))
+
+
+def _timed(step: Step, number: int) -> float:
+    begin = perf_counter()
+    for _ in range(number):
+        step()
+    return (perf_counter() - begin) / number
 
 
 def _steps(step: Step, number: int) -> None:
@@ -175,11 +189,12 @@ def profile(case: str, contender: str, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="dpfuse-profile-") as folder:
         warm, raw = Path(folder, "warm"), Path(folder, "raw")
         options = ["--loop", case, contender, str(seconds), folder]
-        with subprocess.Popen([sys.executable, "-m", "bench.profile_step", *options], cwd=ROOT) as process:
+        command, log = [sys.executable, "-m", "bench.profile_step", *options], Path(folder, "log")
+        with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
             try:
                 while not warm.exists():
                     if process.poll() is not None:
-                        raise RuntimeError(f"{case}, {contender}: ended with {process.returncode} before it was warm")
+                        raise RuntimeError(f"{case}, {contender} ended before it was warm: {log.read_text()[-2000:]}")
                     sleep(0.05)
                 facts = json.loads(warm.read_text())
                 look = ["record", "--native", "--idle", "--rate", str(LOOKS_PER_SECOND), "--duration", f"{seconds:g}"]
@@ -218,15 +233,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--loop", nargs=4, metavar=("CASE", "CONTENDER", "SECONDS", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.loop:
-        case, contender, seconds, folder = options.loop
-        on_ranks(CASES[case].ranks, "cpu", _loop, case, contender, float(seconds), folder)
+        name, contender, seconds, folder = options.loop
+        case = CASES[name]
+        if case.cost is None:
+            on_ranks(case.ranks, "cpu", _loop, name, contender, float(seconds), folder)
+        else:
+            with simulated_network(case.cost), one_thread():
+                _loop(name, contender, float(seconds), folder)
         return 0
     machine, found = describe(gpu=False), {}
-    for case in [options.only] if options.only else CASES:
-        found[case] = {name: profile(case, name, options.seconds) for name in CASES[case].contenders}
-        print(case, json.dumps({name: _microseconds(parts) for name, parts in found[case].items()}, indent=1))
+    for place in [options.only] if options.only else CASES:
+        found[place] = {name: profile(place, name, options.seconds) for name in CASES[place].contenders}
+        print(place, json.dumps({name: _microseconds(parts) for name, parts in found[place].items()}, indent=1))
     draw(found, options.picture)
-    rows = {case: {name: _microseconds(parts) for name, parts in each.items()} for case, each in found.items()}
+    rows = {place: {name: _microseconds(parts) for name, parts in each.items()} for place, each in found.items()}
     record = {"machine": machine, "command": "python -m bench.profile_step", "microseconds": rows}
     options.record.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -25,6 +25,8 @@ __all__ = ["Row", "draw", "main", "rows", "table"]
 
 OURS, DEFAULT, REPLICATE = "dpfuse private", "DDP default", "FSDP2 replicate"
 FASTEST = "the fastest mode of DDP"
+NUMBER: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "alpha": 0.8, "pad": 0.5}}
+LONGEST = 1.7  # of a bar in the chart; a longer one is cut, and keeps its number
 CASES = {  # by the text of the row: the suite, and the case or None for the mean over all
     "16 simulated networks, 38 MB, the mean": ("overlap", None),
     "two ranks, a transformer of 13 MB": ("step", "pair transformer"),
@@ -92,18 +94,19 @@ def draw(found: Sequence[Row], path: Path) -> None:
     colours = {"dpfuse": "tab:green", FASTEST: "tab:orange", REPLICATE: "tab:brown"}
     figure, axis = plt.subplots(figsize=(10, 0.9 * len(found) + 1.2), layout="constrained")
     height = 0.8 / len(colours)
-    for place, (name, colour) in enumerate(colours.items()):
-        tops = [number + height * (place - 1) for number in range(len(found))]
+    for number, (name, colour) in enumerate(colours.items()):
+        tops = [row + height * (number - 1) for row in range(len(found))]
         values = [row.relative[name] for row in found]
-        bars = axis.barh(tops, values, height, color=colour, label=name)
-        axis.bar_label(bars, [f"{value:.2f}" for value in values], padding=2, fontsize=8)
-    axis.axvline(1, color="black", linewidth=1)
-    axis.text(1, -0.62, "DDP with default arguments = 1", ha="center", va="bottom", fontsize=8)
+        axis.barh(tops, values, height, color=colour, label=name)
+        for top, value in zip(tops, values, strict=True):
+            end, shift, side = (value, 3, "left") if value < LONGEST else (LONGEST, -3, "right")
+            axis.annotate(f"{value:.2f}", (end, top), (shift, 0), textcoords="offset points", ha=side, **NUMBER)
+    axis.axvline(1, color="black", linewidth=1, label="DDP with default arguments = 1")
     axis.set_yticks(range(len(found)), [row.text for row in found])
     axis.invert_yaxis()
-    axis.set_xlim(0, 2)
-    axis.set_xlabel("time of a step (shorter is better)")
-    axis.legend(loc="lower right", fontsize=8)
+    axis.set_xlim(0, LONGEST)
+    axis.set_xlabel("time of a step, forward and backward (shorter is better)")
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
