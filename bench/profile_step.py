@@ -47,15 +47,17 @@ from dpfuse.tune import CostTable
 __all__ = ["CASES", "Case", "draw", "labelled", "main", "profile"]
 
 LOOKS_PER_SECOND = 100
+DDP = ("DDP view + batched",)  # where this torch has it
 WARM_UP = 1.0  # seconds
 FEW = 5  # steps
 PARENT = "_steps (bench/profile_step.py"  # below this frame is a step
 BARE = "bare step"
+MODEL = r"bench/(large_)?models\.py|torch/nn/(modules/(?!module\.py)|functional)"  # its own work in the forward
 Step = Callable[[], object]
 
 # The first label that matches the innermost known frame. dpfuse's own, then torch's.
 LABELS: dict[str, str] = {
-    "pack": r"dpfuse_kernels/|engine/feeds/|torch::native::.*copy_|at::.*(cat|_foreach)",
+    "pack": r"dpfuse_kernels/|engine/feeds/",
     "waiting for the other ranks": r"Work::wait|WorkGloo|engine/waiting|engine/completion",
     "sending": r"ProcessGroupGloo|gloo::|engine/exchanges/|engine/collective|allreduce",
     "noticing gradients": r"engine/(ready|listening|feature|guard|unused|window)\.py|engine/autograd\.py",
@@ -106,14 +108,12 @@ def _trainings(build: Callable[[], Workload], *names: str) -> dict[str, Callable
 CASES: dict[str, Case] = {
     **{
         f"host chain {number}": Case(
-            1, _trainings(partial(HOST_MODELS["chain"], number), "dpfuse views", "sketch", "DDP view + batched")
+            1, _trainings(partial(HOST_MODELS["chain"], number), "dpfuse views", "dpfuse private", "sketch", *DDP)
         )
         for number in (10, 100, 1000)
     },
     **{
-        f"pair {name}": Case(
-            2, _trainings(build, "dpfuse views", "dpfuse private", "sketch", "DDP view", "DDP view + batched")
-        )
+        f"pair {name}": Case(2, _trainings(build, "dpfuse views", "dpfuse private", "sketch", "DDP view", *DDP))
         for name, build in PAIR_MODELS.items()
     },
     # All bytes take about a quarter of backward.
@@ -151,6 +151,8 @@ def labelled(raw: str) -> dict[str, float]:
 
 
 def _label(frame: str) -> str | None:
+    if re.search(MODEL, frame):
+        return BARE
     return next((label for label, pattern in LABELS.items() if re.search(pattern, frame)), None)
 
 

@@ -18,6 +18,9 @@ STEP = "<module> (bench/profile_step.py:1);_steps (bench/profile_step.py:9)"
         ("f (dpfuse/engine/sync.py:2)", "rest of the engine"),
         ("c10d::Reducer::autograd_hook (libtorch_cpu.so);memcpy (libc.so.6)", "DDP's reducer (C++)"),
         ("hook (bench/sketch.py:52)", "sketch"),
+        ("forward (dpfuse/wrapper.py:125);forward (bench/models.py:46);mul (libtorch.so)", BARE),
+        ("forward (dpfuse/wrapper.py:125);forward (torch/nn/modules/linear.py:9)", BARE),
+        ("forward (dpfuse/wrapper.py:125);_call_impl (torch/nn/modules/module.py:1)", "forward"),
         ("mul (libtorch.so)", BARE),
     ],
 )
