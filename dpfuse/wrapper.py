@@ -428,6 +428,21 @@ def loss_scale_of(model: SyncedModule) -> LossScale | None:
     return sync.factors.loss_scale
 
 
+def check_wrapped(model: object, caller: str) -> None:
+    """Raise TypeError unless `model` is one of dpfuse's wrappers.
+
+    Args:
+        model: what a user passed.
+        caller: the name of the function to which it was passed.
+    """
+    if not isinstance(model, SyncedModule):
+        inner = ", whose `_orig_mod` may be one" if hasattr(model, "_orig_mod") else ""
+        raise TypeError(
+            f"{caller}: model must be wrapped by dpfuse, got {type(model).__name__}{inner}. Pass the result of "
+            "dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)."
+        )
+
+
 @contextmanager
 def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
     """Measure the communication of every synchronised backward inside the context, on this rank.
@@ -451,7 +466,11 @@ def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
         >>> times.steps, times.collectives
         (1, 1)
         >>> dist.destroy_process_group()
+
+    Raises:
+        TypeError: The model is not wrapped by dpfuse.
     """
+    check_wrapped(model, "time_communication")
     times = CommunicationTimes()
     model.observe(times)
     try:

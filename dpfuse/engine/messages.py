@@ -141,10 +141,17 @@ def begun(rank: int) -> str:
 
 def unused(rank: int, names: Sequence[str], nowhere: int) -> str:
     """What to say of parameters without gradient on `rank`, `nowhere` of which were used on no rank."""
+    kept, averaged = "keep .grad as it was", "hold the mean over all ranks, with zeros from this one"
+    if nowhere == len(names):
+        told = f"no rank used them, so they {kept}"
+    elif not nowhere:
+        told = f"other ranks used them, so they {averaged}"
+    else:
+        told = f"no rank used {nowhere} of them, which {kept}; the others {averaged}"
     return (
-        f"rank {rank}: {_named(names)} got no gradient in this backward; "
-        f"{nowhere} of these were used on no rank and keep .grad as it was, the others got the mean over "
-        "all ranks, with zeros from this one. Pass find_unused_parameters=True if that is intended."
+        f"rank {rank}: {_named(names)} got no gradient in this backward; {told}. Expected a gradient for each "
+        "trainable parameter: use them in the loss, freeze them, or pass find_unused_parameters=True if that is "
+        "intended."
     )
 
 

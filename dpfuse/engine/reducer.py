@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,6 +21,7 @@ from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
+from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["ABANDONED", "IDLE", "Calls", "Phase", "Reducer", "Wiring"]
 
@@ -464,7 +464,7 @@ class Reducer:
         for feature in self._wiring.features:
             feature.delivered()
         for text in texts:
-            warnings.warn(text, stacklevel=2)
+            warn_at_user(text)
 
     def abandon(self) -> None:
         """Note that the open backward died of an exception; `close` will not be called for it."""

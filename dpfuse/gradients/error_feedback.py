@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse_kernels import MxTable
+from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["ErrorFeedback", "ResidualSpec"]
 
@@ -178,7 +178,7 @@ class ErrorFeedback(Feature):
         return name in self._specs and self._specs[name].shape == value.shape
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"rank {self._rank}: {text}.", stacklevel=3)
+        warn_at_user(f"rank {self._rank}: {text}.")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels.flatten import all_finite
+from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["FiniteCheck"]
 
@@ -65,7 +65,7 @@ class FiniteCheck(Feature):
         except Exception as error:  # the gradients are averaged, and no other rank raises in this backward
             text = f"the check of the gradients for NaN and infinite values failed: {error!r}"
         if text:
-            warnings.warn(f"rank {self._rank}: {text}", stacklevel=2)
+            warn_at_user(f"rank {self._rank}: {text}")
 
     def begin(self) -> None:
         """A backward begins to send: what one before has left that was interrupted counts no more."""

@@ -107,6 +107,8 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         variables["OMP_NUM_THREADS"] = str(cores_per_rank(count))
     if args.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(args.gpus)
+    if args.log_level is not None:
+        variables["LOGLEVEL"] = args.log_level  # torchrun's variable
     cleanup.enter_context(environment(variables))
     wrapped = not (args.no_python or args.run_path)  # whether rank_program runs the program
     unredirected = args.redirects == args.tee == "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import sys
 import warnings
@@ -27,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "python -m dpfuse.launch"
     parser.usage = "%(prog)s [flags] script.py [arguments of the script]"
+    parser.allow_abbrev = False  # the beginning of a flag would mean another one when a flag is added
     parser.description = "Start a program on several ranks, here or on more machines, with torchrun's flags."
     parser.add_argument(
         "--gpus",
@@ -37,12 +39,25 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs.",
     )
+    _add_flags_of_any_machine(parser)
     add_flags(parser)
     # torchrun's defaults would hide whether the user asked; its variables still count.
     for name in ("nproc_per_node", "master_port"):
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
     return parser
+
+
+def _add_flags_of_any_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run_mode", "--run-mode", default=None, help="collective, the only mode here.")
+    parser.add_argument("--job_id", "--job-id", default=None, help="a name of the job; torchrun's --rdzv_id.")
+    parser.add_argument(
+        "--log_level", "--log-level", default=None, help="of the launcher's own messages, such as INFO or DEBUG."
+    )
+    parser.add_argument(
+        "--use_paddlecloud", "--use-paddlecloud", action="store_true", default=None,
+        help="accepted, and ignored: give the machines with --master or --ips.",
+    )  # fmt: skip
 
 
 def _plain(word: str) -> str:
@@ -92,11 +107,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.parse_known_args(arguments, written)
     try:
         args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
+        _settle_flags_of_any_machine(args)
         _settle_ranks(args)
         _settle_end(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _settle_flags_of_any_machine(args: argparse.Namespace) -> None:
+    if args.run_mode not in (None, "collective"):
+        raise ValueError(
+            f"--run_mode: got {args.run_mode!r}, expected 'collective': there are no parameter servers here. Leave the "
+            "flag out."
+        )
+    if args.log_level is not None:
+        args.log_level = args.log_level.upper()
+        if not isinstance(logging.getLevelName(args.log_level), int):
+            raise ValueError(f"--log_level: got {args.log_level!r}, expected DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    if args.job_id is not None:
+        args.rdzv_id = args.job_id
+    if args.use_paddlecloud is not None:
+        say("--use_paddlecloud is ignored; give the machines with --master or --ips")
 
 
 def _settle_ranks(args: argparse.Namespace) -> None:

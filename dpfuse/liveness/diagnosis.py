@@ -146,7 +146,7 @@ class RankState:
         if self.status is None:
             return "has never sent a heartbeat" if self.end is None else str(self.end)
         if self.end is not None:
-            return f"{self.end}; its last heartbeat, {self.silence:.1f} s before, said that it {self.status}"
+            return f"{self.end}; its last heartbeat, {max(0.0, self.silence):.1f} s before, said that it {self.status}"
         if self.silence >= SILENT:
             return (
                 f"has sent no heartbeat for {self.silence:.0f} s: it runs no Python (stopped, or a call that holds "
@@ -193,7 +193,7 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
         grace = min(FAILED_GRACE if any(end.failed for end in ends) else NORMAL_GRACE, limit)
         if ends and min(waited, max(end.ago for end in ends)) >= grace:
             several = f"{_names(causes)} ended; first, " if len(causes) > 1 else ""
-            return found(True, causes, f"{several}rank {causes[0]} {ends[0]}")
+            return found(True, causes, f"{several}rank {causes[0]} {ends[0]}{_advice(ends[0])}")
         silent = [rank for rank, one in states.items() if one.status and not one.end and one.silence >= limit]
         if silent:
             return found(
@@ -224,7 +224,17 @@ def find_cause(states: Mapping[int, RankState]) -> Finding | None:
     if not causes:
         return None
     first = causes[0]
-    return Finding(True, (first,), 0.0, f"rank {first} {states[first]}")
+    return Finding(True, (first,), 0.0, f"rank {first} {states[first]}{_advice(states[first].end)}")
+
+
+def _advice(end: End | None) -> str:
+    """Return what to do about an end that is no failure: usually the rank had fewer batches than its peers."""
+    if end is None or end.failed:
+        return ""
+    return (
+        ". If its batches ran out, give all ranks the same number of batches, or train inside `with model.join():` of "
+        "DistributedDataParallel"
+    )
 
 
 def report(states: Mapping[int, RankState]) -> str:

@@ -6,16 +6,15 @@ Read from another thread. Knows no rank.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 import time
 from types import FrameType
 from typing import NamedTuple
 
+from dpfuse.engine.user_line import user_frame
+
 __all__ = ["ThreadState", "thread_state"]
 
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-DPFUSE = __file__.rpartition("liveness")[0]
 COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.algorithms.join")
 LOGGER = "torch.distributed.c10d_logger"  # wraps each of their functions
 
@@ -36,8 +35,7 @@ def thread_state(thread: int) -> ThreadState:
     """
     frame = sys._current_frames().get(thread)
     call = _collective(frame)
-    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, DPFUSE, "<frozen")):
-        frame = frame.f_back
+    frame, _ = user_frame(frame)
     if frame is None:
         return ThreadState("", call, _cpu(thread))
     file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]

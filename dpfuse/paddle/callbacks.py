@@ -9,9 +9,12 @@ import torch
 
 from dpfuse import get_rank
 from dpfuse.paddle.callback_base import Callback, Logs
+from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.epoch_display import EpochDisplay
 
 __all__ = ["Callback", "EarlyStopping", "LRScheduler", "ModelCheckpoint", "ProgBarLogger"]
+
+__getattr__ = lacks(__name__)
 
 
 class ProgBarLogger(Callback):

@@ -9,8 +9,11 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from dpfuse import get_rank, get_world_size
+from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]
+
+__getattr__ = lacks(__name__)
 
 
 class DistributedBatchSampler(Sampler[list[int]]):

@@ -11,7 +11,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dpfuse.paddle.counterparts import lacks
+
 __all__ = ["Accuracy", "Metric", "accuracy"]
+
+__getattr__ = lacks(__name__)
 
 
 class Metric(ABC):

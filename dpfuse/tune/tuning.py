@@ -138,7 +138,7 @@ def autotune(
         The results, also as `model.tuning`. They are complete when `done` is true.
 
     Raises:
-        ValueError, TypeError: A size is invalid, or `steps` is less than 1.
+        ValueError, TypeError: A size is invalid, `steps` is less than 1, or the model is not wrapped by dpfuse.
         DPFuseError: The model only passes calls through, has a communication hook, is already recorded, or is in the
             middle of a backward. If the ranks' calls differ, the next synchronised backward raises on all ranks.
 
@@ -159,6 +159,9 @@ def autotune(
         size_in_bytes(cap, name)  # raise here, not later when ranks wait for each other
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}")
+    from dpfuse.wrapper import check_wrapped  # the wrapper imports this package
+
+    check_wrapped(model, "autotune")
     sync = model._sync
     if sync is None or sync.hook is not None:
         raise DPFuseError(

@@ -99,7 +99,8 @@ def names_are_told_once(rank, size):
     model = wrap(find_unused_parameters=False)
     with pytest.warns(UserWarning, match=r"rank \d: parameters 'branch.1.weight', 'branch.2.weight' got no") as caught:
         run(model, rank, [[0], [0]])
-    assert "2 of these were used on no rank" in str(caught[0].message)
+    assert "no rank used them, so they keep .grad as it was" in str(caught[0].message)
+    assert caught[0].filename == __file__, "the place is the line of the user's backward"
     assert "find_unused_parameters=True" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

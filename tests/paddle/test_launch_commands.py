@@ -147,3 +147,25 @@ def test_cluster_node_ips_names_the_machine(own, rank, folder, monkeypatch):
     found = parsed(command, folder, monkeypatch)
     assert found == found.located()
     assert (found.count, found.host, found.port, found.rank, found.own_address) == ("2", "192.168.1.2", 6170, rank, own)
+
+
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_paddles_flags_for_any_job_are_accepted(dash, folder, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    flags = ["--run_mode", "collective", "--job_id=nightly", "--log_level", "debug", "--use_paddlecloud"]
+    words = [word.replace("_", dash) for word in flags]
+    args = parse([*words, "--nproc_per_node=2", str(folder / "train.py")])
+    assert (args.rdzv_id, args.log_level, args.nproc_per_node) == ("nightly", "DEBUG", "2")
+    assert "--use_paddlecloud is ignored; give the machines with --master or --ips" in capsys.readouterr().err
+    args = parse(["--nproc_per_node=2", str(folder / "train.py")])
+    assert (args.run_mode, args.job_id, args.log_level) == (None, None, None)
+
+
+def test_the_log_level_reaches_torchrun(folder):
+    quiet, loud = (
+        run(f"python -m paddle.distributed.launch {flag} --nproc_per_node 1 train.py", folder)
+        for flag in ("", "--log_level INFO")
+    )
+    assert [len(reports(done.stdout)) for done in (quiet, loud)] == [1, 1]
+    assert "INFO" not in quiet.stderr
+    assert "INFO" in loud.stderr

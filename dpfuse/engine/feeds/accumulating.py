@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_gr
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import flatten
+from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["Accumulating", "Accumulation", "refuse_accumulated"]
 
@@ -202,7 +202,7 @@ class Accumulation:
         """Begin the window again, since an exception ended the backward. Warn if buckets lose gradients."""
         self._window.backward_dies()
         if lost := self.forget():
-            warnings.warn(messages.discarded(lost), stacklevel=2)
+            warn_at_user(messages.discarded(lost))
 
     def begin_again(self) -> None:
         """Drop what the buckets have taken, and begin the window again if that was anything."""

@@ -7,13 +7,16 @@ from importlib import import_module
 from types import ModuleType
 
 from dpfuse.distributed import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
+from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.distributed import fleet
 
 __all__ = ["ParallelEnv", "fleet", "get_rank", "get_world_size", "init_parallel_env", "spawn"]
+
+_missing = lacks(__name__)
 
 
 def __getattr__(name: str) -> ModuleType:
     # Import on demand: `python -m dpfuse.paddle.distributed.launch` warns if the module is already imported.
     if name == "launch":
         return import_module("dpfuse.paddle.distributed.launch")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _missing(name)

@@ -6,6 +6,7 @@ on several devices, for `parallel_executor` (with `replica_set`, `trainers`, `se
 `fetch` check what goes in and out.
 """
 
+from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.static.executor import Executor
 from dpfuse.paddle.static.guard import data, default_main_program, default_startup_program, program_guard
 from dpfuse.paddle.static.input_spec import InputSpec
@@ -36,3 +37,5 @@ __all__ = [
     "program_guard",
     "scope_guard",
 ]
+
+__getattr__ = lacks(__name__)

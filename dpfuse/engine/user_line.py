@@ -1,0 +1,35 @@
+"""Finds the user's line: the innermost one outside of dpfuse, of torch and of all other installed packages."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import warnings
+from types import FrameType
+
+__all__ = ["user_frame", "warn_at_user"]
+
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+DPFUSE = __file__.rpartition("engine")[0]
+
+
+def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """Return the innermost frame of the user's code, and how many frames lie inside of it; None if there is none.
+
+    Args:
+        frame: the innermost frame to look at.
+    """
+    inside = 0
+    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, DPFUSE, "<frozen")):
+        frame, inside = frame.f_back, inside + 1
+    return frame, inside
+
+
+def warn_at_user(text: str) -> None:
+    """Warn with the user's line as the place, for example that of `loss.backward()`. Other warnings show our own.
+
+    Args:
+        text: the warning.
+    """
+    found, inside = user_frame(sys._getframe(1))
+    warnings.warn(text, stacklevel=2 if found is None else inside + 2)

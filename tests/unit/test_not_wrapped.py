@@ -1,0 +1,30 @@
+"""A bare model where a wrapped one belongs: the error says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dpfuse
+
+
+def timed(model):
+    with dpfuse.time_communication(model):
+        pass
+
+
+@pytest.mark.parametrize(("call", "name"), [(timed, "time_communication"), (dpfuse.autotune, "autotune")])
+def test_a_model_that_is_not_wrapped_is_refused(call, name):
+    with pytest.raises(TypeError) as raised:
+        call(nn.Linear(2, 1))
+    assert str(raised.value) == (
+        f"{name}: model must be wrapped by dpfuse, got Linear. Pass the result of "
+        "dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)."
+    )
+
+
+def test_a_compiled_wrapper_is_told_apart():
+    compiled = torch.compile(nn.Linear(2, 1), backend="eager")
+    with pytest.raises(TypeError, match="got OptimizedModule, whose `_orig_mod` may be one. Pass the result"):
+        timed(compiled)
