@@ -18,10 +18,10 @@ from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.unused import UnusedParameters
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
-from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["ABANDONED", "IDLE", "Calls", "Phase", "Reducer", "Wiring"]
 

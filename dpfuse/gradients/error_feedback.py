@@ -16,8 +16,8 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
-from dpfuse_kernels import MxTable
 from dpfuse.engine.user_line import warn_at_user
+from dpfuse_kernels import MxTable
 
 __all__ = ["ErrorFeedback", "ResidualSpec"]
 

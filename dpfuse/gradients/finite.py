@@ -15,9 +15,9 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels.flatten import all_finite
-from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["FiniteCheck"]
 

@@ -26,7 +26,7 @@ HERE = "it holds Paddle's data-parallel systems for PyTorch"
         (lambda: paddle.zeros, "'zeros': .*; use torch.zeros$"),
         (lambda: paddle.distributed.all_reduce, "'distributed.all_reduce': .*; use torch.distributed.all_reduce$"),
         (lambda: paddle.distributed.alltoall, "; use torch.distributed.all_to_all$"),
-        (lambda: paddle.static.nn, "'static.nn': .*; use torch.nn's modules, called under paddle.static.program_guard$"),
+        (lambda: paddle.static.nn, "'static.nn': .*; use torch.nn's modules, called under paddle.static"),
         (lambda: paddle.io.BatchSampler, "'io.BatchSampler': .*; use torch.utils.data.BatchSampler$"),
         (lambda: paddle.no_such_thing, f"dpfuse.paddle has no 'no_such_thing': {HERE}$"),
         (lambda: paddle.metric.NoSuchThing, f"'metric.NoSuchThing': {HERE}$"),
@@ -52,11 +52,11 @@ def test_an_import_of_what_is_not_here_names_its_counterpart(name, missing):
 
 
 def test_a_from_import_names_it_too():
-    with pytest.raises(ModuleNotFoundError, match="use torch.nn$"):
+    with pytest.raises(ModuleNotFoundError, match=r"use torch\.nn$"):
         from dpfuse.paddle import nn  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'no_such_thing'"):
         from dpfuse.paddle import no_such_thing  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="No module named 'dpfuse.paddle.no_such_module'"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named .dpfuse\.paddle\.no_such_module"):
         importlib.import_module("dpfuse.paddle.no_such_module")
 
 

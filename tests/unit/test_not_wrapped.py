@@ -26,5 +26,5 @@ def test_a_model_that_is_not_wrapped_is_refused(call, name):
 
 def test_a_compiled_wrapper_is_told_apart():
     compiled = torch.compile(nn.Linear(2, 1), backend="eager")
-    with pytest.raises(TypeError, match="got OptimizedModule, whose `_orig_mod` may be one. Pass the result"):
+    with pytest.raises(TypeError, match=r"got OptimizedModule, whose `_orig_mod` may be one\. Pass the result"):
         timed(compiled)

@@ -16,10 +16,10 @@ from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
 from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import flatten
-from dpfuse.engine.user_line import warn_at_user
 
 __all__ = ["Accumulating", "Accumulation", "refuse_accumulated"]
 
