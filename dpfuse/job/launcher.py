@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import signal
@@ -108,7 +109,10 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
     if args.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(args.gpus)
     if args.log_level is not None:
-        variables["LOGLEVEL"] = args.log_level  # torchrun's variable
+        variables["LOGLEVEL"] = args.log_level  # torch reads it when it makes a logger
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed"):
+                logging.getLogger(name).setLevel(args.log_level)
     cleanup.enter_context(environment(variables))
     wrapped = not (args.no_python or args.run_path)  # whether rank_program runs the program
     unredirected = args.redirects == args.tee == "0"

@@ -66,7 +66,9 @@ def _plain(word: str) -> str:
 
 
 def _suggestion(word: str, flags: Sequence[str]) -> str:
-    close = difflib.get_close_matches(_plain(word).replace("-", "_"), [f.replace("-", "_") for f in flags], n=1)
+    plain, spelled = _plain(word).replace("-", "_"), [flag.replace("-", "_") for flag in flags]
+    longer = [flag for flag in spelled if flag.startswith(plain)]  # the user may have cut it short
+    close = longer or difflib.get_close_matches(plain, spelled, n=1)
     if not close:
         return f" See `python -m {PROGRAM} --help`."
     return f" Did you mean --{close[0].lstrip('_')}?"
