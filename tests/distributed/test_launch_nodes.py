@@ -166,7 +166,7 @@ def test_a_host_name_that_is_loopback_at_home_is_not_the_machines_address(monkey
         (["--ips=0.0.0.0,10.9.8.7"], ["--ips: got '0.0.0.0', expected the IP address"]),
         ([f"--ips={TWO}", "--started_port=66000"], ["--started_port: got port '66000'"]),
         ([f"--ips={TWO}", "--started_port=x"], ["--started_port: got port 'x'"]),
-        (["--cluster_node_ip=a", "--nodeip=b"], ["unknown flag '--nodeip=b'", "Did you mean --node_ip?"]),
+        (["--cluster_node_ips=a", "--nodeip=b"], ["unknown flag '--nodeip=b'", "Did you mean --node_ip?"]),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_fit_are_refused_with_a_remedy(words, texts, capsys):
