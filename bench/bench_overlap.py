@@ -19,16 +19,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import dpfuse
 from bench.baselines import BARE, Wrap, wrappers
-from bench.equality import prove_gradients, prove_peer
+from bench.equality import prove_contender
 from bench.interleave import Clock, Rounds, cuda_clock, interleave, one_thread, paired_extra
 from bench.models import Workload, layers
 from bench.network import Cost, Network, simulated_network
 from bench.peer_rules import PEER_RULES
-from bench.peers import Peer, peers
+from bench.peers import backward_of, peers
 from bench.playback import play_back, played_back, remembered
 from bench.step_time import Effort, StepTimes
 from dpfuse.engine.plan import BucketPlan
@@ -71,9 +70,7 @@ class _Contender:
             param.data = shared.data
         self.wrapped: Any = wrap(self.module)
         self._workload = workload
-        self._start: Callable[[Tensor], None] = (
-            self.wrapped.backward if isinstance(self.wrapped, Peer) else Tensor.backward
-        )
+        self._start = backward_of(self.wrapped)
 
     def backward(self) -> None:
         self._start(self._workload.loss(self.wrapped))
@@ -85,10 +82,8 @@ class _Contender:
             param.grad = None
 
     def prove(self, name: str) -> None:
-        if isinstance(self.wrapped, Peer):
-            prove_peer(name, self.wrapped, self._workload)
-        else:
-            prove_gradients(name, self.module, self.backward, averaged=self.wrapped is not self.module)
+        averaged = self.wrapped is not self.module
+        prove_contender(name, self.module, self.wrapped, self._workload, averaged=averaged, backward=self.backward)
 
 
 class _Grid:

@@ -13,9 +13,39 @@ from bench.baselines import PACKS, UNPACKS, PackSet
 from bench.models import Workload
 from bench.peers import Peer
 
-__all__ = ["prove_buffers", "prove_gradients", "prove_packs", "prove_peer"]
+__all__ = ["prove_buffers", "prove_contender", "prove_gradients", "prove_packs", "prove_peer"]
 
 STEPS = 3  # dpfuse's first synchronised backward only records, and then rebuilds the buckets
+
+
+def prove_contender(
+    name: str,
+    module: nn.Module,
+    wrapped: nn.Module,
+    workload: Workload,
+    *,
+    averaged: bool,
+    wire: torch.dtype | None = None,
+    backward: Callable[[], None],
+) -> None:
+    """Prove the gradients of a contender, in the way that its kind of wrapper allows.
+
+    Args:
+        name: of the contender, for the error.
+        module: the copy of the workload's module inside `wrapped`.
+        wrapped: the contender.
+        workload: the model, with equal weights on all ranks, and its loss.
+        averaged: whether the gradients are averaged, or local. Those of a `Peer` always are.
+        wire: dtype in which gradients are sent, if it is not their own.
+        backward: runs a forward and a backward.
+
+    Raises:
+        AssertionError: A gradient differs.
+    """
+    if isinstance(wrapped, Peer):
+        prove_peer(name, wrapped, workload)
+    else:
+        prove_gradients(name, module, backward, averaged=averaged, wire=wire)
 
 
 def prove_gradients(

@@ -11,7 +11,17 @@ from time import perf_counter, thread_time
 import torch
 import torch.distributed as dist
 
-__all__ = ["Clock", "Rounds", "cuda_clock", "host_clock", "interleave", "one_thread", "paired_extra", "wall_clock"]
+__all__ = [
+    "Clock",
+    "Rounds",
+    "Step",
+    "cuda_clock",
+    "host_clock",
+    "interleave",
+    "one_thread",
+    "paired_extra",
+    "wall_clock",
+]
 
 Step = Callable[[], object]
 Clock = Callable[[Step], tuple[float, float]]  # runs a step; (seconds that count, wall seconds)

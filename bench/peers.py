@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.baselines import Wrap
 
-__all__ = ["REPLICATE", "SHARDED", "Peer", "peers"]
+__all__ = ["REPLICATE", "SHARDED", "Peer", "backward_of", "peers"]
 
 REPLICATE = "FSDP2 replicate"
 SHARDED = "FSDP2 sharded, gathered once"
@@ -47,6 +48,11 @@ class Peer(nn.Module):
     def gradients(self) -> list[Tensor]:
         """Return the whole gradients after a backward, in the order of `parameters()`. Call it on every rank."""
         raise NotImplementedError
+
+
+def backward_of(wrapped: nn.Module) -> Callable[[Tensor], None]:
+    """Return the function that runs the backward of a loss of `wrapped`."""
+    return wrapped.backward if isinstance(wrapped, Peer) else Tensor.backward
 
 
 class _Fsdp2(Peer):

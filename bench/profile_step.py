@@ -36,7 +36,7 @@ from torch import nn
 
 from bench.baselines import Wrap, wrappers
 from bench.bench_manual import VARIANTS, WAYS
-from bench.interleave import one_thread
+from bench.interleave import Step, one_thread
 from bench.machine import ROOT, describe
 from bench.models import HOST_MODELS, PAIR_MODELS, Workload, layers
 from bench.network import Cost, simulated_network
@@ -53,7 +53,6 @@ FEW = 5  # steps
 PARENT = "_steps (bench/profile_step.py"  # below this frame is a step
 BARE = "bare step"
 MODEL = r"bench/(large_)?models\.py|torch/nn/(modules/(?!module\.py)|functional)"  # its own work in the forward
-Step = Callable[[], object]
 
 # The first label that matches the innermost known frame. dpfuse's own, then torch's.
 LABELS: dict[str, str] = {

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bench.baselines import BARE, Wrap
 from bench.counts import count
-from bench.equality import prove_gradients, prove_peer
+from bench.equality import prove_contender
 from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_extra, wall_clock
 from bench.models import Workload
-from bench.peers import Peer
+from bench.peers import backward_of
 from bench.rank_group import agreed
 from dpfuse.commands.sweep import frozen_heap
 
@@ -99,7 +99,9 @@ def time_steps(
         alive.append(contenders)
         if rebuild == 0:
             for name, contender in contenders.items():
-                _prove(name, contender, workload, no_sync=no_sync, wire=wire)
+                module, wrapped, backward = contender.module, contender.wrapped, contender.backward
+                averaged = wrapped is not module and not no_sync
+                prove_contender(name, module, wrapped, workload, averaged=averaged, wire=wire, backward=backward)
                 results[name].facts = _facts(contender, cuda=cuda)
         steps = {name: contender.step for name, contender in contenders.items()}
         with frozen_heap():
@@ -113,14 +115,6 @@ def time_steps(
         result.extra, result.extra_wall = (median(extra[part] for extra in extras[name]) for part in (0, 1))
         result.extra_lowest, result.extra_highest = min(extras[name])[0], max(extras[name])[0]
     return {name: asdict(result) for name, result in results.items()}
-
-
-def _prove(name: str, contender: _Contender, workload: Workload, *, no_sync: bool, wire: torch.dtype | None) -> None:
-    if isinstance(contender.wrapped, Peer):
-        prove_peer(name, contender.wrapped, workload)
-    else:
-        averaged = contender.wrapped is not contender.module and not no_sync
-        prove_gradients(name, contender.module, contender.backward, averaged=averaged, wire=wire)
 
 
 def _contenders(workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool, seed: int) -> dict[str, _Contender]:
@@ -138,7 +132,7 @@ def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> _Contender:
     params = [param for param in module.parameters() if param.requires_grad]
     loss = workload.loss
     context: Any = wrapped.no_sync if no_sync and wrapped is not module else nullcontext
-    start: Callable[[Tensor], None] = wrapped.backward if isinstance(wrapped, Peer) else Tensor.backward
+    start = backward_of(wrapped)
 
     def backward() -> None:
         with context():

@@ -456,6 +456,9 @@ def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
         The totals of this rank: `steps`, `collectives`, `nbytes`, `seconds` (buckets in flight at the same time
         count each) and `exposed` (seconds that communication added to backward).
 
+    Raises:
+        TypeError: The model is not wrapped by dpfuse.
+
     Example:
         >>> import torch, dpfuse
         >>> import torch.distributed as dist
@@ -466,9 +469,6 @@ def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
         >>> times.steps, times.collectives
         (1, 1)
         >>> dist.destroy_process_group()
-
-    Raises:
-        TypeError: The model is not wrapped by dpfuse.
     """
     check_wrapped(model, "time_communication")
     times = CommunicationTimes()

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs.",
     )
-    _add_flags_of_any_machine(parser)
+    _add_job_flags(parser)
     add_flags(parser)
     # torchrun's defaults would hide whether the user asked; its variables still count.
     for name in ("nproc_per_node", "master_port"):
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flags_of_any_machine(parser: argparse.ArgumentParser) -> None:
+def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run_mode", "--run-mode", default=None, help="collective, the only mode here.")
     parser.add_argument("--job_id", "--job-id", default=None, help="a name of the job; torchrun's --rdzv_id.")
     parser.add_argument(
@@ -109,7 +109,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.parse_known_args(arguments, written)
     try:
         args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
-        _settle_flags_of_any_machine(args)
+        _settle_job_flags(args)
         _settle_ranks(args)
         _settle_end(args)
     except ValueError as error:
@@ -117,7 +117,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def _settle_flags_of_any_machine(args: argparse.Namespace) -> None:
+def _settle_job_flags(args: argparse.Namespace) -> None:
     if args.run_mode not in (None, "collective"):
         raise ValueError(
             f"--run_mode: got {args.run_mode!r}, expected 'collective': there are no parameter servers here. Leave the "

@@ -22,10 +22,10 @@ from dpfuse.tune.planner import optimal_plan
 from dpfuse.tune.recorder import BackwardRecorder, timeline_of
 from dpfuse.tune.simulation import Schedule, simulate
 from dpfuse.tune.timeline import Timeline
+from dpfuse.wrapper import SyncedModule, check_wrapped
 
 if TYPE_CHECKING:
     from dpfuse.model.module_sync import ModuleSync
-    from dpfuse.wrapper import SyncedModule
 
 __all__ = ["RecordedTimes", "Tuning", "autotune"]
 
@@ -159,8 +159,6 @@ def autotune(
         size_in_bytes(cap, name)  # raise here, not later when ranks wait for each other
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}")
-    from dpfuse.wrapper import check_wrapped  # the wrapper imports this package
-
     check_wrapped(model, "autotune")
     sync = model._sync
     if sync is None or sync.hook is not None:

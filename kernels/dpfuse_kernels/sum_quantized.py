@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,8 +134,9 @@ def sum_quantized_reference(parts: Tensor, out: Tensor, format: torch.dtype, res
         tensor([3.5000, 3.5000, 3.5000])
     """
     check_sum(parts, out, format, residual)
-    kept = repeat(None) if residual is None else in_chunks(residual)
-    for columns, encoded, losses in zip(in_chunks(parts), in_chunks(out), kept):  # noqa: B905  # `repeat` has no end
+    chunks = in_chunks(out)
+    kept = [None] * len(chunks) if residual is None else in_chunks(residual)
+    for columns, encoded, losses in zip(in_chunks(parts), chunks, kept, strict=True):
         total = mx_decode(columns[0], format)
         for part in columns[1:]:
             total.add_(mx_decode(part, format))
