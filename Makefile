@@ -14,7 +14,7 @@ has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(ma
 NEED_DEMO := torch numpy triton rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark
 NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy sphinx furo \
-	myst_parser build hatchling
+	myst_parser sphinx_copybutton build hatchling
 # Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray torchft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,11 +12,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from dpfuse.version import __version__  # noqa: E402
 
 project = "dpfuse"
-author = "the dpfuse maintainers"
+author = "dpfuse developers"
 copyright = f"{author}, Apache-2.0"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+if os.environ.get("READTHEDOCS"):  # links to torch's and Python's pages need a network
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 
@@ -28,5 +41,11 @@ autodoc_mock_imports = ["lightning", "pytorch_lightning", "lightning_fabric"]
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 
+copybutton_prompt_text = "$ "
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/dpfuse/dpfuse/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 html_title = f"dpfuse {release}"

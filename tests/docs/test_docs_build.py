@@ -13,7 +13,9 @@ import dpfuse_kernels
 from tests.docs.pages import ROOT, pages
 from tests.warm import warm_python
 
-LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
+OURS = "https://github.com/dpfuse/dpfuse/blob/main/"  # the README is also the text of the package's page
+HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)", re.MULTILINE)
 
 
@@ -31,8 +33,33 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path):
 
 @pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    targets = LINK.findall(page.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    assert [target for target in LINK.findall(page.read_text(encoding="utf-8")) if not _leads(page, target)] == []
+
+
+def test_links_of_the_readme_are_absolute_and_lead_somewhere():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert LINK.findall(text) == []
+    ours = re.findall(rf"\]\({re.escape(OURS)}([^)]+)\)", text)
+    assert len(ours) > 8
+    assert [target for target in ours if not _leads(ROOT / "README.md", target.removesuffix("?raw=true"))] == []
+
+
+def test_a_dead_link_and_a_dead_anchor_are_seen():
+    page = ROOT / "docs/index.md"
+    assert not _leads(page, "no_page.md")
+    assert not _leads(page, "guide/from_ddp.md#no-heading")
+    assert not _leads(page, "#no-heading")
+    assert _leads(page, "guide/from_ddp.md#adoption")
+
+
+def _leads(page, target):
+    """Is there such a file, seen from this page, and in it a heading of that name?"""
+    name, _, anchor = target.partition("#")
+    path = page.parent / name if name else page
+    if not anchor or not path.exists():
+        return path.exists()
+    headings = HEADING.findall(path.read_text(encoding="utf-8"))
+    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/design").glob("0*.md")), ids=lambda page: page.stem)
