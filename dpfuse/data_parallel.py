@@ -101,10 +101,7 @@ class DataParallel(SyncedModule):
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
-        if auto and self._sync is not None:
-            from dpfuse.tune import autotune  # it takes time to import
-
-            autotune(self)
+        self._tune_if_asked()
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         super()._connect(group, fresh=fresh)
