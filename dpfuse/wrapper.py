@@ -22,6 +22,7 @@ from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.registered_memory import can_register
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
@@ -85,6 +86,7 @@ class SyncedModule(nn.Module):
         if group is None:
             return
         if fresh:
+            _warn_of_wrappers_inside(self.module)
             agree_on_model(self.module, plan, self._options, group)
         if self._number is None:
             self._number = _counted.setdefault(group, 0)
@@ -424,6 +426,20 @@ class SyncedModule(nn.Module):
         abilities = abilities_of(group, torch.device(self.bucket_plan.buckets[0].device))
         backend = f"{backend_of(group)} ({abilities})" if any(abilities) else backend_of(group)
         return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"
+
+
+def _warn_of_wrappers_inside(module: nn.Module) -> None:
+    """Warn if a wrapper averages the gradients of `module`, or of a part of it, already."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, (SyncedModule, nn.parallel.DistributedDataParallel)):
+            where = f"its part {name!r}" if name else "it"
+            warn_at_user(
+                f"the module is wrapped twice: got a {type(module).__name__}, of which {where} is a "
+                f"{type(inner).__name__} already, expected a bare module. Each gradient would be averaged by both "
+                "wrappers, which takes twice the time. Wrap the bare module (.module), and wrap it once: not by hand "
+                "if a library such as accelerate wraps it."
+            )
+            return
 
 
 def loss_scale_of(model: SyncedModule) -> LossScale | None:
