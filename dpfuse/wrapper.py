@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,11 +32,13 @@ from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.check import check_module
 from dpfuse.model.communication_times import CommunicationTimes
+from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, ModuleSync
 from dpfuse.model.options import SyncOptions
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "time_communication"]
 
+log = logging.getLogger("dpfuse.plan")
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 
 
@@ -49,6 +52,16 @@ class Tuned(Protocol):
 
     def explain(self) -> str:
         """Return the recorded and the expected times, as text with tables."""
+
+
+class _Table:
+    """The table of a plan, which is only made where a log shows it."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self._plan = plan
+
+    def __str__(self) -> str:
+        return self._plan.explain()
 
 
 class SyncedModule(nn.Module):
@@ -75,6 +88,8 @@ class SyncedModule(nn.Module):
         self._sync: ModuleSync | None = None
         self._require_sync = True
         try:
+            if fresh:
+                show_chosen_logs()
             plan = check_module(self.module, self._options, group)
             if group is not None and fresh:  # else nothing is compared, or it was when the original was made
                 device = torch.device(plan.buckets[0].device)
@@ -92,6 +107,8 @@ class SyncedModule(nn.Module):
             self._number = _counted.setdefault(group, 0)
             _counted[group] += 1
         self._sync = self._make_sync(plan, group)
+        rank = group.rank()
+        log.info("rank %d: %d buckets to start with\n%s", rank, len(plan.buckets), _Table(plan), extra={"rank": rank})
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         self._finalizer = finalize(self, self._sync.remove_hooks)
         self._finalizer.atexit = False

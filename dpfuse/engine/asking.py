@@ -16,7 +16,7 @@ from dpfuse.engine.waiting import NO_LIMIT
 
 __all__ = ["ask"]
 
-log = logging.getLogger("dpfuse")
+log = logging.getLogger("dpfuse.group")
 
 BUSY_CYCLES = 20_000_000  # some 10 ms of a GPU
 FACTOR = 0.5
@@ -35,7 +35,8 @@ def ask(group: dist.ProcessGroup, device: torch.device) -> Abilities:
     answers = answers_of(group)
     if device.type == "cuda" and device.type not in answers:
         found = answers[device.type] = _tried(group, device)
-        log.info("rank %d: the process group's back end %s: %s", group.rank(), backend_of(group), found)
+        rank = group.rank()
+        log.info("rank %d: the group's back end %s: %s", rank, backend_of(group), found, extra={"rank": rank})
     return abilities_of(group, device)
 
 

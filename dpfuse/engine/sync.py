@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ from dpfuse.errors import DPFuseError
 __all__ = ["GradSync", "SyncSettings"]
 
 BUCKETS = "the buckets after the first synchronised backward"
+
+log = logging.getLogger("dpfuse.rebuild")
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,8 @@ class GradSync:
                 self._leave(error)  # it is unknown in which vote the peers are
                 raise
         plan, buckets, marks = self._agreed
+        text, rank = "rank %d: %d buckets after the first synchronised backward, %d before it", self.group.rank()
+        log.info(text, rank, len(plan.buckets), len(self.plan.buckets), extra={"rank": rank})
         self.plan = plan
         self.reducer.adopt(buckets, marks, rebuilt=True)
         self._agreed = None

@@ -5,6 +5,7 @@ Knows no network, and does not judge other ranks.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -17,6 +18,8 @@ from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.requests import Requests
 
 __all__ = ["Consequences", "print_line"]
+
+log = logging.getLogger("dpfuse.stall")
 
 REMIND_AFTER = 60.0  # seconds between two warnings
 DESTROY = "destroy_process_group"
@@ -47,9 +50,15 @@ class Consequences:
                 self._board.peer_failure = PeerFailure(finding.text, finding.ranks, self._own.place[1])
                 self._failed_at, self._failed_in = now, self._own.place
                 self._requests.notify()
+                self._log(finding.text)
         elif now >= self._warned + REMIND_AFTER or not self._warned:
             self._warned = now
             print_line(f"after {finding.waited:.0f} s {finding.text}")
+            self._log(f"after {finding.waited:.0f} s {finding.text}")
+
+    def _log(self, text: str) -> None:
+        # As information: a higher level would be printed once more where no program has set up logging.
+        log.info("rank %d: %s", self._board.rank, text, extra={"rank": self._board.rank})
 
     def check_left(self, now: float) -> None:
         """After this rank has left its group, end a wait for a collective that the peers do not join."""
