@@ -6,7 +6,8 @@ blocks of a page are one session of a shell: `$ ` begins a command, and what fol
 that the output is another one in each run, and `fails` that the last command ends with an error. `slow` leaves the page
 to `make test-all`.
 
-`python -m tests.docs.tutorials PAGE` runs a page and writes what its commands print into it.
+`python -m tests.docs.tutorials PAGE` runs a page, writes what its commands print into it, and keeps the pictures that it
+shows.
 """
 
 from __future__ import annotations
@@ -110,9 +111,10 @@ def write(page: Path) -> None:
     """Run a page, and put what its commands print behind them. What is shown with a `…` stays."""
     with tempfile.TemporaryDirectory() as folder:
         results = run(page, Path(folder), timeout=600)
+        text = page.read_text(encoding="utf-8")
         for picture in Path(folder).rglob("*.png"):
-            (FOLDER / "images" / f"{page.stem}-{picture.name}").write_bytes(picture.read_bytes())
-    text = page.read_text(encoding="utf-8")
+            if (name := f"{page.stem}-{picture.name}") in text:
+                (FOLDER / "images" / name).write_bytes(picture.read_bytes())
     place = 0
     for command, (code, printed) in zip(commands_of(page), results, strict=True):
         old = f"$ {command.text}\n" + (f"{command.shown}\n" if command.shown else "")
