@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.model.plan_groups import plan_from_groups
 from dpfuse.tune import CostTable, Timeline
-from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.published_plans import one_bucket_plan
 
 __all__ = ["PEER_RULES", "deepspeed_plan", "horovod_plan"]

@@ -14,6 +14,7 @@ from dpfuse.grad_scaler import GradScaler
 from dpfuse.gradients.replicas import reduce_replicas
 from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.model.communication_times import CommunicationTimes
+from dpfuse.model.plan_file import load_plan
 from dpfuse.version import __version__
 from dpfuse.wrapper import time_communication
 
@@ -37,6 +38,7 @@ __all__ = [
     "get_world_size",
     "init_parallel_env",
     "load_checkpoint",
+    "load_plan",
     "patch",
     "plan_buckets",
     "reduce_replicas",

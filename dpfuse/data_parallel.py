@@ -14,7 +14,14 @@ from torch import nn
 from dpfuse.engine.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
-from dpfuse.model.state_dict import PREFIX, accept_unprefixed, load_leniently, own_names, without_prefix
+from dpfuse.model.state_dict import (
+    PREFIX,
+    accept_unprefixed,
+    check_mapping,
+    load_leniently,
+    own_names,
+    without_prefix,
+)
 from dpfuse.wrapper import SyncedModule
 
 if TYPE_CHECKING:
@@ -101,10 +108,7 @@ class DataParallel(SyncedModule):
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
-        if auto and self._sync is not None:
-            from dpfuse.tune import autotune  # it takes time to import
-
-            autotune(self)
+        self._tune_if_asked()
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         super()._connect(group, fresh=fresh)
@@ -150,7 +154,7 @@ class DataParallel(SyncedModule):
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load what matches by name, and warn of the rest. Only this rank is changed.
+        """Load what matches by name, and warn of the rest. Only this rank is changed, so call it on every rank.
 
         Args:
             state_dict: names with or without `module.`; tensors or numpy arrays.
@@ -160,11 +164,12 @@ class DataParallel(SyncedModule):
             (missing keys, unexpected keys).
 
         Raises:
-            TypeError: a value is neither tensor nor array.
+            TypeError: this is no state dict, or a value is neither tensor nor array.
             ValueError: a shape differs, or no key matches; nothing is loaded.
 
         Source: `paddle.DataParallel.set_state_dict`, which only warns of a shape mismatch.
         """
+        check_mapping(state_dict, "set_state_dict")
         expected = self.module.state_dict().keys()
         if not use_structured_name:
             names = own_names(self.module)

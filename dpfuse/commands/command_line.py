@@ -73,7 +73,16 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
         scaling = Scaling(options.inside, options.link, *nodes, options.ranks, compute, caps)
         if options.model is None:
             return simulate_file(options.simulate, scaling, options.out, arguments)
-    return tune(options.model, options.nproc_per_node, options.steps, caps, options.out, arguments, scaling=scaling)
+    return tune(
+        options.model,
+        options.nproc_per_node,
+        options.steps,
+        caps,
+        options.out,
+        arguments,
+        scaling=scaling,
+        save=options.save,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _flag(tune, "steps", _at_least_one, 5, "N", "backwards to record with the old and with the new buckets")
     _flag(tune, "comm_buffer_size", _size, float("inf"), "MB", "limit of a bucket")
     _flag(tune, "last_comm_buffer_size", _size, float("inf"), "MB", "limit of the bucket sent last")
+    tune.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the buckets, for the option plan=")
     _simulation(tune)
     bench = _command(commands, "bench", "time steps over a grid of bucket sizes, beside torch's DDP")
     _ranks_and_folder(bench)

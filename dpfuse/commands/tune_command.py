@@ -45,6 +45,7 @@ def tune(
     arguments: list[str],
     *,
     scaling: Scaling | None = None,
+    save: Path | None = None,
 ) -> int:
     """Tune, print and write.
 
@@ -56,6 +57,7 @@ def tune(
         folder: for the report.
         arguments: of the command line.
         scaling: report what the recorded backward would take at other numbers of ranks, and not the tuning.
+        save: the file for the plan in use at the end; None writes none.
 
     Raises:
         DPFuseError: nothing could be tuned, or the scaling is not possible.
@@ -70,7 +72,7 @@ def tune(
         assert found.tuning.timeline is not None
         report_scaling(found.tuning.timeline, scaling, place, found.run, folder, arguments)
     elif found is not None:
-        _report(found, place, folder, arguments)
+        _report(found, place, folder, arguments, save)
     return 0
 
 
@@ -101,17 +103,23 @@ def _tune(place: str, steps: int, caps: tuple[float, float]) -> Tuned:
     return Tuned(here(), tuning, model.bucket_plan)
 
 
-def _report(found: Tuned, place: str, folder: Path, arguments: list[str]) -> None:
+def _report(found: Tuned, place: str, folder: Path, arguments: list[str], save: Path | None) -> None:
     tuning = found.tuning
     assert tuning.timeline is not None
     assert tuning.cost is not None
     assert tuning.old_plan is not None
     assert tuning.plan is not None
     comparison = compare_plans(tuning.timeline, tuning.cost)
-    print(f"{tuning.explain()}\n\nbuckets in use\n{found.in_use.explain()}")
+    print(f"{tuning.explain()}\n\nbuckets in use from now on\n{found.in_use.explain()}")
     print(f"\nplans for these times, by calculation; ms\n{comparison.explain()}\n")
-    if tuning.kept:
-        print('to train like this: DataParallel(model, comm_buffer_size="auto"); `dpfuse bench` measures the gain')
+    if save is not None:
+        found.in_use.save(save)
+        print(f'plan: {save}; to train with these buckets: DataParallel(model, plan="{save}")')
+    elif tuning.kept:
+        print(
+            'to train with these buckets, run `dpfuse tune --save plan.json` and pass plan="plan.json", or pass '
+            'comm_buffer_size="auto"; `dpfuse bench` measures the gain'
+        )
     else:
         print("keep the default sizes")
     facts: dict[str, Any] = {

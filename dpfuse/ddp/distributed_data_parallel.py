@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
             they are at construction.
         init_sync: False trusts that all ranks hold the same model: nothing is compared or sent.
         process_group: None is the default group.
-        bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one.
+        bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one. "auto" begins
+            with these and calls `dpfuse.autotune`, whose result is in `tuning`.
         find_unused_parameters: only silences the warning that names unused parameters; they get the right
             mean either way, and no graph is walked.
         check_reduction: deprecated in torch, ignored.
@@ -106,7 +107,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -185,12 +186,14 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
+            autotune=sizes.auto,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)
         self.bucket_bytes_cap_default = sizes.small_mb < sizes.cap_mb
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
+        self._tune_if_asked()
 
     def _face_parts(self) -> FaceParts:
         parts = super()._face_parts()

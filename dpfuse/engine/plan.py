@@ -6,10 +6,13 @@ The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_s
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
@@ -20,6 +23,7 @@ __all__ = [
     "ALIGNMENT",
     "MB",
     "NO_WISHES",
+    "PLAN_FORMAT",
     "Bucket",
     "BucketPlan",
     "BucketRule",
@@ -34,6 +38,7 @@ __all__ = [
 ]
 
 MB = 1 << 20
+PLAN_FORMAT = "dpfuse plan 1"
 ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
 
 
@@ -89,7 +94,8 @@ class BucketPlan:
         comm_buffer_size: cap of every bucket except the first closed of each dtype, in bytes.
         last_comm_buffer_size: cap of the first closed bucket of each dtype, in bytes.
         rule: how buckets are made, beyond these two sizes.
-        tuned: whether `dpfuse.tune` made the buckets, and not the rule.
+        tuned: whether the buckets were chosen, by `dpfuse.tune` or a user, and not made by the rule. They are kept
+            after the first backward.
 
     Example:
         >>> from dpfuse import ParamSpec, plan_buckets
@@ -155,9 +161,32 @@ class BucketPlan:
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings()])
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON: names, shapes and dtypes of the parameters, and the buckets. Call it on one rank.
+
+        Args:
+            path: the file; one that exists is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import dpfuse, pathlib, tempfile, torch
+            >>> path = pathlib.Path(tempfile.mkdtemp()) / "plan.json"
+            >>> dpfuse.plan_buckets(torch.nn.Linear(4, 2)).save(path)
+            >>> dpfuse.load_plan(path).buckets[0].params
+            (0, 1)
+        """
+        facts = {
+            "format": PLAN_FORMAT,
+            "parameters": [(spec.name, spec.shape, spec.dtype, spec.sparse) for spec in self.specs],
+            "buckets": [bucket.params for bucket in self.buckets],
+        }
+        Path(path).write_text(json.dumps(facts), encoding="utf-8")
+
     def _closed_by(self, bucket: Bucket) -> str:
         if self.tuned:
-            return "the planner"
+            return "given"
         if bucket.sparse:
             return "sparse, alone"
         if bucket.cap is None:

@@ -15,6 +15,8 @@ from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
 from dpfuse.engine.param_spec import describe_parameters
 from dpfuse.engine.plan import BucketPlan, plan_buckets
+from dpfuse.engine.user_line import warn_at_user
+from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def check_module(
     ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0
     rule = replace(options.rule, ramp_ranks=ramp_ranks)
     plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size, rule=rule)
+    plan = _given(options, plan, changed=bool(ours))
     devices = {str(param.device): name for name, param in reversed(trainable.items())}
     if len(devices) > 1:
         raise ValueError(
@@ -87,6 +90,24 @@ def check_module(
                 "embedding with sparse=False."
             )
     return plan
+
+
+def _given(options: SyncOptions, by_rule: BucketPlan, *, changed: bool) -> BucketPlan:
+    """The plan that the user gave, if there is one.
+
+    Raises:
+        ValueError: it is of another model. A model that has changed since it was wrapped only warns of that.
+    """
+    given = given_plan(options.common["plan"])
+    if given is None:
+        return by_rule
+    try:
+        return fitted(given, by_rule.specs)
+    except ValueError as error:
+        if not changed:
+            raise
+        warn_at_user(f"the module has changed, so its buckets are made by the rule again: {error}")
+        return by_rule
 
 
 def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
@@ -139,6 +160,7 @@ def describe_options(options: SyncOptions) -> list[str]:
 def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *, buffers: bool = True) -> list[str]:
     """One line per parameter and buffer; equal on two ranks if and only if their models differ at most in values."""
     lines = [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
+    lines += [f"a given plan of {plan_digest(plan)}"] if plan.tuned else []
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if name in options.ignored:

@@ -6,16 +6,19 @@ Knows no module and no process group.
 from __future__ import annotations
 
 import inspect
+import os
 import textwrap
+import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
 from dpfuse.engine.averaging import Wire, averaging_for
-from dpfuse.engine.plan import NO_WISHES, BucketRule
+from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
+from dpfuse.model.plan_file import given_plan
 
 __all__ = ["CommonOptions", "SyncOptions", "filled", "takes_common_options"]
 
@@ -61,6 +64,10 @@ def _seconds(name: str, value: Any) -> None:
         )
     if not value > 0:
         raise ValueError(f"{name} must be > 0 s, got {value!r}; float('inf') waits for silent ranks for ever")
+
+
+def _rule_or_plan(name: str, value: Any) -> None:
+    given_plan(value)
 
 
 class CommonOptions(TypedDict, total=False):
@@ -149,14 +156,15 @@ class CommonOptions(TypedDict, total=False):
         ),
     ]
     plan: Annotated[
-        Literal["ramp", "greedy"],
+        Literal["ramp", "greedy"] | BucketPlan | str | os.PathLike[str],
         Option(
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "
             '"ramp" makes the first and the last bucket small and those between them an eighth of the model, within '
             'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward. '
-            "Models of less than 1 MB, or 4 MB on a CPU, are always cut like that.",
-            _one_of("ramp", "greedy", remedy="greedy keeps the rule of the first plan"),
+            "Models of less than 1 MB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or the path of a "
+            "file that `plan.save()` wrote, gives the buckets themselves, from the first backward on.",
+            _rule_or_plan,
         ),
     ]
     stall_timeout: Annotated[
@@ -178,7 +186,7 @@ _DECLARED: dict[str, Option] = {
 def _type_text(name: str) -> str:
     """Return the type of an option as a source would have it, the same in every version of Python."""
     hint = get_type_hints(CommonOptions)[name]
-    parts = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return " | ".join("None" if part is type(None) else inspect.formatannotation(part) for part in parts)
 
 
@@ -284,6 +292,16 @@ class SyncOptions:
                 "is rounded away that could be sent later. Pass for example wire_dtype=torch.bfloat16, or leave "
                 "error_feedback out."
             )
+        if self.autotune and not self.follows_rule:
+            raise ValueError(
+                'a plan was passed with "auto" as the buffer size, expected one of the two: "auto" looks for a plan. '
+                "Leave plan out, or the size."
+            )
+        if self.rule != NO_WISHES and not self.follows_rule:
+            raise ValueError(
+                "a plan was passed with bucket_cap_mb_list or delay_all_reduce_named_params, expected one of the two: "
+                "the plan says already which parameters travel together. Leave plan out, or the other."
+            )
         if common["accumulate_in_buckets"] and self.wire.narrows:
             raise ValueError(
                 "accumulate_in_buckets=True adds gradients up in the buffer that travels, in float32, but they are to "
@@ -295,7 +313,13 @@ class SyncOptions:
         """Return all options by name, for the comparison with the other ranks."""
         facts = asdict(self)
         common: dict[str, Any] = facts.pop("common")
-        return common | facts
+        given = {} if self.follows_rule else {"plan": "given"}  # its buckets are compared, and not where it comes from
+        return common | given | facts
+
+    @property
+    def follows_rule(self) -> bool:
+        """Whether buckets are made by a rule, and not given."""
+        return self.common["plan"] in ("ramp", "greedy")
 
     @property
     def wire(self) -> Wire:

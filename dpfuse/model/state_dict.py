@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PREFIX", "accept_unprefixed", "load_leniently", "own_names", "without_prefix"]
+__all__ = ["PREFIX", "accept_unprefixed", "check_mapping", "load_leniently", "own_names", "without_prefix"]
 
 PREFIX = "module."
 EXTRA_STATE = "_extra_state"  # how torch ends the key of what get_extra_state() returned
@@ -44,6 +44,24 @@ def _as_tensor(value: Any) -> Any:
         return value
     # A copy, since torch takes no read-only memory, no negative strides and no foreign byte order.
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
+
+
+def check_mapping(state_dict: Any, caller: str) -> None:
+    """Raise TypeError unless this is a dict of tensors by name.
+
+    Args:
+        state_dict: what a user passed.
+        caller: the name of the function to which it was passed.
+    """
+    if not isinstance(state_dict, Mapping):
+        remedy = (
+            f"Read the file first: {caller}(load({state_dict!r}))."
+            if isinstance(state_dict, str)
+            else ("Pass what state_dict() or dpfuse.paddle.load() returned.")
+        )
+        raise TypeError(
+            f"{caller} got a {type(state_dict).__name__}, expected a dict of tensors or arrays by name. {remedy}"
+        )
 
 
 def own_names(module: nn.Module) -> dict[str, str]:

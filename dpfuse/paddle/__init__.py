@@ -10,10 +10,23 @@ from dpfuse.paddle import callbacks, distributed, io, metric, static
 from dpfuse.paddle.counterparts import answer_imports, lacks
 from dpfuse.paddle.data_parallel import DataParallel
 from dpfuse.paddle.model import Model
+from dpfuse.paddle.paddle_files import to_torch_state_dict
 from dpfuse.paddle.serialization import load, save
 from dpfuse.paddle.summary import summary
 
-__all__ = ["DataParallel", "Model", "callbacks", "distributed", "io", "load", "metric", "save", "static", "summary"]
+__all__ = [
+    "DataParallel",
+    "Model",
+    "callbacks",
+    "distributed",
+    "io",
+    "load",
+    "metric",
+    "save",
+    "static",
+    "summary",
+    "to_torch_state_dict",
+]
 
 __getattr__ = lacks(__name__)
 answer_imports()

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpfuse.paddle.paddle_files import legacy_torch_file, read_paddle_file
+
 __all__ = ["load", "save", "written_whole"]
 
+ZIP, PICKLE = b"PK", b"\x80"  # how files of torch, and those of Paddle, begin
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 
 
@@ -35,7 +38,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def save(obj: Any, path: str | os.PathLike[str]) -> None:
+def save(obj: Any, path: str | os.PathLike[str], protocol: int = 4) -> None:
     """Write tensors, numbers, strings and None, nested in dicts, lists and tuples; state dicts, for example.
 
     Every rank that calls it writes; usually only rank 0 should.
@@ -43,8 +46,10 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     Args:
         obj: what to write. numpy arrays and numbers become tensors and numbers.
         path: of the file. Missing folders are made. An older file is replaced in one step.
+        protocol: 2, 3 or 4, as in Paddle; torch's format is written with each.
 
     Raises:
+        ValueError: `path` is empty or a folder; there is no such protocol.
         TypeError: `obj` holds something else, which `load` would reject. The text says where.
 
     Example:
@@ -56,13 +61,20 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
     Source: `paddle.save`; the file is torch's.
     """
+    if not isinstance(protocol, int) or not 2 <= protocol <= 4:
+        raise ValueError(f"protocol must be 2, 3 or 4, got {protocol!r}; leave it out")
+    name = os.fspath(path)
+    if not name or name.endswith(("/", os.sep)) or Path(path).is_dir():
+        raise ValueError(f"path must be that of a file, got {name!r}; pass for example 'folder/model.pdparams'")
     plain = _plain(obj, "obj")
     with written_whole(path) as temporary:
         torch.save(plain, temporary)
 
 
 def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
-    """Read a file of `save`, or a state dict written by torch.save. No code in the file is run.
+    """Read a file of `save`, of torch.save, or of real Paddle's `paddle.save`. No code in the file is run.
+
+    Linear weights of a file of Paddle are [in, out]: see `to_torch_state_dict`.
 
     Args:
         path: of the file.
@@ -72,13 +84,25 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
         The object; tensors are on the CPU.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: There is no such file, or it is a folder.
         ValueError: The file has another format, or holds more than tensors and plain values.
 
     Source: `paddle.load`.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {os.fspath(path)!r}; expected one that save() has written")
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise FileNotFoundError(f"{os.fspath(path)!r} {what}; expected a file that save() has written")
+    with open(path, "rb") as file:
+        head = file.read(2)
+        file.seek(0)
+        if head[:1] == PICKLE and not legacy_torch_file(file):
+            found = read_paddle_file(path)
+            return _arrays(found) if return_numpy else found
+    if head != ZIP and head[:1] != PICKLE:
+        raise ValueError(
+            f"{os.fspath(path)!r} cannot be read ({f'it begins with {head!r}' if head else 'it is empty'}); expected a "
+            "file of tensors that dpfuse.paddle.save, torch.save or real Paddle's paddle.save has written"
+        )
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:

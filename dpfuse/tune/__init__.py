@@ -7,11 +7,11 @@ plans of others, and `comparison` compares them. `tuning` with `recorder` does a
 `connections` in a table.
 """
 
+from dpfuse.model.plan_groups import plan_from_groups
 from dpfuse.tune.cluster import ALGORITHMS, Cluster
 from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
 from dpfuse.tune.connections import INSIDE, NETWORKS, Connection
 from dpfuse.tune.cost import CostTable
-from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.link import ETHERNET, INFINIBAND, NVLINK, Link
 from dpfuse.tune.measure import measure_all_reduce
 from dpfuse.tune.planner import lower_bound, optimal_plan

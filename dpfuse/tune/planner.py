@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
+from dpfuse.model.plan_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable, Floats
-from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.timeline import Timeline
 
 __all__ = ["lower_bound", "optimal_plan"]

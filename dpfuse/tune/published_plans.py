@@ -6,8 +6,8 @@ import math
 from collections.abc import Hashable, Sequence
 
 from dpfuse.engine.plan import BucketPlan, BucketRule, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
+from dpfuse.model.plan_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
-from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.simulation import simulate
 from dpfuse.tune.timeline import Timeline
 

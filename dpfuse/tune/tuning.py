@@ -15,8 +15,8 @@ from dpfuse.engine import collective, votes
 from dpfuse.engine.averaging import FP8
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
+from dpfuse.model.plan_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
-from dpfuse.tune.groups import plan_from_groups
 from dpfuse.tune.measure import SIZES, measure_all_reduce
 from dpfuse.tune.planner import optimal_plan
 from dpfuse.tune.recorder import BackwardRecorder, timeline_of
@@ -58,7 +58,10 @@ class RecordedTimes:
     def explain(self) -> str:
         """Return one line, with times in ms."""
         exposed, total = (f"{np.median(one) * 1e3:.3f}" for one in (self.exposed, self.total))
-        return f"{exposed} ms exposed, {total} ms with backward (medians of {len(self.total)})"
+        return (
+            f"{exposed} ms exposed (backward could only wait, on the rank that waits least), {total} ms backward with "
+            f"communication (on the slowest rank); medians of {len(self.total)} recorded backwards"
+        )
 
 
 class Tuning:
@@ -101,7 +104,12 @@ class Tuning:
         if self.after is not None:
             lines.append(f"after:  {self.after.explain()}")
         lines.append(self._outcome())
-        tables = {"before, recorded": self.old, "after, expected": self.expected, "after, recorded": self.new}
+        own = "this rank's medians; its waits for slower ranks are exposed time, too"
+        tables = {
+            f"before, recorded ({own})": self.old,
+            "after, predicted (no rank waits for another)": self.expected,
+            f"after, recorded ({own})": self.new,
+        }
         lines += [f"\n{title}\n{table.explain()}" for title, table in tables.items() if table is not None]
         return "\n".join(lines)
 

@@ -73,10 +73,15 @@ def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
 
 def test_inside_a_job_its_ranks_are_used_and_one_reports(tmp_path):
     pytest.importorskip("matplotlib")
-    command = ["-m", "dpfuse", "tune", f"{PLACE}:build", f"--steps={STEPS}", f"--out={tmp_path}"]
+    saved = tmp_path / "saved.json"
+    command = ["-m", "dpfuse", "tune", f"{PLACE}:build", f"--steps={STEPS}", f"--out={tmp_path}", f"--save={saved}"]
     done = launch("--nproc_per_node", 3, *command, timeout=100, warm_ranks=True)
     assert done.returncode == 0, done.stderr
-    check_folder(tmp_path, ranks=3)
+    report = check_folder(tmp_path, ranks=3)
+    plan = dpfuse.load_plan(saved)
+    names = [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
+    assert names == [bucket["params"] for bucket in report["plans"]["tuned" if report["kept"] else "before"]]
+    assert f'plan="{saved}"' in done.stdout
     assert done.stdout.count("report: ") == done.stdout.count("DDP, 1 + 25 MiB") == 1
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 

@@ -91,7 +91,7 @@ def test_files_that_hold_something_else_are_refused_and_not_run(content, tmp_pat
         torch.save({"a": Bomb()}, path)
     else:
         path.write_bytes(b"\x93NUMPY" * 9 if content == "garbage" else b"")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot be read|could run code; nothing of it was run"):
         paddle.load(path)
     assert not (tmp_path / "exploded").exists()
 
