@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
 
 IMAGES = Path(__file__).parent / "images"
 COMPUTE, PACK, SEND, EXPOSED, DELIVER = "0.85", "tab:orange", "tab:blue", "tab:red", "tab:green"
@@ -35,8 +32,9 @@ def step() -> None:
     figure = Figure(figsize=(9.5, 2.9), layout="constrained")
     axis = figure.subplots()
     box(axis, 0, 0, 3, COMPUTE, "forward")
-    for begin, end, text in [(3, 5, "backward\nlayers 6, 5"), (5.2, 8, "backward\nlayers 4, 3, 2"), (8.2, 10, "layer 1")]:
-        box(axis, 0, begin, end, COMPUTE, text)
+    box(axis, 0, 3, 5, COMPUTE, "backward\nlayers 6, 5")
+    box(axis, 0, 5.2, 8, COMPUTE, "backward\nlayers 4, 3, 2")
+    box(axis, 0, 8.2, 10, COMPUTE, "layer 1")
     for begin in (5, 8, 10):
         box(axis, 0, begin, begin + 0.2, PACK, "")
     box(axis, 0, 10.9, 11.2, DELIVER, "")
@@ -94,14 +92,13 @@ def machines() -> None:
     axis.set_ylim(0, 4.2)
     edges = {"boxstyle": "round,pad=0.4", "ec": "0.4"}
     for number, left in enumerate((0.3, 7.3)):
-        axis.add_patch(_rectangle(left, 0.1, 4.4, 3.9))
+        axis.add_patch(FancyBboxPatch((left, 0.1), 4.4, 3.9, boxstyle="round,pad=0.05", fc="0.97", ec="0.7"))
         axis.text(left + 2.2, 3.75, f"machine {number}", ha="center", va="center", fontsize=10)
         axis.text(left + 2.2, 2.95, "dpfuse.launch", ha="center", va="center", fontsize=9, bbox={**edges, "fc": "0.9"})
         for local in range(2):
             x = left + 1.1 + 2.2 * local
-            axis.text(
-                x, 1.0, f"rank {2 * number + local}", ha="center", va="center", fontsize=9, bbox={**edges, "fc": "white"}
-            )
+            white = {**edges, "fc": "white"}
+            axis.text(x, 1.0, f"rank {2 * number + local}", ha="center", va="center", fontsize=9, bbox=white)
             axis.annotate("", (x, 1.4), (left + 2.2, 2.6), arrowprops={"arrowstyle": "->", "color": "0.5"})
     for y, text, colour in [
         (2.95, "rendezvous: --master", "0.4"),
@@ -111,12 +108,6 @@ def machines() -> None:
         axis.annotate("", (7.25, y), (4.75, y), arrowprops={"arrowstyle": "<->", "color": colour})
         axis.text(6.0, y + 0.1, text, ha="center", va="bottom", fontsize=8, color=colour)
     save(figure, "machines.png")
-
-
-def _rectangle(left: float, bottom: float, width: float, height: float):  # type: ignore[no-untyped-def]
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0.05", fc="0.97", ec="0.7")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 import pytest
-import yaml
 
 from tests.docs.pages import blocks_of
 from tests.docs.tutorials import FOLDER, commands_of, files_of, name_of, pattern_of, run, tutorials
@@ -61,6 +59,7 @@ def test_other_numbers_are_the_same_output_and_other_words_are_not():
 
 
 def test_the_batch_file_is_a_shell_script_and_the_manifest_is_yaml(tmp_path):
+    yaml = pytest.importorskip("yaml")
     files = files_of(FOLDER / "several_machines.md")
     script = tmp_path / "train.sbatch"
     script.write_text(files["train.sbatch"])
@@ -80,17 +79,14 @@ def test_the_batch_file_is_a_shell_script_and_the_manifest_is_yaml(tmp_path):
     assert f"{job['metadata']['name']}-0.{service['metadata']['name']}" in words
 
 
-@pytest.mark.slow
 def test_the_diagrams_are_those_of_their_program(tmp_path):
-    pytest.importorskip("matplotlib")
-    program = f"""
-import pathlib, runpy
-names = runpy.run_path({str(FOLDER / "draw_step.py")!r})
-names["save"].__globals__["IMAGES"] = pathlib.Path({str(tmp_path)!r})
-names["step"](), names["accumulation"](), names["machines"]()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    image = pytest.importorskip("matplotlib.image")
+    namespace = {"__name__": "diagrams", "__file__": str(FOLDER / "draw_step.py")}
+    exec((FOLDER / "draw_step.py").read_text(encoding="utf-8"), namespace)
+    namespace["IMAGES"] = tmp_path
+    for draw in ("step", "accumulation", "machines"):
+        namespace[draw]()
     assert {path.name for path in tmp_path.iterdir()} == {"step.png", "accumulation.png", "machines.png"}
     for path in tmp_path.iterdir():
-        assert path.stat().st_size > 5000
-        assert (FOLDER / "images" / path.name).exists()
+        drawn, kept = (image.imread(place) for place in (path, FOLDER / "images" / path.name))
+        assert drawn.shape[1] == kept.shape[1]  # the layout's height depends on the fonts

@@ -1,13 +1,16 @@
-"""Tutorials: the files that a reader saves from a page, and the commands that a reader types. Imports nothing of dpfuse.
+"""Tutorials: the files that a reader saves from a page, and the commands that a reader types.
 
 A block whose first lines have a comment with only a file's name, such as `# train.py`, is that file. The ```console
-blocks of a page are one session of a shell: `$ ` begins a command, and what follows is what it prints. In what is shown,
-`…` stands for anything, and a number with a decimal point for any such number. After ```console, `varies: reason` says
-that the output is another one in each run, and `fails` that the last command ends with an error. `slow` leaves the page
-to `make test-all`.
+blocks of a page are one session of a shell: `$ ` begins a command, and what follows is what it prints. In what is
+shown, `…` stands for anything, and a number with a decimal point for any such number. After ```console, a marker may
+follow:
 
-`python -m tests.docs.tutorials PAGE` runs a page, writes what its commands print into it, and keeps the pictures that it
-shows.
+- `varies: reason`: the output is another one in each run;
+- `fails`: the last command ends with an error;
+- `slow`: `make test` leaves the page to `make test-all`.
+
+`python -m tests.docs.tutorials PAGE` runs a page, writes what its commands print into it, and keeps the pictures that
+it shows. It does not change an output with a `…`.
 """
 
 from __future__ import annotations
@@ -86,10 +89,10 @@ def run(page: Path, folder: Path, timeout: float) -> list[tuple[int, str]]:
     ]
     for command in commands_of(page):
         script += [command.text, f'echo "{SEPARATOR} $?"']
+    environment = clean_environment(PYTHON_EXEC=warm_python(), OMP_NUM_THREADS="1")
     done = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=folder, env=clean_environment(PYTHON_EXEC=warm_python(), OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        encoding="utf-8", timeout=timeout, check=False,
+        ["bash", "-c", "\n".join(script)], cwd=folder, env=environment, timeout=timeout, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
     )  # fmt: skip
     *parts, _ = re.split(rf"{SEPARATOR} (\d+)\n", done.stdout)
     return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=True)]
@@ -108,7 +111,7 @@ def pattern_of(shown: str) -> str:
 
 
 def write(page: Path) -> None:
-    """Run a page, and put what its commands print behind them. What is shown with a `…` stays."""
+    """Run a page, and put what its commands print behind them."""
     with tempfile.TemporaryDirectory() as folder:
         results = run(page, Path(folder), timeout=600)
         text = page.read_text(encoding="utf-8")
