@@ -10,7 +10,7 @@ follow:
 - `slow`: `make test` leaves the page to `make test-all`.
 
 `python -m tests.docs.tutorials PAGE` runs a page, writes what its commands print into it, and keeps the pictures that
-it shows. It does not change an output with a `…`.
+it shows. An output that fits what is shown stays as it is, unless it varies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.distributed.processes import clean_environment
 from tests.docs.pages import ROOT, Block, blocks_of
 from tests.warm import warm_python
 
-__all__ = ["FOLDER", "Command", "commands_of", "files_of", "pattern_of", "run", "tutorials"]
+__all__ = ["FOLDER", "Command", "commands_of", "files_of", "fits", "name_of", "run", "tutorials"]
 
 FOLDER = ROOT / "docs/tutorials"
 NAME = re.compile(r"^# ([\w-]+\.\w+)$")
@@ -98,16 +98,10 @@ def run(page: Path, folder: Path, timeout: float) -> list[tuple[int, str]]:
     return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def pattern_of(shown: str) -> str:
-    """Return the regular expression of an output, in which decimals and `…` stand for others."""
-    lines = []
-    for line in shown.strip().splitlines():
-        if line.strip() == "…":
-            lines.append(r"(?:.*\n)*?")
-            continue
-        text = "…".join(DECIMAL.sub("\0", part) for part in line.rstrip().split("…"))
-        lines.append(re.escape(text).replace("…", ".*?").replace(re.escape("\0"), DECIMAL.pattern) + r" *\n")
-    return "".join(lines)
+def fits(shown: str, printed: str) -> bool:
+    """Whether a command has printed what the page shows."""
+    printed = printed.strip()
+    return re.fullmatch(_pattern(shown), f"{printed}\n" if printed else "") is not None
 
 
 def write(page: Path) -> None:
@@ -123,13 +117,24 @@ def write(page: Path) -> None:
         old = f"$ {command.text}\n" + (f"{command.shown}\n" if command.shown else "")
         new = f"$ {command.text}\n" + (f"{printed.strip()}\n" if printed.strip() else "")
         place = text.index(old, place)
-        if "…" not in command.shown:
-            text = text[:place] + new + text[place + len(old) :]
-        else:
+        if "varies:" not in command.marker and fits(command.shown, printed):
             new = old
+        text = text[:place] + new + text[place + len(old) :]
         place += len(new)
         print(f"{code}  {command.text}")
     page.write_text(text, encoding="utf-8")
+
+
+def _pattern(shown: str) -> str:
+    """Return the regular expression of an output, in which decimals and `…` stand for others."""
+    lines = []
+    for line in shown.strip().splitlines():
+        if line.strip() == "…":
+            lines.append(r"(?:.*\n)*?")
+            continue
+        text = "…".join(DECIMAL.sub("\0", part) for part in line.rstrip().split("…"))
+        lines.append(re.escape(text).replace("…", ".*?").replace(re.escape("\0"), DECIMAL.pattern) + r" *\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":
