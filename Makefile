@@ -11,9 +11,9 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 # $(call has,packages): does $(PYTHON) have them all?
 has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(1) \
 	2>/dev/null && echo yes)
-NEED_DEMO := torch numpy triton rich
+NEED_DEMO := torch numpy rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark
-NEED_ALL := $(NEED_DEMO) pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy sphinx furo \
+NEED_ALL := $(NEED_DEMO) triton pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy yaml check_jsonschema twine sphinx furo \
 	myst_parser sphinx_copybutton build hatchling
 # Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile

@@ -51,6 +51,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from dpfuse.commands.plan_command import show_plan
 
         return show_plan(options.model, options.comm_buffer_size, options.last_comm_buffer_size)
+    if options.command == "env":
+        from dpfuse.commands.env_command import show_environment
+
+        return show_environment(as_json=options.json)
     if options.command == "tune":
         return _tune(options, arguments)
     from dpfuse.commands.bench_command import Effort, bench
@@ -88,7 +92,7 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: show, tune, measure.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="plan | tune | bench")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="plan | tune | bench | env")
     plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
@@ -110,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tell torch's DDP that some parameters get no gradient",
     )
+    text = "print machine and versions, for the report of a bug; starts nothing"
+    env = commands.add_parser("env", help=text, description=f"{text}.", allow_abbrev=False)
+    env.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
 

@@ -37,8 +37,14 @@ def jit(kernel: Callable[..., None]) -> Any:
     compile again for each new value. Kernels loop with `while`, because the interpreter of Triton 3.6 cannot pass a
     number on the device to `range` with NumPy 2.4 or later.
     """
-    import triton
-    import triton.language as tl
+    try:
+        import triton
+        import triton.language as tl
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Triton is not installed, and its kernels pack the buckets of tensors on a GPU. Run pip install "
+            "'dpfuse[triton]', or set DPFUSE_KERNELS=reference to use torch's own operations."
+        ) from error
 
     scope = kernel.__globals__
     scope["tl"] = tl
