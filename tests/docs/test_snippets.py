@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.docs.pages import ROOT, Program, blocks_of, pages, programs_of
+from tests.docs.tutorials import FOLDER
 from tests.warm import warm_python
 
 MAX_NOT_RUN = 2
@@ -29,6 +30,7 @@ def name_of(page: Path) -> str:
 PROGRAMS = [
     pytest.param(program, id=f"{name_of(page)}:{program.blocks[0].line}")
     for page in pages()
+    if page.parent != FOLDER  # whose blocks are files: test_tutorials.py
     for program in programs_of(page)
 ]
 
