@@ -346,7 +346,9 @@ def _gradients_of(parameter_list: Any, options: _Options) -> _Prepared:
     specs: list[ParamSpec] = []
     for index, param in enumerate(parameter_list):
         if not isinstance(param, Tensor):
-            raise TypeError(f"parameter_list[{index}] is a {type(param).__name__}; expected a parameter")
+            raise TypeError(
+                f"parameter_list[{index}] is a {type(param).__name__}; expected a parameter; pass model.parameters()"
+            )
         grad = param.grad
         if id(param) in params or not param.requires_grad or grad is None:
             continue

@@ -131,9 +131,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         group = group_of(process_group, device_mesh)
         try:
             if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"module must be a torch.nn.Module, got {type(module).__name__}; pass the model instance"
-                )
+                got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+                raise TypeError(f"module must be a torch.nn.Module, got {got}; pass the model instance")
             if device_mesh is not None:
                 self.device_mesh = device_mesh
                 shard_as_tensor_parallel(module, device_mesh)

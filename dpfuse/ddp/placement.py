@@ -57,7 +57,10 @@ def single_device(
             "no shape yet. Run a forward with a sample batch first."
         )
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(f"device_ids can only be None or contain a single element, got {list(device_ids)}")
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}; pass that of this "
+            "process, and start one process per device"
+        )
     kinds = {param.device.type for param in params.values()}
     if len(kinds) > 1:
         raise ValueError(

@@ -106,4 +106,6 @@ def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
     try:
         return ParamSpec(name, tuple(parameter.shape), str(parameter.dtype), str(parameter.device), sparse)
     except AttributeError:
-        raise TypeError(f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec") from None
+        raise TypeError(
+            f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec. Or pass the model itself."
+        ) from None

@@ -312,7 +312,10 @@ def plan_buckets(
     last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
     specs = tuple(describe_parameters(params))
     if not specs:
-        raise ValueError("params has no trainable parameter; expected at least one with requires_grad=True")
+        raise ValueError(
+            "params has no trainable parameter; expected at least one with requires_grad=True. Or pass the model "
+            "itself."
+        )
     # Before the first backward, gradients are expected in the reverse of the order of registration.
     return _arrange(BucketPlan(specs, (), cap, last_cap, rule), range(len(specs))[::-1])
 

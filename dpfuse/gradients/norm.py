@@ -261,7 +261,9 @@ def norm_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     """
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
-            raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+            raise TypeError(
+                f"{name} must be a number, got {value!r} of type {type(value).__name__}; pass for example {name}=2.0"
+            )
     largest, order = float(max_norm), float(norm_type)
     if not largest >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {largest}; math.inf clips nothing")

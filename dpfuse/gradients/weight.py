@@ -65,7 +65,7 @@ class GradientWeight:
             TypeError, ValueError: an argument that is no such thing.
         """
         if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be 'mean' or 'sum', as that of the loss, got {reduction!r}")
+            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}; pass that of the loss")
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
             if weight.device == device:
                 return weight.detach().reshape(()).to(torch.float32, copy=True)

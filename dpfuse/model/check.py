@@ -41,7 +41,8 @@ def check_module(
     """
     options.check()
     if not isinstance(module, nn.Module):
-        raise TypeError(f"layers must be a torch.nn.Module, got {type(module).__name__}; pass the model instance")
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(f"layers must be a torch.nn.Module, got {got}; pass the model instance")
     params, buffers = tensors_of(module, options)
     for name, param in params.items():
         if not param.is_leaf:
@@ -56,8 +57,8 @@ def check_module(
     _check_alone({name: param for name, param in trainable.items() if id(param) not in ours}, options)
     if not trainable:
         raise ValueError(
-            f"{type(module).__name__} has no parameter with requires_grad=True, so there is nothing to "
-            "average; use the module without the wrapper"
+            f"{type(module).__name__} has no parameter with requires_grad=True, expected at least one: there is "
+            "nothing to average. Use the module without the wrapper"
         )
     specs = [spec for spec in describe_parameters(module) if spec.name in trainable]
     ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0

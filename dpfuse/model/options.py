@@ -43,7 +43,9 @@ class Option:
 
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be True or False, got {value!r} of type {type(value).__name__}; pass for example {name}=True"
+        )
 
 
 def _one_of(*choices: str, remedy: str) -> Callable[[str, Any], None]:

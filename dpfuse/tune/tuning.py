@@ -166,13 +166,18 @@ def autotune(
     for cap, name in zip(caps, ("comm_buffer_size", "last_comm_buffer_size"), strict=True):
         size_in_bytes(cap, name)  # raise here, not later when ranks wait for each other
     if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps!r}")
+        raise ValueError(f"steps must be at least 1, got {steps!r}; leave it out for 5")
     check_wrapped(model, "autotune")
     sync = model._sync
-    if sync is None or sync.hook is not None:
+    if sync is None:
         raise DPFuseError(
-            "autotune needs a model that averages gradients itself; this one only passes calls through, or has a "
-            "communication hook. Call it on a wrapped model, after init_parallel_env()."
+            "autotune was called on a model that only passes calls through, expected one that averages gradients. Call "
+            "init_parallel_env() before wrapping."
+        )
+    if sync.hook is not None:
+        raise DPFuseError(
+            f"autotune was called on a model that has the communication hook {sync.hook.name}, expected one that "
+            "averages gradients itself. Register no hook, or choose the buffer sizes by hand."
         )
     if sync.wire in FP8:
         raise DPFuseError(

@@ -19,7 +19,7 @@ def commands(page):
     for block in blocks_of(page):
         found = None
         for line in block.text.splitlines() if block.language in ("console", "bash") else []:
-            line = line.partition("#")[0].rstrip()
+            line = line.partition("#")[0].partition(" | ")[0].rstrip()
             words = line.removeprefix("$ ")
             door = next((door for door in DOORS if words.startswith(door)), None)
             if door is not None:

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         ["find_unused_parameters", "True or False", "int"],
     ),
     "no module": (no_module, {}, TypeError, ["layers", "torch.nn.Module", "list", "pass the model"]),
-    "module class": (module_class, {}, TypeError, ["layers", "torch.nn.Module", "type", "instance"]),
+    "module class": (module_class, {}, TypeError, ["layers", "torch.nn.Module", "class Linear", "instance"]),
     "nothing to train": (frozen, {}, ValueError, ["Linear", "requires_grad=True", "without the wrapper"]),
     "lazy parameter": (lazy, {}, ValueError, ["'1.weight'", "uninitialized", "forward"]),
     "lazy buffer": (lazy_buffers, {}, ValueError, ["'1.running_mean'", "uninitialized", "forward"]),

@@ -360,7 +360,7 @@ def test_what_is_not_waited_for_is_told_when_the_next_backward_ends(ranks):
         ((-1,), ValueError, "weight must be finite, and 0 or more, got -1; 0 leaves this rank out"),
         ((math.nan,), ValueError, "weight must be finite"),
         ((math.inf,), ValueError, "weight must be finite"),
-        ((1, "max"), ValueError, "reduction must be 'mean' or 'sum', as that of the loss, got 'max'"),
+        ((1, "max"), ValueError, "reduction must be 'mean' or 'sum', got 'max'; pass that of the loss"),
     ],
 )
 def test_arguments_that_are_no_weights(group, arguments, error, text):

@@ -290,7 +290,8 @@ def test_a_parent_names_what_is_missing_and_unexpected_in_the_wrapped_module():
 
 def test_a_wrapped_wrapper_has_no_prefix_either():
     inner = Net()
-    model = DataParallel(DataParallel(Net()))
+    with pytest.warns(UserWarning, match="wrapped twice"):
+        model = DataParallel(DataParallel(Net()))
     assert_loaded(model.load_state_dict(inner.state_dict()))
     assert_same(model.state_dict(), inner.state_dict())
 

@@ -142,7 +142,8 @@ def test_a_group_is_asked_once_and_the_answer_is_logged(clock, monkeypatch, capl
     with caplog.at_level("INFO", logger="dpfuse"):
         ask(group, CUDA)
         ask(group, CUDA)
-    assert caplog.messages == ["rank 0: the process group's back end pretended: on streams"]
+    assert caplog.messages == ["rank 0: the group's back end pretended: on streams"]
+    assert [(record.name, record.rank) for record in caplog.records] == [("dpfuse.group", 0)]
     monkeypatch.setattr(asking, "_tried", None)  # calling it again would be an error
     assert ask(group, CUDA) == Abilities(on_streams=True)
 

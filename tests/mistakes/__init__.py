@@ -1,0 +1,1 @@
+"""Mistakes that a person makes, as a table with the parts that each error must say."""

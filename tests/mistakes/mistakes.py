@@ -1,0 +1,482 @@
+"""Mistakes that a person makes with dpfuse in one process, and what the error must say. Runs nothing.
+
+Each entry has a short program, the type of the error, and four parts of its text: *what* is wrong, what dpfuse *got*,
+what it *expected*, and the *remedy*. A text may say two of these in one phrase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dpfuse
+from dpfuse import DataParallel, DPFuseError
+
+__all__ = ["MISTAKES", "Mistake"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake: `action` gets an empty folder."""
+
+    action: Callable[[Path], object]
+    error: type[BaseException]
+    what: str
+    got: str
+    expected: str
+    remedy: str
+
+
+DDP = dpfuse.DistributedDataParallel
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def wrap(_: Path, module: Any = None, face: Any = DataParallel, **options: Any) -> object:
+    return face(net() if module is None else module, **options)
+
+
+def option(what: str, got: str, expected: str, remedy: str, error: Any = ValueError, **options: Any) -> Mistake:
+    return Mistake(partial(wrap, **options), error, what, got, expected, remedy)
+
+
+def module(what: str, got: str, expected: str, remedy: str, error: Any = ValueError, **options: Any) -> Mistake:
+    return Mistake(partial(wrap, **options), error, what, got, expected, remedy)
+
+
+def call(action: Callable[[Any], object], error: Any, *parts: str) -> Mistake:
+    """A mistake with a wrapped model, to which no process group belongs yet."""
+    return Mistake(lambda _: action(DataParallel(net())), error, *parts)
+
+
+def by_hand(*arguments: Any, parts: tuple[str, ...], error: Any = TypeError, **options: Any) -> Mistake:
+    return Mistake(lambda _: dpfuse.fused_allreduce_gradients(*arguments, **options), error, *parts)
+
+
+def hooked(*hooks: Any) -> Any:
+    model = DDP(net())
+    for hook in hooks:
+        model.register_comm_hook(None, hook)
+    return model
+
+
+def train(model: Any, steps: int = 2) -> Any:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+def norm_of_what_is_in_the_buckets(_: Path) -> None:
+    model = train(DataParallel(net(), accumulate_in_buckets=True))
+    with model.no_sync():
+        train(model, 1)
+    model.grad_norm()
+
+
+def notes(folder: Path) -> Path:
+    path = folder / "notes.txt"
+    path.write_text("not a plan")
+    return path
+
+
+def buffer_of(_, bucket):
+    return bucket.get_future()
+
+
+MB, NUMBER, MODULE = "must be a number of MB", "expected one of", "must be a torch.nn.Module"
+PLAN_REMEDY = 'expected "ramp", "greedy", a BucketPlan, or the path'
+SIZE_REMEDY = "0 puts every parameter alone"
+
+MISTAKES: dict[str, Mistake] = {
+    # What is wrapped
+    "parameters instead of the module": module(
+        "layers", "got generator", MODULE, "pass the model instance", TypeError, module=net().parameters()
+    ),
+    "a list of layers": module("layers", "got list", MODULE, "pass the model instance", TypeError, module=[net()]),
+    "a class instead of an instance": module(
+        "layers", "got the class Linear", MODULE, "pass the model instance", TypeError, module=nn.Linear
+    ),
+    "a class, for DDP": module(
+        "module", "got the class Linear", MODULE, "pass the model instance", TypeError, module=nn.Linear, face=DDP
+    ),
+    "a module without parameters": module(
+        "nothing to average", "ReLU has no parameter", "expected at least one", "without the wrapper", module=nn.ReLU()
+    ),
+    "a frozen module": module(
+        "nothing to average",
+        "Sequential has no parameter with requires_grad=True",
+        "expected at least one",
+        "without the wrapper",
+        module=net().requires_grad_(False),
+    ),
+    "a module without parameters, for DDP": module(
+        "not needed",
+        "doesn't have any parameter",
+        "requires a gradient",
+        "use the module itself",
+        RuntimeError,
+        module=nn.ReLU(),
+        face=DDP,
+    ),
+    "a lazy module": module(
+        "parameter 'weight'", "uninitialized", "expected a known shape", "Run one forward", module=nn.LazyLinear(2)
+    ),
+    "a module on the meta device": module(
+        "parameter 'weight'",
+        "is on the meta device",
+        "expected data",
+        "Use module.to_empty",
+        module=nn.Linear(2, 2, device="meta"),
+    ),
+    # Sizes
+    "a size with its unit": option(
+        "comm_buffer_size", "got '25MB' of type str", MB, "pass for example", TypeError, comm_buffer_size="25MB"
+    ),
+    "a size of None": option(
+        "comm_buffer_size", "got None of type NoneType", MB, "pass for example", TypeError, comm_buffer_size=None
+    ),
+    "a negative size": option("comm_buffer_size", "got -1", "must be >= 0 MB", SIZE_REMEDY, comm_buffer_size=-1),
+    "a size that is NaN": option(
+        "last_comm_buffer_size", "got nan", "must be >= 0 MB", SIZE_REMEDY, last_comm_buffer_size=float("nan")
+    ),
+    "DDP's size with its unit": option(
+        "bucket_cap_mb", "got '25MB' of type str", MB, "pass for example", TypeError, face=DDP, bucket_cap_mb="25MB"
+    ),
+    "a negative size, for DDP": option(
+        "bucket_cap_mb", "got -3", "must be >= 0 MB", SIZE_REMEDY, face=DDP, bucket_cap_mb=-3
+    ),
+    "a list of sizes as text": option(
+        "bucket_cap_mb_list",
+        "got '1,25' of type str",
+        "must be a list of sizes",
+        "pass for example [1, 25]",
+        TypeError,
+        face=DDP,
+        bucket_cap_mb_list="1,25",
+    ),
+    "auto and a list of sizes": option(
+        "bucket_cap_mb",
+        'is "auto"',
+        "expected one of the two",
+        "Leave out one",
+        face=DDP,
+        bucket_cap_mb="auto",
+        bucket_cap_mb_list=[1],
+    ),
+    "auto and a plan": option(
+        "a plan was passed",
+        'with "auto"',
+        "expected one of the two",
+        "Leave plan out",
+        comm_buffer_size="auto",
+        plan=dpfuse.plan_buckets(net()),
+    ),
+    # Other options
+    "a typing error in the name of an option": option(
+        "unexpected keyword argument",
+        "'find_unused_parameter'",
+        "did you mean",
+        "find_unused_parameters",
+        TypeError,
+        find_unused_parameter=True,
+    ),
+    "the other class's name of an option": option(
+        "unexpected keyword argument", "'bucket_cap_mb'", NUMBER, "comm_buffer_size", TypeError, bucket_cap_mb=25
+    ),
+    "a wire dtype by its name": option(
+        "wire_dtype", "got 'bfloat16'", "torch.bfloat16", "None sends", wire_dtype="bfloat16"
+    ),
+    "a wire dtype of integers": option(
+        "wire_dtype", "got torch.int8", "must be None or one of", "None sends", wire_dtype=torch.int8
+    ),
+    "an unknown way to add up": option(
+        "wire_reduce", "got 'tree'", "one of 'ring', 'fp32'", "None is", wire_reduce="tree"
+    ),
+    "True for check_finite": option("check_finite", "got True", "must be one of", "leave it out", check_finite=True),
+    "an unknown check": option("check must be", "got 'loose'", "'deferred' or 'strict'", "strict waits", check="loose"),
+    "an unknown rule for buckets": option(
+        "plan is 'ramps'", "cannot be read", PLAN_REMEDY, "plan.save()", plan="ramps"
+    ),
+    "a number as a plan": option("plan must be", "got 25 of type int", PLAN_REMEDY, "plan.save()", TypeError, plan=25),
+    "a plan of another model": option(
+        "plan is of another model",
+        "'weight' of shape (2, 2)",
+        "'0.weight' of shape (3, 4)",
+        "Make a plan of this model",
+        plan=dpfuse.plan_buckets(nn.Linear(2, 2)),
+    ),
+    "error feedback without rounding": option(
+        "error_feedback=True", "wire_dtype=None", "expected a narrow wire", "Pass for example", error_feedback=True
+    ),
+    "accumulation on a narrow wire": option(
+        "accumulate_in_buckets=True",
+        "torch.bfloat16",
+        "expected torch.float32 or None",
+        "Leave out one",
+        accumulate_in_buckets=True,
+        wire_dtype=torch.bfloat16,
+    ),
+    "a time-out of zero": option("stall_timeout", "got 0", "must be > 0 s", "float('inf') waits", stall_timeout=0),
+    "a time-out as text": option(
+        "stall_timeout",
+        "got '60s' of type str",
+        "must be a number of seconds",
+        "pass for example",
+        TypeError,
+        stall_timeout="60s",
+    ),
+    "1 for True": option(
+        "deterministic",
+        "got 1 of type int",
+        "must be True or False",
+        "pass for example deterministic=True",
+        TypeError,
+        deterministic=1,
+    ),
+    "a scale of zero": option(
+        "gradient_scale", "got 0.0", "must be between 1e-6", "leave it out for the mean", gradient_scale=0.0
+    ),
+    "a scale as text": option(
+        "gradient_scale",
+        "got 'mean' of type str",
+        "must be a number",
+        "leave it out for the mean",
+        TypeError,
+        gradient_scale="mean",
+    ),
+    "a group by its name": option(
+        "group", "got str", "must be None or a torch.distributed.ProcessGroup", "pass what", TypeError, group="gloo"
+    ),
+    "a GPU for a module on the CPU": option(
+        "device_ids", "a module on the CPU", "only work with GPU modules", "leave them out", face=DDP, device_ids=[0]
+    ),
+    "two devices": option(
+        "device_ids",
+        "got [0, 1]",
+        "contain a single element",
+        "start one process per device",
+        face=DDP,
+        device_ids=[0, 1],
+    ),
+    # A wrapped model
+    "autotune of a bare module": Mistake(
+        lambda _: dpfuse.autotune(net()),
+        TypeError,
+        "autotune",
+        "got Sequential",
+        "must be wrapped by dpfuse",
+        "Pass the",
+    ),
+    "times of a bare module": Mistake(
+        lambda _: dpfuse.time_communication(net()).__enter__(),
+        TypeError,
+        "time_communication",
+        "got Sequential",
+        "must be wrapped by dpfuse",
+        "Pass the",
+    ),
+    "a bare module for the scaler": Mistake(
+        lambda _: dpfuse.GradScaler(model=net()),
+        TypeError,
+        "model",
+        "got Sequential",
+        "must be a dpfuse.DataParallel",
+        "Wrap the module first",
+    ),
+    "autotune of no steps": call(
+        lambda model: dpfuse.autotune(model, steps=0),
+        ValueError,
+        "steps",
+        "got 0",
+        "must be at least 1",
+        "leave it out",
+    ),
+    "autotune of a model with a hook": Mistake(
+        lambda _: dpfuse.autotune(hooked(buffer_of)),
+        DPFuseError,
+        "autotune",
+        "has the communication hook",
+        "expected",
+        "Register no hook",
+    ),
+    "a negative weight": call(
+        lambda model: model.set_gradient_weight(-1), ValueError, "weight", "got -1", "finite, and 0 or more", "0 leaves"
+    ),
+    "a weight of NaN": call(
+        lambda model: model.set_gradient_weight(float("nan")),
+        ValueError,
+        "weight",
+        "got nan",
+        "must be finite",
+        "0 leaves this rank out",
+    ),
+    "a weight as text": call(
+        lambda model: model.set_gradient_weight("3"),
+        TypeError,
+        "weight",
+        "got '3' of type str",
+        "must be a number",
+        "None takes",
+    ),
+    "an unknown reduction": call(
+        lambda model: model.set_gradient_weight(1, reduction="none"),
+        ValueError,
+        "reduction",
+        "got 'none'",
+        "must be 'mean' or 'sum'",
+        "pass that of the loss",
+    ),
+    "clipping to a text": call(
+        lambda model: train(model).clip_grad_norm_("1"),
+        TypeError,
+        "max_norm",
+        "got '1' of type str",
+        "must be a number",
+        "pass for example",
+    ),
+    "an unknown norm": call(
+        lambda model: train(model).clip_grad_norm_(1.0, norm_type="two"),
+        TypeError,
+        "norm_type",
+        "got 'two'",
+        "must be a number",
+        "pass for example",
+    ),
+    "the norm of what is in the buckets": Mistake(
+        norm_of_what_is_in_the_buckets,
+        DPFuseError,
+        "the norm of the gradients was asked for",
+        "'0.weight' lie in its",
+        "expected a synchronised backward",
+        "discard_accumulated()",
+    ),
+    "a state dict by its path": call(
+        lambda model: model.set_state_dict("m.pt"),
+        TypeError,
+        "set_state_dict",
+        "got a str",
+        "expected a dict",
+        "Read the file first",
+    ),
+    "a state dict of another model": call(
+        lambda model: model.set_state_dict({"other": torch.ones(1)}),
+        ValueError,
+        "no key of the state dict matches",
+        "got 'other'",
+        "expected '0.weight'",
+        "Pass the state dict of this model",
+    ),
+    "a state dict of other shapes": call(
+        lambda model: model.set_state_dict({"0.bias": torch.ones(9)}),
+        ValueError,
+        "'0.bias'",
+        "has shape (9,)",
+        "expected (3,)",
+        "same architecture",
+    ),
+    # By hand
+    "a module in place of parameters": by_hand(
+        net(), parts=("parameter_list[0]", "is a Linear", "expected a parameter", "pass model.parameters()")
+    ),
+    "no parameters": by_hand(
+        None, parts=("parameter_list", "got NoneType", "must be an iterable", "pass model.parameters")
+    ),
+    "names in place of parameters": by_hand(
+        ["weight"], parts=("parameter_list[0]", "is a str", "expected a parameter", "pass model.parameters()")
+    ),
+    "a sum by its name": by_hand(
+        net().parameters(),
+        scale="sum",
+        parts=("scale", "got 'sum' of type str", "must be a number", "pass 1.0 for the sum"),
+    ),
+    "buckets of a negative size": by_hand(
+        net().parameters(),
+        bucket_size=-1,
+        error=ValueError,
+        parts=("bucket_size", "got -1", "must be >= 0 bytes", "0 sends every gradient alone"),
+    ),
+    "one module as replicas": Mistake(
+        lambda _: dpfuse.reduce_replicas(net()),
+        TypeError,
+        "replicas",
+        "got a Sequential",
+        "must be a list",
+        "pass [model]",
+    ),
+    # Hooks
+    "a hook that is no function": Mistake(
+        lambda _: hooked(3), TypeError, "Communication hook", "Got 3 of type int", "must be callable", "pass a function"
+    ),
+    "two hooks": Mistake(
+        lambda _: hooked(buffer_of, buffer_of),
+        RuntimeError,
+        "register_comm_hook",
+        "Got buffer_of after buffer_of",
+        "only be called once",
+        "wrap the module again",
+    ),
+    "a hook that returns nothing": Mistake(
+        lambda _: train(hooked(lambda state, bucket: None)),
+        DPFuseError,
+        "callback",
+        "got NoneType",
+        "must return a torch.futures.Future",
+        "Return what",
+    ),
+    # Plans
+    "names in place of a model": Mistake(
+        lambda _: dpfuse.plan_buckets(["a"]),
+        TypeError,
+        "param_0",
+        "is a str",
+        "expected a parameter or a ParamSpec",
+        "Or pass the model itself",
+    ),
+    "no model": Mistake(
+        lambda _: dpfuse.plan_buckets(3), TypeError, "params", "got int", "must be a module", "pass the model itself"
+    ),
+    "a plan of nothing": Mistake(
+        lambda _: dpfuse.plan_buckets([]),
+        ValueError,
+        "params",
+        "has no trainable parameter",
+        "expected at least one",
+        "Or pass the model itself",
+    ),
+    "an unknown dtype": Mistake(
+        lambda _: dpfuse.ParamSpec("w", (2,), "float12"),
+        ValueError,
+        "parameter 'w'",
+        "has dtype 'float12'",
+        "expected one of",
+        "float32",
+    ),
+    "a file that is no plan": Mistake(
+        lambda folder: dpfuse.load_plan(notes(folder)),
+        ValueError,
+        "notes.txt'",
+        "got no plan",
+        "expected format",
+        "plan.save()",
+    ),
+    # Jobs
+    "a lambda for spawn": Mistake(
+        lambda _: dpfuse.spawn(lambda: None, nprocs=2),
+        ValueError,
+        "spawn: func",
+        "<lambda>",
+        "expected a function at the top level",
+        "no lambda",
+    ),
+    "no processes for spawn": Mistake(
+        lambda _: dpfuse.spawn(net, nprocs=0), ValueError, "nprocs", "got 0", "must be at least 1", "-1 for all GPUs"
+    ),
+}
