@@ -162,9 +162,11 @@ class Stepper:
             return _tensors(self.network(*inputs), "the network")
 
     def losses(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
-        """Return the losses as a list, empty without a loss."""
+        """Return the losses as a list, empty without a loss. Class numbers may have the shape [N, 1], as in Paddle."""
         if self.loss is None:
             return []
+        if isinstance(self.loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            labels = [_class_numbers(outputs[0], label) for label in labels]
         losses = _tensors(self.loss(*outputs, *labels), "the loss")
         for loss in losses:
             if loss.numel() != 1:
@@ -184,6 +186,15 @@ def _tensor(item: Any) -> Tensor:
             "Leave it out of the dataset's samples, or make them dicts and name what is used: "
             "Model(network, inputs=['x', …])."
         ) from error
+
+
+def _class_numbers(scores: Tensor, label: Tensor) -> Tensor:
+    """Return labels of shape [N, 1] as [N], which torch's losses expect; others unchanged.
+
+    Source: the labels of `paddle.nn.CrossEntropyLoss`.
+    """
+    column = scores.dim() == label.dim() == 2 and label.shape[1] == 1 and not label.is_floating_point()
+    return label.squeeze(1) if column else label
 
 
 def _tensors(value: Any, what: str) -> list[Tensor]:

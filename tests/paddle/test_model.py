@@ -315,3 +315,25 @@ def test_stopping_lasts_for_one_fit():
     assert len(recorder.logs("on_epoch_end")) == 1
     model.fit(make_data(), batch_size=4, epochs=3, verbose=0, callbacks=recorder)
     assert len(recorder.logs("on_epoch_end")) == 4
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.NLLLoss()])
+def test_labels_may_be_a_column_as_in_paddle(loss):
+    inputs, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    found = []
+    for shape in ((6,), (6, 1)):
+        torch.manual_seed(0)
+        model = Model(nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)))
+        model.prepare(torch.optim.SGD(model.parameters(), lr=0.1), loss, Accuracy())
+        found.append([model.train_batch(inputs, labels.reshape(shape)) for _ in range(2)])
+        found[-1].append(model.eval_batch(inputs, labels.reshape(shape)))
+    flat, column = found
+    assert repr(flat) == repr(column)
+
+
+def test_labels_of_another_loss_keep_their_shape():
+    model = Model(nn.Linear(4, 1))
+    model.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+    inputs, labels = torch.randn(6, 4), torch.ones(6, 1)
+    expected = (model.network(inputs) - labels).square().mean().item()
+    assert model.eval_batch(inputs, labels)[0] == pytest.approx(expected)
