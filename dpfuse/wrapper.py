@@ -90,6 +90,7 @@ class SyncedModule(nn.Module):
         try:
             if fresh:
                 show_chosen_logs()
+                self._options = self._options.with_plan_read()
             plan = check_module(self.module, self._options, group)
             if group is not None and fresh:  # else nothing is compared, or it was when the original was made
                 device = torch.device(plan.buckets[0].device)

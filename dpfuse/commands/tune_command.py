@@ -112,15 +112,12 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str], save: 
     comparison = compare_plans(tuning.timeline, tuning.cost)
     print(f"{tuning.explain()}\n\nbuckets in use from now on\n{found.in_use.explain()}")
     print(f"\nplans for these times, by calculation; ms\n{comparison.explain()}\n")
-    if save is not None:
-        found.in_use.save(save)
-        print(f'plan: {save}; to train with these buckets: DataParallel(model, plan="{save}")')
-    elif tuning.kept:
+    if tuning.kept and save is None:
         print(
             'to train with these buckets, run `dpfuse tune --save plan.json` and pass plan="plan.json", or pass '
             'comm_buffer_size="auto"; `dpfuse bench` measures the gain'
         )
-    else:
+    elif save is None:
         print("keep the default sizes")
     facts: dict[str, Any] = {
         "kept": tuning.kept,
@@ -140,6 +137,9 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str], save: 
     save_trace(found.schedule, folder / "trace.json")
     plot = save_picture(partial(save_plot, found.schedule, title=place), folder / "plan.png")
     print(f"report: {folder / REPORT}\ntrace: {folder / 'trace.json'}\nplot: {plot}")
+    if save is not None:
+        found.in_use.save(save)
+        print(f'plan: {save}; to train with these buckets: DataParallel(model, plan="{save}")')
 
 
 def _times(times: Any) -> dict[str, Any] | None:

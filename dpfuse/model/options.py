@@ -10,7 +10,7 @@ import os
 import textwrap
 import types
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -317,6 +317,15 @@ class SyncOptions:
         common: dict[str, Any] = facts.pop("common")
         given = {} if self.follows_rule else {"plan": "given"}  # its buckets are compared, and not where it comes from
         return common | given | facts
+
+    def with_plan_read(self) -> SyncOptions:
+        """Return the options with the plan itself in place of its file, which may change or go.
+
+        Raises:
+            TypeError, ValueError: as `given_plan`.
+        """
+        plan = given_plan(self.common["plan"])
+        return self if plan is None else replace(self, common=self.common | {"plan": plan})
 
     @property
     def follows_rule(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +93,21 @@ def change_module(rank, size, path):
 def test_a_changed_module_gets_buckets_by_the_rule(ranks, tmp_path):
     plan().save(tmp_path / "plan.json")
     assert ranks(change_module, str(tmp_path / "plan.json"), size=2, timeout=60) == [(False, 8, True)] * 2
+
+
+def copy_without_file(rank, size, path):
+    model = dpfuse.DataParallel(net(), plan=path)
+    dist.barrier()
+    if rank == 0:
+        Path(path).unlink()
+    dist.barrier()
+    twin = copy.deepcopy(model)
+    return [list(bucket.params) for bucket in twin.bucket_plan.buckets]
+
+
+def test_a_copy_needs_no_file(ranks, tmp_path):
+    plan().save(tmp_path / "plan.json")
+    assert ranks(copy_without_file, str(tmp_path / "plan.json"), size=2, timeout=60) == [GROUPS] * 2
 
 
 def tune_ddp(rank, size):
