@@ -182,6 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         say(str(error))
         return 2
+    if nodes is not None and nodes.doubt:
+        say(f"warning: {nodes.doubt}")
     with ExitStack() as cleanup:
         _prepare(args, nodes, cleanup)
         try:

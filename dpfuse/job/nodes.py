@@ -67,6 +67,20 @@ class Nodes:
             return True
         return False if _is_address(self.host) else None
 
+    @property
+    def doubt(self) -> str:
+        """Say that the command line gives this machine an address that it does not have; empty if all is well.
+
+        It is no error: behind address translation, a machine does not know its own address.
+        """
+        if not self.addresses or self.rank is None or is_own_address(self.addresses[self.rank]):
+            return ""
+        return (
+            f"--node_ip: got {self.addresses[self.rank]}, which is no address of this machine, which has "
+            f"{_own_addresses()}; expected one of these. If two machines give the same --node_ip, the job waits until "
+            "its time-out. Correct it, unless the address is translated on its way to this machine."
+        )
+
     def located(self) -> Nodes:
         """Return the same nodes with the rank of this machine, if that is its position in `addresses`.
 
@@ -78,9 +92,8 @@ class Nodes:
         own = [rank for rank, address in enumerate(self.addresses) if is_own_address(address)]
         listed = ",".join(self.addresses)
         if not own:
-            found = ", ".join(f"{address} ({name})" for name, address in interface_addresses().items())
             raise ValueError(
-                f"--ips: got {listed}, but none of them is an address of this machine, which has {found or 'none'}. "
+                f"--ips: got {listed}, but none of them is an address of this machine, which has {_own_addresses()}. "
                 f"Correct the list, or say which one this machine is: --cluster_node_ips={listed} --node_ip=…"
             )
         if len(own) > 1:
@@ -90,6 +103,10 @@ class Nodes:
                 f"Say which one this machine is: --cluster_node_ips={listed} --node_ip=…"
             )
         return replace(self, rank=own[0], position_unknown=False)
+
+
+def _own_addresses() -> str:
+    return ", ".join(f"{address} ({name})" for name, address in interface_addresses().items()) or "none"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

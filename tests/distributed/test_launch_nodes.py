@@ -194,6 +194,16 @@ def test_a_machine_that_cannot_find_itself_says_what_it_found(own, texts, monkey
         assert text in told
 
 
+@pytest.mark.parametrize("own", ["10.9.8.6", "10.9.8.7"])
+def test_a_node_ip_that_this_machine_does_not_have_is_warned_of(own, jobs, monkeypatch, capsys):
+    monkeypatch.setattr("dpfuse.job.nodes.is_own_address", lambda address: address == own)
+    monkeypatch.setattr("dpfuse.job.nodes.interface_addresses", lambda: {"eth7": own})
+    configured(jobs, f"--cluster_node_ips={TWO}", "--node_ip=10.9.8.6")
+    told = capsys.readouterr().err
+    text = "warning: --node_ip: got 10.9.8.6, which is no address of this machine, which has 10.9.8.7 (eth7); expected"
+    assert (text in told) == (own == "10.9.8.7")
+
+
 def test_this_machine_knows_its_addresses():
     assert interfaces.interface_addresses()["lo"] == "127.0.0.1"
     assert interfaces.interface_of("127.0.0.1") == "lo"
