@@ -7,10 +7,11 @@ import sysconfig
 import warnings
 from types import FrameType
 
-__all__ = ["user_frame", "warn_at_user"]
+__all__ = ["INSIDE", "user_frame", "warn_at_user"]
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 DPFUSE = __file__.rpartition("engine")[0]
+INSIDE = (*LIBRARIES, DPFUSE, "<frozen")  # how the paths of files begin that are not the user's
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
@@ -20,7 +21,7 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
         frame: the innermost frame to look at.
     """
     inside = 0
-    while frame is not None and frame.f_code.co_filename.startswith((*LIBRARIES, DPFUSE, "<frozen")):
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, inside = frame.f_back, inside + 1
     return frame, inside
 

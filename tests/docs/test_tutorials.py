@@ -26,7 +26,7 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_tutorial_prints_what_it_shows(page, tmp_path):
-    for command, (code, printed) in zip(commands_of(page), run(page, tmp_path, timeout=800), strict=True):
+    for command, (code, printed) in zip(commands_of(page), run(page, tmp_path, timeout=280), strict=True):
         assert (code != 0) == command.fails, f"{command.text}\n{printed}"
         if "varies:" not in command.marker:
             assert fits(command.shown, printed), f"{command.text}\nprinted:\n{printed}\nbut shown:\n{command.shown}"
