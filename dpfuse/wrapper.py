@@ -382,6 +382,44 @@ class SyncedModule(nn.Module):
         buckets = [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
         return norms_by_bucket(norms, buckets, order)
 
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last synchronised backward, for a log. On a GPU it waits for the device.
+
+        Norm, counts and noise are those of all ranks; times and bytes are those of this rank. The noise scale is in
+        batches of one rank, or in the unit of the weights where `set_gradient_weight` was called. It is very noisy
+        from step to step: average `gradient_square` and `gradient_variance` over steps, and divide then.
+
+        Returns:
+            `step` counts synchronised backwards. `exposed_seconds` is what communication added to backward,
+            `communication_seconds` what buckets travelled, `bytes_sent` their bytes. `grad_norm` is that of the
+            averaged gradients, `nonfinite_values` how many NaN and infinite values all ranks sent.
+            `gradient_square` and `gradient_variance` are estimates without bias, and `noise_scale` is their ratio,
+            infinite if the first is not positive. These three are NaN on one rank, and with a communication hook.
+            Empty before the first synchronised backward, and without a process group.
+
+        Raises:
+            DPFuseError: the model was wrapped without `metrics=True`.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), metrics=True)
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> metrics = model.metrics()
+            >>> round(metrics["grad_norm"], 3), metrics["noise_scale"]
+            (3.162, nan)
+            >>> dist.destroy_process_group()
+
+        Source: the noise scale is that of McCandlish et al., "An Empirical Model of Large-Batch Training" (2018).
+        """
+        if not self._options.common["metrics"]:
+            raise DPFuseError(
+                "metrics() was called on a model that was wrapped with metrics=False, expected True: nothing was "
+                "measured. Pass metrics=True where the model is wrapped."
+            )
+        return {} if self._sync is None or self._sync.metrics is None else self._sync.metrics.read()
+
     def _gradients(self) -> Gradients:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 

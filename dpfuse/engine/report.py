@@ -23,7 +23,15 @@ __all__ = ["ALL_WELL", "Outcome", "Reading", "Report"]
 
 RANK_BITS = 16  # of the number of a rank that failed or has changed
 HASH_BITS = 16  # of the set of frozen parameters
-SLOTS = ("nonfinite", "weight", "bad_weight", "weighing")  # sums of numbers that features write
+SLOTS = (
+    "nonfinite",
+    "weight",
+    "bad_weight",
+    "weighing",
+    "squares",
+    "measured",
+    "nonfinite_values",
+)  # sums of numbers that features write
 
 
 @dataclass(slots=True)

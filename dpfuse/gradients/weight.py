@@ -93,6 +93,11 @@ class GradientWeight:
         """What gradients are multiplied with while they are packed, [] float32; None is 1."""
         return self.value if self.reduction == "mean" else None
 
+    @property
+    def in_use(self) -> Tensor | None:
+        """The weight in the backward that is running, [] float32; None if it has none."""
+        return self.value if self._weighs else None
+
     def begins(self, scale: float) -> bool:
         """A synchronised backward begins, which multiplies with `scale` for the mean; does this rank weigh it?"""
         self._scale = scale

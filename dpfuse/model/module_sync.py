@@ -31,6 +31,7 @@ from dpfuse.model.check import tensors_of
 from dpfuse.model.comm_hook import CommHook
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.hooked import Hooked
+from dpfuse.model.metrics import Metrics
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 
@@ -69,6 +70,7 @@ class ModuleSync:
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
         buffers: when they are sent.
+        metrics: measures each synchronised backward, if that was asked for.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -98,6 +100,12 @@ class ModuleSync:
         )
         features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
         features += [] if self.error_feedback is None else [self.error_feedback]
+        self.metrics = (
+            Metrics(self.factors.weight, lambda: self.reducer, lambda: self.hook is not None)
+            if options.common["metrics"]
+            else None
+        )
+        features += [] if self.metrics is None else [self.metrics]
         if options.common["check_finite"] != "off":
             features.append(
                 FiniteCheck(
@@ -120,6 +128,8 @@ class ModuleSync:
             fields=[self.factors.field()],
             wrap=face.wrap,
         )
+        if self.metrics is not None:
+            self.grads.listening.keep(self.metrics)
         self._plan_residuals()
         self._follower = ModuleFollower(
             module,

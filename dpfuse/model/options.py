@@ -157,6 +157,15 @@ class CommonOptions(TypedDict, total=False):
             _flag,
         ),
     ]
+    metrics: Annotated[
+        bool,
+        Option(
+            False,
+            "True measures each synchronised backward for `metrics()`: times, bytes, norm, and the gradient noise "
+            "scale. It reads the gradients twice more.",
+            _flag,
+        ),
+    ]
     plan: Annotated[
         Literal["ramp", "greedy"] | BucketPlan | str | os.PathLike[str],
         Option(

@@ -1,0 +1,212 @@
+"""Numbers of the last synchronised backward, for a log: times, bytes, norm, and the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.report import Report
+from dpfuse.engine.streams import capturing
+from dpfuse.gradients.norm import Gradients
+from dpfuse.gradients.weight import GradientWeight
+from dpfuse.model.communication_times import CommunicationTimes
+from dpfuse_kernels import MxTable
+from dpfuse_kernels.squared_norm import row_norms
+
+__all__ = ["Metrics", "noise_of"]
+
+SLOTS = ("squares", "measured", "nonfinite_values", "weight", "weighing")  # what is read of the report
+
+
+class _Measured(NamedTuple):
+    """One synchronised backward."""
+
+    step: int
+    times: CommunicationTimes
+    values: Tensor  # the squared norm of the delivered gradients, then SLOTS; float64 on their device
+    scale: float  # what averaging multiplies the sum of the ranks with
+
+
+class Metrics(Feature):
+    """Measures each synchronised backward. It is a `BucketObserver`, too.
+
+    Args:
+        weight: of this rank's gradients.
+        reducer: returns the reducer of the model.
+        hooked: returns whether a communication hook averages the gradients.
+    """
+
+    eager = False  # what is packed early is measured by nothing
+
+    def __init__(self, weight: GradientWeight, reducer: Callable[[], Reducer], hooked: Callable[[], bool]) -> None:
+        self._weight = weight
+        self._reducer = reducer
+        self._hooked = hooked
+        self._times = CommunicationTimes()
+        self._sums: list[Tensor] = []  # of the squares that this rank sends, [] float64
+        self._nonfinite: list[Tensor] = []  # numbers of values, []
+        self._report: Report | None = None
+        self._last: _Measured | None = None
+
+    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep:
+        return _MeasuringStep(self, buffer, report)
+
+    def opened(self, *, sync: bool, announced: bool) -> None:
+        if sync:
+            self._times, self._sums, self._nonfinite = CommunicationTimes(), [], []
+
+    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
+        """As `BucketObserver.sent`."""
+        if not capturing():
+            self._times.sent(tensors, work, is_last=is_last)
+
+    def wait_begins(self, flat: Tensor) -> None:
+        """As `BucketObserver.wait_begins`."""
+        if not capturing():
+            self._times.wait_begins(flat)
+
+    def wait_ends(self) -> None:
+        """As `BucketObserver.wait_ends`."""
+        if not capturing():
+            self._times.wait_ends()
+
+    def add(self, squares: Tensor, nonfinite: Tensor) -> None:
+        """Take what some gradients of this rank come to."""
+        self._sums.append(squares)
+        self._nonfinite.append(nonfinite)
+
+    def tell(self, report: Report, packed: Tensor) -> None:
+        """Write the sums of this rank into the report, as it is packed."""
+        self._report = report
+        squares = torch.stack(self._sums).sum()
+        weight = self._weight.in_use
+        measured = torch.ones_like(squares)
+        if weight is not None:
+            # What is sent is weight times gradient: divided once, the weighted square is left.
+            measured = (weight > 0).double()
+            squares = torch.where(weight > 0, squares / weight.double(), 0.0)
+        report.write_slot(packed, "squares", squares)
+        report.write_slot(packed, "measured", measured)
+        report.write_slot(packed, "nonfinite_values", torch.stack(self._nonfinite).sum())
+
+    def delivered(self) -> None:
+        """As `Feature.delivered`."""
+        reducer, report = self._reducer(), self._report
+        if report is None:
+            return
+        norm = Gradients(reducer.buckets, ()).norm(2.0).double()
+        values = torch.stack([norm.square(), *(report.slot(name).double() for name in SLOTS)])
+        averaging = reducer.buckets[0].averaging
+        self._last = _Measured(reducer.completed, self._times, values, averaging.pre_scale * averaging.post_scale)
+        self._report = None
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers of the last synchronised backward; empty before the first. Waits for the device."""
+        if self._last is None:
+            return {}
+        step, times, values, scale = self._last
+        times.finish()
+        square, squares, ranks, nonfinite, weights, weighing = values.tolist()
+        batch = weights if weighing else ranks
+        mean = square if weighing or not ranks else square / (scale * ranks) ** 2
+        signal, variance = (math.nan, math.nan) if self._hooked() else noise_of(squares, mean, ranks, batch)
+        return {
+            "step": step,
+            "exposed_seconds": times.exposed,
+            "communication_seconds": times.seconds,
+            "bytes_sent": times.nbytes,
+            "grad_norm": math.sqrt(square),
+            "nonfinite_values": nonfinite,
+            "gradient_square": signal,
+            "gradient_variance": variance,
+            "noise_scale": variance / signal if signal > 0 else math.nan if math.isnan(signal) else math.inf,
+        }
+
+
+def noise_of(squares: float, mean: float, ranks: float, batch: float) -> tuple[float, float]:
+    """Estimate the squared norm of the true gradient, and the variance of the gradient of one unit of the batch.
+
+    Args:
+        squares: the sum over the ranks of weight times squared norm of the rank's gradient.
+        mean: the squared norm of the weighted mean.
+        ranks: how many have a weight above 0.
+        batch: the sum of the weights.
+
+    Returns:
+        Both estimates, without bias; NaN for fewer than two ranks.
+
+    Example:
+        >>> noise_of(squares=10.0, mean=4.0, ranks=2, batch=2)
+        (3.0, 2.0)
+
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.1.
+    """
+    if ranks < 2 or not batch > 0:
+        return math.nan, math.nan
+    local = squares / batch
+    return (ranks * mean - local) / (ranks - 1), (local - mean) * batch / (ranks - 1)
+
+
+class _MeasuringStep(PackStep):
+    """Measures what one bucket sends.
+
+    Args:
+        metrics: take it.
+        buffer: of the bucket.
+        report: if it travels with this bucket, which is packed last.
+    """
+
+    def __init__(self, metrics: Metrics, buffer: Buffer, report: Report | None) -> None:
+        self._metrics = metrics
+        self._buffer = buffer
+        self._report = report
+        self._outside: list[Tensor] = []
+
+    def before(self, arguments: PackArguments) -> None:
+        self._outside = []
+
+    def outside(self, names: Sequence[str], tensors: list[Tensor]) -> None:
+        for values in tensors:
+            self._outside.append(torch.view_as_real(values) if values.is_complex() else values)
+
+    def after(self, arguments: PackArguments) -> None:
+        buffer, metrics = self._buffer, self._metrics
+        table = buffer.gradients
+        if not buffer.params:
+            zero = torch.zeros((), dtype=torch.float64, device=buffer.flat.device)
+            metrics.add(zero, zero)
+        elif isinstance(table, MxTable):  # blocks are no numbers: the gradients are read, and not what is sent
+            grads = [
+                param.grad
+                for param, index in zip(buffer.params, buffer.indices, strict=True)
+                if param.grad is not None and index not in arguments.missing
+            ]
+            factor = 1.0 if arguments.factor is None else arguments.factor.double()
+            self._add(grads, 1.0, factor)
+        else:
+            self._add([table.flat], arguments.scale, 1.0)
+        self._add(self._outside, 1.0 if buffer.params else arguments.scale, 1.0)
+        self._outside = []
+        if self._report is not None:
+            metrics.tell(self._report, buffer.report)
+
+    def _add(self, tensors: list[Tensor], scale: float, factor: Tensor | float) -> None:
+        if not tensors:
+            return
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        squares = row_norms(tensors, dtype).square().sum().to(tensors[0].device) * (factor / scale) ** 2
+        count = torch.zeros((), dtype=torch.float64, device=squares.device)
+        if squares.is_cuda or not squares.isfinite():  # on a CPU nothing is read again where all is well
+            for values in tensors:
+                count = count + values.isfinite().logical_not().sum()
+        self._metrics.add(squares, count)
