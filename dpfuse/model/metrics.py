@@ -13,15 +13,14 @@ from torch import Tensor
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
-from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
+from dpfuse.gradients.local_squares import LocalSquares
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.communication_times import CommunicationTimes
-from dpfuse_kernels import MxTable
-from dpfuse_kernels.squared_norm import row_norms
 
 __all__ = ["Metrics", "noise_of"]
 
@@ -59,7 +58,7 @@ class Metrics(Feature):
         self._last: _Measured | None = None
 
     def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep:
-        return _MeasuringStep(self, buffer, report)
+        return LocalSquares(self, buffer, report)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         if sync:
@@ -155,58 +154,3 @@ def noise_of(squares: float, mean: float, ranks: float, batch: float) -> tuple[f
         return math.nan, math.nan
     local = squares / batch
     return (ranks * mean - local) / (ranks - 1), (local - mean) * batch / (ranks - 1)
-
-
-class _MeasuringStep(PackStep):
-    """Measures what one bucket sends.
-
-    Args:
-        metrics: take it.
-        buffer: of the bucket.
-        report: if it travels with this bucket, which is packed last.
-    """
-
-    def __init__(self, metrics: Metrics, buffer: Buffer, report: Report | None) -> None:
-        self._metrics = metrics
-        self._buffer = buffer
-        self._report = report
-        self._outside: list[Tensor] = []
-
-    def before(self, arguments: PackArguments) -> None:
-        self._outside = []
-
-    def outside(self, names: Sequence[str], tensors: list[Tensor]) -> None:
-        for values in tensors:
-            self._outside.append(torch.view_as_real(values) if values.is_complex() else values)
-
-    def after(self, arguments: PackArguments) -> None:
-        buffer, metrics = self._buffer, self._metrics
-        table = buffer.gradients
-        if not buffer.params:
-            zero = torch.zeros((), dtype=torch.float64, device=buffer.flat.device)
-            metrics.add(zero, zero)
-        elif isinstance(table, MxTable):  # blocks are no numbers: the gradients are read, and not what is sent
-            grads = [
-                param.grad
-                for param, index in zip(buffer.params, buffer.indices, strict=True)
-                if param.grad is not None and index not in arguments.missing
-            ]
-            factor = 1.0 if arguments.factor is None else arguments.factor.double()
-            self._add(grads, 1.0, factor)
-        else:
-            self._add([table.flat], arguments.scale, 1.0)
-        self._add(self._outside, 1.0 if buffer.params else arguments.scale, 1.0)
-        self._outside = []
-        if self._report is not None:
-            metrics.tell(self._report, buffer.report)
-
-    def _add(self, tensors: list[Tensor], scale: float, factor: Tensor | float) -> None:
-        if not tensors:
-            return
-        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        squares = row_norms(tensors, dtype).square().sum().to(tensors[0].device) * (factor / scale) ** 2
-        count = torch.zeros((), dtype=torch.float64, device=squares.device)
-        if squares.is_cuda or not squares.isfinite():  # on a CPU nothing is read again where all is well
-            for values in tensors:
-                count = count + values.isfinite().logical_not().sum()
-        self._metrics.add(squares, count)

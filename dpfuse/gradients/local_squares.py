@@ -1,0 +1,82 @@
+"""The squares of what one rank sends, measured while buckets are packed. Knows no step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.report import Report
+from dpfuse_kernels import MxTable
+from dpfuse_kernels.squared_norm import row_norms
+
+__all__ = ["LocalSquares"]
+
+
+class Taker(Protocol):
+    """Takes what is measured."""
+
+    def add(self, squares: Tensor, nonfinite: Tensor) -> None:
+        """Take what some gradients of this rank come to."""
+
+    def tell(self, report: Report, packed: Tensor) -> None:
+        """Write the sums of this rank into the report, as it is packed."""
+
+
+class LocalSquares(PackStep):
+    """Measures what one bucket sends.
+
+    Args:
+        metrics: take it.
+        buffer: of the bucket.
+        report: if it travels with this bucket, which is packed last.
+    """
+
+    def __init__(self, metrics: Taker, buffer: Buffer, report: Report | None) -> None:
+        self._metrics = metrics
+        self._buffer = buffer
+        self._report = report
+        self._outside: list[Tensor] = []
+
+    def before(self, arguments: PackArguments) -> None:
+        self._outside = []
+
+    def outside(self, names: Sequence[str], tensors: list[Tensor]) -> None:
+        for values in tensors:
+            self._outside.append(torch.view_as_real(values) if values.is_complex() else values)
+
+    def after(self, arguments: PackArguments) -> None:
+        buffer, metrics = self._buffer, self._metrics
+        table = buffer.gradients
+        if not buffer.params:
+            zero = torch.zeros((), dtype=torch.float64, device=buffer.flat.device)
+            metrics.add(zero, zero)
+        elif isinstance(table, MxTable):  # blocks are no numbers: the gradients are read, and not what is sent
+            grads = [
+                param.grad
+                for param, index in zip(buffer.params, buffer.indices, strict=True)
+                if param.grad is not None and index not in arguments.missing
+            ]
+            factor = 1.0 if arguments.factor is None else arguments.factor.double()
+            self._add(grads, 1.0, factor)
+        else:
+            self._add([table.flat], arguments.scale, 1.0)
+        self._add(self._outside, 1.0 if buffer.params else arguments.scale, 1.0)
+        self._outside = []
+        if self._report is not None:
+            metrics.tell(self._report, buffer.report)
+
+    def _add(self, tensors: list[Tensor], scale: float, factor: Tensor | float) -> None:
+        if not tensors:
+            return
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        squares = row_norms(tensors, dtype).square().sum().to(tensors[0].device) * (factor / scale) ** 2
+        count = torch.zeros((), dtype=torch.float64, device=squares.device)
+        if squares.is_cuda or not squares.isfinite():  # on a CPU nothing is read again where all is well
+            for values in tensors:
+                count = count + values.isfinite().logical_not().sum()
+        self._metrics.add(squares, count)
