@@ -1,4 +1,7 @@
-"""What the checks cost that are always on: a step with them, and with stand-ins that look at nothing in their place.
+"""What the checks cost that are always on, and what `metrics()` costs: whole steps in turns.
+
+A step with the checks is timed beside one with stand-ins that look at nothing in their place. A step of a model that
+was wrapped with `metrics=True` and reads them each time is timed beside one with the checks alone.
 
 Left out are the signature of the module, the counts of forwards and backwards, the report that compares them over the
 ranks, and what the heartbeat is told.
@@ -108,7 +111,8 @@ def without_checks() -> Iterator[None]:
         yield
 
 
-WRAPS = ("with checks", "with checks again", "without checks")
+METRICS = "with metrics"
+WRAPS = ("with checks", "with checks again", "without checks", METRICS)
 
 
 def five_ms() -> Workload:
@@ -120,7 +124,8 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
     """Prove that gradients are averaged with and without checks, then time steps in turns; on every rank.
 
     Returns:
-        The fields of `StepTimes` by contender; `extra` is over the steps without checks.
+        The fields of `StepTimes` by contender; `extra` is over the steps without checks, and for metrics over the
+        steps with checks.
     """
     results = {name: StepTimes() for name in WRAPS}
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRAPS}
@@ -136,12 +141,13 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
                 with without_checks():
                     steps[name] = proved(name, workload)
             else:
-                steps[name] = proved(name, workload)
+                steps[name] = proved(name, workload, metrics=name == METRICS)
         alive.append(steps)
         times = interleave(steps, host_clock, rounds=effort.rounds, seed=rebuild)
         for name in WRAPS:
             pairs[name] += times[name]
-            extras[name].append(paired_extra(times[name], times["without checks"]))
+            base = "with checks" if name == METRICS else "without checks"
+            extras[name].append(paired_extra(times[name], times[base]))
     for name, result in results.items():
         result.seconds = [seconds for seconds, _ in pairs[name]]
         result.wall = median(wall for _, wall in pairs[name])
@@ -152,13 +158,15 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
     return {name: asdict(result) for name, result in results.items()}
 
 
-def proved(name: str, workload: Workload) -> Callable[[], None]:
-    """A step of the wrapped workload, which averages rightly."""
-    model = dpfuse.DataParallel(workload.module)
+def proved(name: str, workload: Workload, *, metrics: bool = False) -> Callable[[], None]:
+    """A step of the wrapped workload, which averages rightly; with metrics, it reads them."""
+    model = dpfuse.DataParallel(workload.module, metrics=metrics)
     params = list(workload.module.parameters())
 
     def step() -> None:
         workload.loss(model).backward()
+        if metrics:
+            model.metrics()
         for param in params:
             param.grad = None
 

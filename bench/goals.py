@@ -17,6 +17,7 @@ MANUAL_GOAL = 1.3  # time of fused_allreduce_gradients over one cat, all-reduce 
 FORWARD_GOAL = 0.15  # what 53 BatchNorms add to a forward, and sending their buffers to a step, over DDP's
 CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
 CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
+METRICS_PART_GOAL = 0.01  # of the same step, when they are read after each
 LAUNCH_GOAL = 4e-6  # CPU seconds of a launch without Triton's dispatcher
 PLANNING_GOALS = {1000: 0.1}  # CPU seconds, by number of gradients
 CUDA_DEFAULT_GOALS = {"ResNet-50 b64": 0.25, "2000 x 4 KB": 0.15}
@@ -236,6 +237,8 @@ def _checks(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     if case == "step of 5 ms":
         part = ratio(extra, contenders["without checks"].median)
         yield Outcome("checks", case, "part of the step that the checks take", part, CHECKS_PART_GOAL)
+        metrics = ratio(contenders["with metrics"].info["extra"], contenders["with checks"].median)
+        yield Outcome("checks", case, "part of the step that metrics() takes", metrics, METRICS_PART_GOAL)
     else:
         yield Outcome("checks", case, "CPU seconds of the checks in a step", extra, CHECKS_GOALS.get(case))
 

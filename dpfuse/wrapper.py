@@ -387,7 +387,8 @@ class SyncedModule(nn.Module):
 
         Norm, counts and noise are those of all ranks; times and bytes are those of this rank. The noise scale is in
         batches of one rank, or in the unit of the weights where `set_gradient_weight` was called. It is very noisy
-        from step to step: average `gradient_square` and `gradient_variance` over steps, and divide then.
+        from step to step: average `gradient_square` and `gradient_variance` over steps, and divide then. It needs
+        gradients that were zero before: a mean that an earlier backward left in `.grad` counts as this rank's own.
 
         Returns:
             `step` counts synchronised backwards. `exposed_seconds` is what communication added to backward,

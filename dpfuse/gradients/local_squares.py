@@ -34,12 +34,14 @@ class LocalSquares(PackStep):
         metrics: take it.
         buffer: of the bucket.
         report: if it travels with this bucket, which is packed last.
+        sparse: whether the bucket holds rows of a sparse gradient, which are scaled when they are measured.
     """
 
-    def __init__(self, metrics: Taker, buffer: Buffer, report: Report | None) -> None:
+    def __init__(self, metrics: Taker, buffer: Buffer, report: Report | None, *, sparse: bool) -> None:
         self._metrics = metrics
         self._buffer = buffer
         self._report = report
+        self._sparse = sparse
         self._outside: list[Tensor] = []
 
     def before(self, arguments: PackArguments) -> None:
@@ -65,7 +67,8 @@ class LocalSquares(PackStep):
             self._add(grads, 1.0, factor)
         else:
             self._add([table.flat], arguments.scale, 1.0)
-        self._add(self._outside, 1.0 if buffer.params else arguments.scale, 1.0)
+        # Large gradients that are reduced in their own memory are measured before they are scaled.
+        self._add(self._outside, arguments.scale if self._sparse else 1.0, 1.0)
         self._outside = []
         if self._report is not None:
             metrics.tell(self._report, buffer.report)

@@ -17,6 +17,7 @@ from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
+from dpfuse.engine.window import Window
 from dpfuse.gradients.local_squares import LocalSquares
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
@@ -41,14 +42,20 @@ class Metrics(Feature):
 
     Args:
         weight: of this rank's gradients.
+        window: tells whether this rank only takes part in a backward of other ranks.
         reducer: returns the reducer of the model.
         hooked: returns whether a communication hook averages the gradients.
     """
 
-    eager = False  # what is packed early is measured by nothing
-
-    def __init__(self, weight: GradientWeight, reducer: Callable[[], Reducer], hooked: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        weight: GradientWeight,
+        window: Window,
+        reducer: Callable[[], Reducer],
+        hooked: Callable[[], bool],
+    ) -> None:
         self._weight = weight
+        self._window = window
         self._reducer = reducer
         self._hooked = hooked
         self._times = CommunicationTimes()
@@ -58,7 +65,7 @@ class Metrics(Feature):
         self._last: _Measured | None = None
 
     def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep:
-        return LocalSquares(self, buffer, report)
+        return LocalSquares(self, buffer, report, sparse=bucket.sparse)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         if sync:
@@ -89,7 +96,7 @@ class Metrics(Feature):
         self._report = report
         squares = torch.stack(self._sums).sum()
         weight = self._weight.in_use
-        measured = torch.ones_like(squares)
+        measured = torch.full_like(squares, not self._window.elsewhere)
         if weight is not None:
             # What is sent is weight times gradient: divided once, the weighted square is left.
             measured = (weight > 0).double()

@@ -101,7 +101,7 @@ class ModuleSync:
         features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
         features += [] if self.error_feedback is None else [self.error_feedback]
         self.metrics = (
-            Metrics(self.factors.weight, lambda: self.reducer, lambda: self.hook is not None)
+            Metrics(self.factors.weight, self.window, lambda: self.reducer, lambda: self.hook is not None)
             if options.common["metrics"]
             else None
         )

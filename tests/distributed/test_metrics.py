@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import dpfuse
 from dpfuse.errors import DPFuseError
+from tests.distributed.in_place import ALL, NONE, large_from
 
 CASES = {
     "views": (dpfuse.DataParallel, {}),
@@ -19,7 +21,14 @@ CASES = {
     "half wire": (dpfuse.DataParallel, {"wire_dtype": torch.bfloat16}),
     "bucket each": (dpfuse.DataParallel, {"comm_buffer_size": 0, "last_comm_buffer_size": 0}),
     "accumulating": (dpfuse.DataParallel, {"accumulate_in_buckets": True}),
+    "ordered": (dpfuse.DataParallel, {"deterministic": True}),
+    "eight bits": (dpfuse.DataParallel, {"wire_dtype": torch.float8_e4m3fn}),
+    "checked": (dpfuse.DataParallel, {"check_finite": "warn", "grad_norm_in_backward": True}),
+    "in place": (dpfuse.DistributedDataParallel, {}),
+    "copied": (dpfuse.DistributedDataParallel, {}),
 }
+LARGE = {"in place": ALL, "copied": NONE}  # bytes from which gradients are reduced in their own memory, as on a GPU
+CLOSE = {"half wire": 2e-2, "eight bits": 1e-1}  # what a narrow wire rounds away
 
 
 def reference(net, batches, weight):
@@ -36,9 +45,14 @@ def reference(net, batches, weight):
     return math.sqrt(big), 2 * big - small, (small - big) * total
 
 
-def compared(rank, size, face, options, weighted):
+def compared(rank, size, case, weighted):
+    with large_from(LARGE[case]) if case in LARGE else nullcontext():
+        return measured(rank, *CASES[case], weighted)
+
+
+def measured(rank, face, options, weighted):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 3))
+    net = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 130), nn.Tanh(), nn.Linear(130, 3))
     bare = copy.deepcopy(net)
     model = face(net, metrics=True, **options)
     assert model.metrics() == {}
@@ -60,8 +74,8 @@ def compared(rank, size, face, options, weighted):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_norm_and_noise_are_those_of_the_reference(ranks, case, weighted):
-    close = 2e-2 if case == "half wire" else 1e-4
-    for seen in ranks(compared, *CASES[case], weighted):
+    close = CLOSE.get(case, 1e-4)
+    for seen in ranks(compared, case, weighted):
         for step, (metrics, (norm, square, variance)) in enumerate(seen):
             assert metrics["step"] == step + 1
             assert metrics["grad_norm"] == pytest.approx(norm, rel=close)
@@ -70,7 +84,7 @@ def test_norm_and_noise_are_those_of_the_reference(ranks, case, weighted):
             assert metrics["nonfinite_values"] == 0
             assert 0 <= metrics["exposed_seconds"] < 10
             assert 0 <= metrics["communication_seconds"] < 10
-            assert metrics["bytes_sent"] >= 13203 * (2 if case == "half wire" else 4)
+            assert metrics["bytes_sent"] >= 51823 * {"half wire": 2, "eight bits": 1}.get(case, 4)
 
 
 def spoilt(rank, size):
@@ -90,3 +104,84 @@ def refused(rank, size):
 
 def test_without_the_option_nothing_was_measured(ranks):
     ranks(refused)
+
+
+class Rows(nn.Module):
+    """An embedding with sparse gradients, and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, numbers):
+        return self.out(self.table(numbers))
+
+
+def sparse(rank, size):
+    torch.manual_seed(0)
+    net = Rows()
+    bare = copy.deepcopy(net)
+    model = dpfuse.DataParallel(net, metrics=True)
+    numbers = torch.tensor([rank, 7, 9 + rank])
+    model(numbers).square().mean().backward()
+    bare.table.sparse = False
+    return model.metrics(), reference(bare, [numbers], lambda rank: 1)
+
+
+def test_rows_of_sparse_gradients_are_measured(ranks):
+    for metrics, (norm, square, variance) in ranks(sparse):
+        assert metrics["gradient_square"] == pytest.approx(square, rel=1e-4, abs=1e-4 * norm**2)
+        assert metrics["gradient_variance"] == pytest.approx(variance, rel=1e-4)
+
+
+def alone(rank, size):
+    group = [dist.new_group([one]) for one in range(size)][rank]
+    model = dpfuse.DataParallel(nn.Linear(4, 2), group=group, metrics=True)
+    model(torch.ones(1, 4)).sum().backward()
+    return model.metrics()
+
+
+def test_one_rank_has_a_norm_and_no_noise(ranks):
+    for metrics in ranks(alone):
+        assert metrics["grad_norm"] == pytest.approx(math.sqrt(10))
+        assert math.isnan(metrics["noise_scale"])
+        assert math.isnan(metrics["gradient_square"])
+
+
+def after_an_error(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(4, 2), metrics=True)
+    loss = model(torch.ones(1, 4)).sum()
+    loss.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    model.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    return model.metrics()["grad_norm"]
+
+
+def fail(grad):
+    raise ZeroDivisionError
+
+
+def test_a_backward_that_an_exception_ended_leaves_nothing_behind(ranks):
+    assert ranks(after_an_error) == pytest.approx([math.sqrt(10)] * 2)
+
+
+def joined(rank, size):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    model = dpfuse.DistributedDataParallel(net, metrics=True)
+    seen = []
+    with model.join():
+        for _ in range(2 + rank):
+            model.zero_grad()
+            model(torch.full((1, 4), rank + 1.0)).sum().backward()
+            seen.append(model.metrics())
+    return seen
+
+
+def test_a_rank_that_has_joined_counts_for_nothing(ranks):
+    last = ranks(joined)[1][-1]
+    assert last["step"] == 3
+    assert math.isnan(last["noise_scale"])  # one rank was left
