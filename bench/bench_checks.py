@@ -111,8 +111,8 @@ def without_checks() -> Iterator[None]:
         yield
 
 
-METRICS = "with metrics"
-WRAPS = ("with checks", "with checks again", "without checks", METRICS)
+METRICS = {"with metrics": True, "with metrics of every 20th": 20}
+WRAPS = ("with checks", "with checks again", "without checks", *METRICS)
 
 
 def five_ms() -> Workload:
@@ -141,12 +141,12 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
                 with without_checks():
                     steps[name] = proved(name, workload)
             else:
-                steps[name] = proved(name, workload, metrics=name == METRICS)
+                steps[name] = proved(name, workload, metrics=METRICS.get(name, False))
         alive.append(steps)
         times = interleave(steps, host_clock, rounds=effort.rounds, seed=rebuild)
         for name in WRAPS:
             pairs[name] += times[name]
-            base = "with checks" if name == METRICS else "without checks"
+            base = "with checks" if name in METRICS else "without checks"
             extras[name].append(paired_extra(times[name], times[base]))
     for name, result in results.items():
         result.seconds = [seconds for seconds, _ in pairs[name]]
@@ -158,7 +158,7 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
     return {name: asdict(result) for name, result in results.items()}
 
 
-def proved(name: str, workload: Workload, *, metrics: bool = False) -> Callable[[], None]:
+def proved(name: str, workload: Workload, *, metrics: bool | int = False) -> Callable[[], None]:
     """A step of the wrapped workload, which averages rightly; with metrics, it reads them."""
     model = dpfuse.DataParallel(workload.module, metrics=metrics)
     params = list(workload.module.parameters())

@@ -20,6 +20,10 @@ __all__ = ["LocalSquares"]
 class Taker(Protocol):
     """Takes what is measured."""
 
+    @property
+    def measures(self) -> bool:
+        """Whether the backward that is running is measured."""
+
     def add(self, squares: Tensor, nonfinite: Tensor) -> None:
         """Take what some gradients of this rank come to."""
 
@@ -48,11 +52,13 @@ class LocalSquares(PackStep):
         self._outside = []
 
     def outside(self, names: Sequence[str], tensors: list[Tensor]) -> None:
-        for values in tensors:
+        for values in tensors if self._metrics.measures else ():
             self._outside.append(torch.view_as_real(values) if values.is_complex() else values)
 
     def after(self, arguments: PackArguments) -> None:
         buffer, metrics = self._buffer, self._metrics
+        if not metrics.measures:
+            return
         table = buffer.gradients
         if not buffer.params:
             zero = torch.zeros((), dtype=torch.float64, device=buffer.flat.device)

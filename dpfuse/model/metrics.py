@@ -38,9 +38,10 @@ class _Measured(NamedTuple):
 
 
 class Metrics(Feature):
-    """Measures each synchronised backward. It is a `BucketObserver`, too.
+    """Measures every n-th synchronised backward. It is a `BucketObserver`, too.
 
     Args:
+        every: n; the first backward is measured.
         weight: of this rank's gradients.
         window: tells whether this rank only takes part in a backward of other ranks.
         reducer: returns the reducer of the model.
@@ -49,11 +50,14 @@ class Metrics(Feature):
 
     def __init__(
         self,
+        every: int,
         weight: GradientWeight,
         window: Window,
         reducer: Callable[[], Reducer],
         hooked: Callable[[], bool],
     ) -> None:
+        self._every = every
+        self._measures = False  # in the backward that is running
         self._weight = weight
         self._window = window
         self._reducer = reducer
@@ -63,28 +67,35 @@ class Metrics(Feature):
         self._nonfinite: list[Tensor] = []  # numbers of values, []
         self._report: Report | None = None
         self._last: _Measured | None = None
+        self._numbers: dict[str, float] = {}  # of it, once they were read
 
     def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep:
         return LocalSquares(self, buffer, report, sparse=bucket.sparse)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
-        if sync:
+        self._measures = sync and self._reducer().completed % self._every == 0
+        if self._measures:
             self._times, self._sums, self._nonfinite = CommunicationTimes(), [], []
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """As `BucketObserver.sent`."""
-        if not capturing():
+        if self._measures and not capturing():
             self._times.sent(tensors, work, is_last=is_last)
 
     def wait_begins(self, flat: Tensor) -> None:
         """As `BucketObserver.wait_begins`."""
-        if not capturing():
+        if self._measures and not capturing():
             self._times.wait_begins(flat)
 
     def wait_ends(self) -> None:
         """As `BucketObserver.wait_ends`."""
-        if not capturing():
+        if self._measures and not capturing():
             self._times.wait_ends()
+
+    @property
+    def measures(self) -> bool:
+        """Whether the backward that is running is measured."""
+        return self._measures
 
     def add(self, squares: Tensor, nonfinite: Tensor) -> None:
         """Take what some gradients of this rank come to."""
@@ -108,19 +119,22 @@ class Metrics(Feature):
     def delivered(self) -> None:
         """As `Feature.delivered`."""
         reducer, report = self._reducer(), self._report
-        if report is None:
+        if report is None or not self._measures:
             return
         norm = Gradients(reducer.buckets, ()).norm(2.0).double()
         values = torch.stack([norm.square(), *(report.slot(name).double() for name in SLOTS)])
         averaging = reducer.buckets[0].averaging
         self._last = _Measured(reducer.completed, self._times, values, averaging.pre_scale * averaging.post_scale)
-        self._report = None
+        self._report, self._numbers = None, {}
 
     def read(self) -> dict[str, float]:
         """Return the numbers of the last synchronised backward; empty before the first. Waits for the device."""
-        if self._last is None:
-            return {}
-        step, times, values, scale = self._last
+        if self._last is not None and not self._numbers:
+            self._numbers = self._computed(self._last)
+        return dict(self._numbers)
+
+    def _computed(self, last: _Measured) -> dict[str, float]:
+        step, times, values, scale = last
         times.finish()
         square, squares, ranks, nonfinite, weights, weighing = values.tolist()
         batch = weights if weighing else ranks

@@ -100,11 +100,10 @@ class ModuleSync:
         )
         features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
         features += [] if self.error_feedback is None else [self.error_feedback]
-        self.metrics = (
-            Metrics(self.factors.weight, self.window, lambda: self.reducer, lambda: self.hook is not None)
-            if options.common["metrics"]
-            else None
-        )
+        self.metrics = None
+        if options.common["metrics"]:
+            every, weight = int(options.common["metrics"]), self.factors.weight
+            self.metrics = Metrics(every, weight, self.window, lambda: self.reducer, lambda: self.hook is not None)
         features += [] if self.metrics is None else [self.metrics]
         if options.common["check_finite"] != "off":
             features.append(

@@ -41,6 +41,15 @@ class Option:
     check: Callable[[str, Any], None] = lambda name, value: None
 
 
+def _every(name: str, value: Any) -> None:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return
+    raise (ValueError if isinstance(value, int) else TypeError)(
+        f"{name} must be True, False or a whole number of at least 1, got {value!r} of type {type(value).__name__}; "
+        f"for example {name}=20 measures every 20th synchronised backward"
+    )
+
+
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(
@@ -158,12 +167,13 @@ class CommonOptions(TypedDict, total=False):
         ),
     ]
     metrics: Annotated[
-        bool,
+        bool | int,
         Option(
             False,
             "True measures each synchronised backward for `metrics()`: times, bytes, norm, and the gradient noise "
-            "scale. It reads the gradients twice more.",
-            _flag,
+            "scale. That reads the gradients twice more. A number n measures every n-th one, and the rest cost "
+            "nothing.",
+            _every,
         ),
     ]
     plan: Annotated[

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from bench.bench_checks import NoReport, NoSignature, NoTrack, NoWindow, time_checks, without_checks
+from bench.bench_checks import METRICS, WRAPS, NoReport, NoSignature, NoTrack, NoWindow, time_checks, without_checks
 from bench.goals import Entry, judge
 from bench.models import chain
 from bench.step_time import Effort
@@ -26,7 +26,7 @@ def few():
 
 
 def test_gradients_are_averaged_with_and_without(ranks):
-    assert ranks(few_steps) == [["with checks", "with checks again", "without checks"]] * 2
+    assert ranks(few_steps) == [list(WRAPS)] * 2
 
 
 def parts(model: dpfuse.DataParallel) -> list[object]:
@@ -68,7 +68,16 @@ def test_every_check_has_its_stand_in(ranks):
 def test_the_checks_have_twenty_microseconds_and_half_a_percent_of_a_short_step(case, extra, met):
     entries = [
         Entry("checks", case, name, 0.005, 0.005, 0.0, 5, {"extra": extra if name == "with checks" else 0.0})
-        for name in ("with checks", "without checks")
+        for name in WRAPS
     ]
-    (outcome,) = judge(entries)
+    outcome = judge(entries)[0]
     assert outcome.met is met
+
+
+@pytest.mark.parametrize(("extra", "met"), [(49e-6, True), (51e-6, False)])
+def test_metrics_have_one_percent_of_a_short_step(extra, met):
+    entries = [
+        Entry("checks", "step of 5 ms", name, 0.005, 0.005, 0.0, 5, {"extra": extra if name in METRICS else 0.0})
+        for name in WRAPS
+    ]
+    assert [outcome.met for outcome in judge(entries)[1:]] == [met] * len(METRICS)

@@ -185,3 +185,23 @@ def test_a_rank_that_has_joined_counts_for_nothing(ranks):
     last = ranks(joined)[1][-1]
     assert last["step"] == 3
     assert math.isnan(last["noise_scale"])  # one rank was left
+
+
+def every_third(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(4, 2), metrics=3)
+    seen = []
+    for _ in range(7):
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        seen.append(model.metrics()["step"])
+    return seen
+
+
+def test_a_number_measures_every_nth_backward(ranks):
+    assert ranks(every_third) == [[1, 1, 1, 4, 4, 4, 7]] * 2
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "20", None])
+def test_metrics_is_a_flag_or_a_number(wrong):
+    with pytest.raises((TypeError, ValueError), match=r"metrics must be True, False or a whole number .* metrics=20"):
+        dpfuse.DataParallel(nn.Linear(4, 2), metrics=wrong)
