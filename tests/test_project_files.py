@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,30 @@ def test_there_are_files_of_each_kind_and_a_wrong_one_is_seen(tmp_path):
     assert check(wrong, "github-workflows").returncode == 1
 
 
+def found_by_zizmor(folder):
+    """Look for known mistakes of workflows, such as permissions that are too wide. Nothing is downloaded."""
+    program = shutil.which("zizmor", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("zizmor is not installed")
+    command = [program, "--offline", "--no-progress", "--config", str(ROOT / ".github/zizmor.yml"), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_no_known_mistake_is_in_the_workflows():
+    done = found_by_zizmor(ROOT / ".github")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_mistake_in_a_workflow_is_found(tmp_path):
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    (folder / "ci.yml").write_text(text.replace("- run: make test\n", "- run: echo ${{ github.head_ref }}\n"))
+    done = found_by_zizmor(tmp_path / ".github")
+    assert done.returncode != 0
+    assert "template-injection" in done.stdout
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.name)
 def test_workflows_ask_for_few_permissions_end_in_time_and_call_targets_that_exist(path):
     workflow = content(path)
@@ -66,7 +91,8 @@ def test_workflows_ask_for_few_permissions_end_in_time_and_call_targets_that_exi
 def test_ci_runs_every_python_that_the_package_names_and_every_torch_that_was_recorded():
     jobs = content(".github/workflows/ci.yml")["jobs"]
     pairs = jobs["versions"]["strategy"]["matrix"]["include"]
-    ours = {step["with"]["python-version"] for step in jobs["test"]["steps"] if "with" in step}
+    asked = [step["with"] for step in jobs["test"]["steps"] if "with" in step]
+    ours = {each["python-version"] for each in asked if "python-version" in each}
     named = {text.rpartition(" ")[2] for text in project()["classifiers"] if re.search(r":: 3\.\d+$", text)}
     assert {pair["python"] for pair in pairs} | ours == named
     torches = {path.stem.removeprefix("torch-") for path in (ROOT / "bench/results").glob("torch-2*.txt")}

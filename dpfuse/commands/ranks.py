@@ -14,11 +14,13 @@ from dpfuse.engine.collective import group_device, resolve_group
 from dpfuse.engine.votes import agree_on_success
 from dpfuse.errors import DPFuseError
 from dpfuse.job import init_parallel_env, spawn
+from dpfuse.job.spawn_context import RankError
 from dpfuse.job.variables import RankEnvironment, read_environment
 
 __all__ = ["build_on_all_ranks", "reports_here", "run_on_ranks", "say"]
 
 RANKS_WITHOUT_GPUS = 2
+ANNOUNCED = f"{DPFuseError.__name__}: "  # how the record of a rank begins that has raised our own error
 
 
 def reports_here() -> bool:
@@ -52,6 +54,11 @@ def run_on_ranks(function: Callable[..., Any], args: Sequence[Any], count: int |
         context = spawn(_run, (function, *args), nprocs=count or gpus or RANKS_WITHOUT_GPUS)
     except ValueError as error:  # the number of ranks or the backend is not possible here
         raise DPFuseError(str(error)) from error
+    except RankError as error:
+        if error.failure is None or not error.failure.error.startswith(ANNOUNCED):
+            raise
+        # Its text says all, and the traceback would show the lines of this command.
+        raise DPFuseError(f"rank {error.failure.rank}: {error.failure.error.removeprefix(ANNOUNCED)}") from error
     return context.return_queues[0].get()
 
 

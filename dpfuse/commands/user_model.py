@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 import dpfuse
+from dpfuse.engine.user_line import INSIDE
 from dpfuse.errors import DPFuseError
 
 __all__ = ["Loss", "Target", "build", "find_factory"]
@@ -39,13 +43,15 @@ class Target:
 
     def backward(self, model: nn.Module) -> None:
         """Run one forward and backward of the module, or of a wrapper around it."""
-        value = self.loss(model)
+        with _user_code(self.place, "the loss"):
+            value = self.loss(model)
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
             raise DPFuseError(
                 f"the loss of {self.place} returned {_in_words(value)}; expected a scalar tensor with a gradient, "
                 "computed by the model that it is called with, such as `lambda model: model(batch).square().mean()`"
             )
-        value.backward()
+        with _user_code(self.place, "backward() of the loss"):
+            value.backward()
 
     def step(self, model: nn.Module) -> None:
         """Run one forward and backward, then set the gradients to None; nothing is trained."""
@@ -58,7 +64,8 @@ def find_factory(place: str) -> Callable[[], Any]:
     """Return the function at `place`, imported from the current folder or from `sys.path`.
 
     Raises:
-        DPFuseError: `place` is not of the form `module:factory`, or names nothing that can be called.
+        DPFuseError: `place` is not of the form `module:factory`, or names nothing that can be called; the import of
+            its module raised.
 
     Example:
         >>> from dpfuse.commands.user_model import find_factory
@@ -76,15 +83,16 @@ def find_factory(place: str) -> Callable[[], Any]:
     # sys.path begins with the folder of a console script, but with the current folder under `python -m`.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a module that the user's module imports is missing
-        raise DPFuseError(
-            f"{place}: there is no module {error.name!r} in {os.getcwd()} or on the Python path; run this where "
-            f"`import {name}` works"
-        ) from None
+    with _user_code(place, f"the import of {name}"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # a module that the user's module imports is missing
+            raise DPFuseError(
+                f"{place}: there is no module {error.name!r} in {os.getcwd()} or on the Python path; run this where "
+                f"`import {name}` works"
+            ) from None
     factory = getattr(module, function, None)
     if factory is None:
         close = difflib.get_close_matches(function, vars(module), n=1)
@@ -107,7 +115,7 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
         needs_loss: False accepts a module alone.
 
     Raises:
-        DPFuseError: there is no such factory, or its result is something else.
+        DPFuseError: there is no such factory, it needs arguments or raises, or its result is something else.
 
     Example:
         >>> from dpfuse.commands.user_model import build
@@ -115,7 +123,12 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
         PReLU(num_parameters=1)
     """
     factory = find_factory(place)
-    with torch.device(device):
+    if missing := _required(factory):
+        raise DPFuseError(
+            f"{place} needs the arguments {', '.join(missing)}; expected a function without arguments. Give them "
+            "defaults, or wrap it in a function that passes them"
+        )
+    with _user_code(place, "the factory"), torch.device(device):
         made = factory()
     module, loss = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
@@ -141,6 +154,31 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
             "train"
         )
     return Target(place, module, loss or _no_loss)
+
+
+@contextmanager
+def _user_code(place: str, what: str) -> Iterator[None]:
+    """Turn an exception of the user's code into a DPFuseError that shows only the user's lines."""
+    try:
+        yield
+    except DPFuseError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(INSIDE)]
+        lines = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()
+        raise DPFuseError(
+            f"{place}: {what} raised {type(error).__name__}, expected no exception. Correct it here:\n{lines}"
+        ) from error
+
+
+def _required(factory: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a call must pass; none where that cannot be known."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # of some functions written in C
+        return []
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in fixed]
 
 
 def _in_words(value: object) -> str:

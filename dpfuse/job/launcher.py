@@ -144,7 +144,14 @@ def _run(args: argparse.Namespace) -> None:
 
         shown = {int(rank) for rank in (args.local_ranks_filter or "0").split(",")}
         config.logs_specs = WorkerLogs(args.worker_logs, args.log_dir, shown)
-    with ranks_end_within(args.seconds_to_end):
+    with ExitStack() as around:
+        around.enter_context(ranks_end_within(args.seconds_to_end))
+        if config.max_nodes > 1:
+            from dpfuse.job.meeting import tells_while_waiting
+
+            place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+            settings = config.rdzv_configs or {}
+            around.enter_context(tells_while_waiting(say, place, args.nnodes, args.rdzv_backend, settings))
         elastic_launch(config=config, entrypoint=command)(*arguments)
 
 

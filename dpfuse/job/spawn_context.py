@@ -18,7 +18,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.job.descendants import Descendant, descendants, kill_descendants
 from dpfuse.job.failure import RankFailure, first_failure, read_record
 
-__all__ = ["RankFolder", "ReturnQueue", "SpawnContext", "error_path", "result_path"]
+__all__ = ["RankError", "RankFolder", "ReturnQueue", "SpawnContext", "error_path", "result_path"]
 
 # After a rank fails, its peers get this time to end by themselves, then the same after SIGTERM; then comes SIGKILL.
 GRACE_SECONDS = 2.0
@@ -26,6 +26,19 @@ POLL_SECONDS = 2.0  # between two searches for processes that the ranks have sta
 
 # A context must live as long as its ranks, because it serves their store; the caller may not keep it.
 _running: set[SpawnContext] = set()
+
+
+class RankError(DPFuseError):
+    """A rank that was spawned has failed.
+
+    Args:
+        text: of the error.
+        failure: of the rank that failed first; a pickled error does not keep it.
+    """
+
+    def __init__(self, text: str, failure: RankFailure | None = None) -> None:
+        super().__init__(text)
+        self.failure = failure
 
 
 class RankFolder:
@@ -133,9 +146,10 @@ class SpawnContext:
                     " before or outside func; its own output above says why"
                     " (is the call under `if __name__ == '__main__':`?)"
                 )
-            raise DPFuseError(
+            raise RankError(
                 f"spawn: {first}{hint}; it was the first of {len(self.processes)} ranks to fail, and the others "
-                f"were ended.{trace}"
+                f"were ended.{trace}",
+                first,
             ) from error
         except BaseException:
             # Mostly Ctrl-C. Python waits at its own end for the ranks, so they must end.

@@ -73,13 +73,53 @@ def test_a_loss_that_is_no_scalar_is_said(monkeypatch, loss, got):
         target.step(target.module)
 
 
-def test_what_the_factory_or_its_module_raises_comes_as_it_is(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match="no data here"):
-        build(f"{PLACE}:breaks")
-    (tmp_path / "needs_something.py").write_text("import no_such_library")
+def written(tmp_path, monkeypatch, name, text):
+    (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        find_factory("needs_something:build")
+    return tmp_path / f"{name}.py"
+
+
+MODEL = "import torch\nfrom torch import nn\n"
+RAISES = {  # what is wrong: the file, what it is called, and the user's line and the exception
+    "an import": ("import no_such_library\n", "the import of {name}", "import no_such_library", "ModuleNotFoundError"),
+    "syntax": ("def build(:\n", "the import of {name}", "def build(:", "SyntaxError"),
+    "a factory": ("def build():\n    return 1 / 0\n", "the factory", "return 1 / 0", "ZeroDivisionError"),
+    "a loss": (
+        MODEL + "def loss(model):\n    return model(torch.ones(3)).sum()\n"
+        "def build():\n    return nn.Linear(4, 2), loss\n",
+        "the loss", "return model(torch.ones(3)).sum()", "RuntimeError",
+    ),
+    "a backward": (
+        MODEL + "class Broken(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return x.clone()\n"
+        "    @staticmethod\n    def backward(ctx, grad):\n        return grad[7]\n"
+        "def build():\n    return nn.Linear(4, 2), lambda model: Broken.apply(model(torch.ones(4))).sum()\n",
+        "backward() of the loss", "return grad[7]", "IndexError",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RAISES)
+def test_what_the_users_code_raises_is_shown_with_the_users_lines_only(tmp_path, monkeypatch, case):
+    text, what, line, kind = RAISES[case]
+    name = f"raises_in_{case.replace(' ', '_')}"
+    path = written(tmp_path, monkeypatch, name, text)
+    with pytest.raises(DPFuseError) as caught:
+        target = build(f"{name}:build")
+        target.step(target.module)
+    told = str(caught.value)
+    assert told.startswith(f"{name}:build: {what.format(name=name)} raised {kind}, expected no exception.")
+    assert str(path) in told
+    assert line in told
+    assert "user_model.py" not in told
+    assert "importlib" not in told
+    assert caught.value.__cause__ is not None
+
+
+def test_a_factory_that_needs_arguments_is_told_so(tmp_path, monkeypatch):
+    written(tmp_path, monkeypatch, "needs_arguments", "def build(width, depth=2, *rest, scale): pass\n")
+    with pytest.raises(DPFuseError, match="needs the arguments width, scale; expected a function without arguments"):
+        build("needs_arguments:build")
 
 
 def test_the_current_folder_is_looked_into(tmp_path, monkeypatch):
