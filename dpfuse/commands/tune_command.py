@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import dpfuse
@@ -17,6 +18,8 @@ from dpfuse.errors import DPFuseError
 from dpfuse.tune import Schedule, Tuning, autotune, compare_plans, save_plot, save_trace
 
 __all__ = ["Tuned", "tune", "tune_wrapped"]
+
+SILENCE = 5.0  # seconds after which a command says how far it is
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,15 @@ def tune_wrapped(target: Target, model: dpfuse.DataParallel, steps: int, caps: t
     """
     tuning = autotune(model, steps, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
     most = 10 * steps + 20  # it takes 2 * steps + 3, unless backwards fail on a GPU
-    for _ in range(most):
+    started = said = perf_counter()
+    for done in range(1, most + 1):
         target.step(model)
         if tuning.done:
             break
+        if (now := perf_counter()) - said > SILENCE:
+            left = (now - started) / done * max(2 * steps + 3 - done, 1)
+            say(f"backward {done} of about {2 * steps + 3}, about {left:.0f} s to go")
+            said = now
     else:
         raise DPFuseError(f"{target.place}: nothing was tuned within {most} backwards; do its gradients stay finite?")
     if tuning.error:

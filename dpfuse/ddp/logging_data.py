@@ -44,7 +44,7 @@ def logging_data(model: TorchNames) -> dict[str, Any]:
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
         "broadcast_buffers": int(model.forward_sync_buffers),
         "static_graph": int(model.static_graph),
-        "can_set_static_graph": True,
+        "can_set_static_graph": False,  # it would change nothing, and Lightning advises it where this is true
     }
     if model._has_rebuilt_buckets:
         data["has_rebuilt_buckets"] = 1

@@ -5,29 +5,40 @@ from __future__ import annotations
 import functools
 import sys
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
+from dpfuse.model.options import CommonOptions, filled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Patch", "patch"]
 
 # These drive parts of torch's wrapper that ours does not have: `replicate` calls the two halves of its forward.
 TORCH_INTERNAL = "torch.distributed."
 
-_active: set[Patch] = set()
+_active: list[Patch] = []  # in the order in which they began
 _installed = False
 _torch_init = TORCH_CLASS.__init__  # called in place of ours; looked up again whenever ours is installed
 
 
 class Patch:
-    """What `patch()` has changed, as a context manager and with `undo()`."""
+    """What `patch()` has changed, as a context manager and with `undo()`.
 
-    def __init__(self) -> None:
+    Args:
+        options: of the wrappers that are made.
+    """
+
+    def __init__(self, options: CommonOptions) -> None:
+        filled(options, DistributedDataParallel)
+        self.options = options
         self.__enter__()
 
     def __enter__(self) -> Patch:
         global _installed, _torch_init
-        _active.add(self)
+        if self not in _active:
+            _active.append(self)
         if not _installed:
             _installed, _torch_init = True, TORCH_CLASS.__init__
             TORCH_CLASS.__init__ = _construct_ours  # type: ignore[method-assign]
@@ -41,14 +52,15 @@ class Patch:
     def undo(self) -> None:
         """Leave torch's class as it was, unless another patch is active; again, it does nothing."""
         global _installed
-        _active.discard(self)
+        if self in _active:
+            _active.remove(self)
         # Where someone else has wrapped the constructor since, theirs stays; ours below it passes calls on.
         if not _active and TORCH_CLASS.__init__ is _construct_ours:
             TORCH_CLASS.__init__ = _torch_init  # type: ignore[method-assign]
             _installed = False
 
 
-def patch() -> Patch:
+def patch(**options: Unpack[CommonOptions]) -> Patch:
     """From here on `torch.nn.parallel.DistributedDataParallel(...)` makes a `dpfuse.DistributedDataParallel`.
 
     One line for programs that leave the wrapping to a library: accelerate, transformers' `Trainer`, Lightning, Ray,
@@ -60,8 +72,16 @@ def patch() -> Patch:
     It acts on this process: call it in every rank, where the program begins. Call it twice, and it acts until both
     are undone.
 
+    Args:
+        options: arguments for each wrapper that is made, such as `metrics=20` or `wire_dtype=torch.bfloat16`: those of
+            `DistributedDataParallel` that torch's class does not have. An argument of the call itself takes precedence,
+            and a later patch takes precedence over an earlier one.
+
     Returns:
         A context manager that undoes it at its end, with a method `undo()`.
+
+    Raises:
+        TypeError: there is no such option.
 
     Example:
         >>> import dpfuse, torch
@@ -78,7 +98,7 @@ def patch() -> Patch:
 
     Source: the one-line habit of `apply_liger_kernel_to_*`.
     """
-    return Patch()
+    return Patch(options)
 
 
 @functools.wraps(_torch_init)  # code that inspects the signature sees torch's
@@ -92,4 +112,7 @@ def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     # Nothing is in the object yet, so it can still become one of ours. A `__new__` that made it one from the start
     # could not be taken away again: Python then refuses the arguments of every later construction.
     object.__setattr__(self, "__class__", DistributedDataParallel)
-    DistributedDataParallel.__init__(self, *args, **kwargs)
+    added: dict[str, Any] = {}
+    for one in _active:
+        added |= one.options
+    DistributedDataParallel.__init__(self, *args, **(added | kwargs))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, TrainerWrapping
+from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, MetricsLogging, TrainerWrapping
 
-__all__ = ["DPFuseFabricStrategy", "DPFuseStrategy"]
+__all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy"]
 
 
 class DPFuseStrategy(TrainerWrapping, DDPStrategy):
@@ -20,6 +21,13 @@ class DPFuseStrategy(TrainerWrapping, DDPStrategy):
 
 class DPFuseFabricStrategy(FabricWrapping, FabricDDPStrategy):
     """Fabric's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments."""
+
+
+class DPFuseMetrics(MetricsLogging, Callback):
+    """Logs `model.metrics()` with the Trainer's loggers, under names that begin with `dpfuse/`.
+
+    `Trainer(strategy=DPFuseStrategy(metrics=True), callbacks=[DPFuseMetrics()], log_every_n_steps=50)`
+    """
 
 
 StrategyRegistry.register(NAME, DPFuseStrategy, description=DESCRIPTION, override=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpfuse import DistributedDataParallel as OurWrapper
 from dpfuse import patch
+from dpfuse.errors import DPFuseError
 
-__all__ = ["DESCRIPTION", "NAME", "FabricWrapping", "TrainerWrapping"]
+__all__ = ["DESCRIPTION", "NAME", "FabricWrapping", "MetricsLogging", "TrainerWrapping"]
 
 NAME = "dpfuse"
 DESCRIPTION = "DDP with dpfuse's DistributedDataParallel"
@@ -32,3 +36,30 @@ class FabricWrapping:
         with patch():
             wrapped: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]  # of DDPStrategy
         return wrapped
+
+
+class MetricsLogging:
+    """Placed before a Trainer's `Callback` among the bases of a class."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that there is something to log.
+
+        Raises:
+            DPFuseError: the model is not wrapped by dpfuse, or was wrapped without `metrics=True`.
+        """
+        model = trainer.strategy.model
+        if not isinstance(model, OurWrapper):
+            raise DPFuseError(
+                f"DPFuseMetrics was given to a Trainer whose model is a {type(model).__name__}, expected a "
+                'dpfuse.DistributedDataParallel. Pass strategy=DPFuseStrategy(metrics=True) instead of strategy="…".'
+            )
+        model.metrics()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the numbers of the last synchronised backward at each step that the Trainer logs."""
+        if trainer.global_step % trainer.log_every_n_steps:
+            return
+        metrics = trainer.strategy.model.metrics()
+        for logger in trainer.loggers if metrics else ():
+            named = {f"dpfuse/{name}": value for name, value in metrics.items()}
+            logger.log_metrics(named, step=trainer.global_step)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-__all__ = ["Checklist", "same_bits"]
+__all__ = ["Checklist", "same_bits", "state_of"]
 
 
 class Checklist:
@@ -37,6 +37,18 @@ def same_bits(ours: Iterable[torch.Tensor | float], theirs: Iterable[torch.Tenso
     """Whether both have the same number of values, at least one, with equal bits. Numbers count as float64."""
     pairs = list(zip(list(ours), list(theirs), strict=True))
     return bool(pairs) and all(_bytes(a) == _bytes(b) for a, b in pairs)
+
+
+def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module, with the buffers of rank 0. All ranks must call it.
+
+    dpfuse sends buffers when a backward ends, torch's DDP before the next forward. So after the last step, the buffers
+    of other ranks than 0 differ.
+    """
+    buffers = [buffer.detach().clone() for buffer in module.buffers()]
+    for buffer in buffers:
+        dist.broadcast(buffer, 0)
+    return [*(param.detach() for param in module.parameters()), *buffers]
 
 
 def _bytes(value: torch.Tensor | float) -> bytes:

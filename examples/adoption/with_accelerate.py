@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType, set_seed
-from checklist import Checklist, same_bits
+from checklist import Checklist, same_bits, state_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, Subset
@@ -43,7 +43,7 @@ def accumulate(accelerator: Accelerator) -> Result:
             schedule.step()
             optimizer.zero_grad()
         losses.append(loss.detach())
-    return model, [*losses, *model.state_dict().values()]
+    return model, [*losses, *state_of(model)]
 
 
 def synchronise_late(accelerator: Accelerator) -> Result:
@@ -64,7 +64,10 @@ def synchronise_late(accelerator: Accelerator) -> Result:
 
 
 def uneven(accelerator: Accelerator) -> Result:
-    """Train with one more batch on rank 0 than on other ranks. No rank waits forever."""
+    """Train with one more batch on rank 0 than on other ranks. No rank waits forever.
+
+    The statistics of BatchNorm are not compared: at the end, DDP has those of one step earlier.
+    """
     model, optimizer, loader, _ = prepared(accelerator, pictures=16 * (2 * accelerator.num_processes + 1))
     loader.batch_sampler.even_batches = False
     losses = []
@@ -77,7 +80,7 @@ def uneven(accelerator: Accelerator) -> Result:
             optimizer.zero_grad()
             losses.append(loss.detach())
     assert len(losses) == (3 if accelerator.is_main_process else 2)
-    return model, [*losses, *model.state_dict().values()]
+    return model, [*losses, *model.parameters()]
 
 
 def prepared(accelerator: Accelerator, pictures: int | None = None):  # type: ignore[no-untyped-def]

@@ -14,7 +14,7 @@ import digits
 import lightning as L
 import torch
 import torch.nn.functional as F
-from checklist import Checklist, same_bits
+from checklist import Checklist, same_bits, state_of
 from scratch import shared_folder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -96,7 +96,7 @@ def main() -> None:
             for strategy, wrapper in wrappers.items():
                 module, saved = train(kind, strategy, folder)
                 assert module.wrapper is wrapper
-                results.append([*module.losses, *module.state_dict().values()])
+                results.append([*module.losses, *state_of(module)])
                 keys.append(saved)
             name = f"{kind.__name__.lower()} optimisation"
             steps = len(module.losses)

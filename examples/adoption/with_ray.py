@@ -34,6 +34,7 @@ WORKERS = 2
 def train_once(patched: bool) -> tuple[type, list[Tensor]]:
     """Train an epoch. Return the type of the wrapper, losses and weights."""
     import digits
+    from checklist import state_of
 
     torch.manual_seed(0)
     with dpfuse.patch() if patched else contextlib.nullcontext():  # [1] elsewhere just dpfuse.patch()
@@ -48,7 +49,7 @@ def train_once(patched: bool) -> tuple[type, list[Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return type(model), [*losses, *model.state_dict().values()]
+    return type(model), [*losses, *state_of(model)]
 
 
 def worker(config: dict[str, str]) -> None:

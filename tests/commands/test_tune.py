@@ -121,6 +121,25 @@ def endless(rank, size):
             tune_wrapped(target, model, 1, (25, 1))
 
 
+def progress(rank, size):
+    target = build_on_all_ranks(f"{PLACE}:build")
+    model = dpfuse.DataParallel(target.module)
+    told = []
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr("dpfuse.commands.tune_command.SILENCE", -1.0)
+        monkey.setattr("dpfuse.commands.tune_command.say", told.append)
+        tune_wrapped(target, model, 1, (25, 1))
+    return told
+
+
+def test_a_long_tuning_says_how_far_it_is(ranks):
+    for told in ranks(progress):
+        assert [re.sub(r"about \d+ s", "about N s", line) for line in told] == [
+            f"backward {done} of about 5, about N s to go" for done in range(1, len(told) + 1)
+        ]
+        assert told
+
+
 def test_tuning_that_comes_to_no_end_is_given_up(ranks):
     ranks(endless)
 

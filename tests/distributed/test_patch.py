@@ -240,3 +240,19 @@ def compile_patched(rank, size):
 @pytest.mark.filterwarnings("ignore::Warning:torch")
 def test_the_compiler_splits_both_kinds_at_bucket_borders_while_patched(ranks):
     ranks(compile_patched)
+
+
+def optioned(rank, size):
+    with dpfuse.patch(metrics=True, stall_timeout=30.0) as outer, dpfuse.patch(stall_timeout=40.0):
+        both = ImportedBefore(nn.Linear(2, 2))
+        own = ImportedBefore(nn.Linear(2, 2), stall_timeout=50.0)
+    outer.undo()
+    assert both._options.common["metrics"] is True
+    assert [each._options.common["stall_timeout"] for each in (both, own)] == [40.0, 50.0]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'metric'; did you mean metrics"):
+        dpfuse.patch(metric=True)
+    assert type(ImportedBefore(nn.Linear(2, 2))) is ImportedBefore
+
+
+def test_options_of_a_patch_are_those_of_each_wrapper(ranks):
+    ranks(optioned)

@@ -90,6 +90,9 @@ class Module(LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
 
+    def forward(self, x):
+        return self.layer(x)
+
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 strategy = StrategyRegistry.get("dpfuse")
 assert type(strategy) is ours.DPFuseStrategy
@@ -108,6 +111,33 @@ wrapped = fabric.setup_module(torch.nn.Linear(2, 2))
 assert type(wrapped) is dpfuse.DistributedDataParallel
 assert wrapped.find_unused_parameters
 assert type(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))) is not type(wrapped)
+from {trainer}.callbacks import Callback
+from types import SimpleNamespace
+assert issubclass(ours.DPFuseMetrics, Callback)
+strategy = ours.DPFuseStrategy(parallel_devices=[torch.device("cpu")], metrics=True)
+strategy._lightning_module = strategy.model = Module()
+strategy.configure_ddp()
+logged = []
+logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((step, sorted(metrics))))
+trainer = SimpleNamespace(strategy=strategy, log_every_n_steps=2, global_step=1, loggers=[logger, logger])
+callback = ours.DPFuseMetrics()
+callback.on_train_start(trainer, None)
+callback.on_train_batch_end(trainer, None, None, None, 0)
+trainer.global_step = 2
+callback.on_train_batch_end(trainer, None, None, None, 1)
+assert logged == []  # nothing was measured
+strategy.model(torch.ones(1, 2)).sum().backward()
+callback.on_train_batch_end(trainer, None, None, None, 1)
+assert len(logged) == 2
+assert logged[0][0] == 2
+assert "dpfuse/grad_norm" in logged[0][1]
+trainer.strategy = SimpleNamespace(model=Module())
+try:
+    callback.on_train_start(trainer, None)
+except dpfuse.DPFuseError as error:
+    assert "DPFuseStrategy(metrics=True)" in str(error)
+else:
+    raise AssertionError
 print("fine")
 """
 
