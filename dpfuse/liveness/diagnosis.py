@@ -228,12 +228,12 @@ def find_cause(states: Mapping[int, RankState]) -> Finding | None:
 
 
 def _advice(end: End | None) -> str:
-    """Return what to do about an end that is no failure: usually the rank had fewer batches than its peers."""
+    """Return what to do about an end that is no failure: fewer batches than its peers, or an error that it hid."""
     if end is None or end.failed:
         return ""
     return (
         ". If its batches ran out, give all ranks the same number of batches, or train inside `with model.join():` of "
-        "DistributedDataParallel"
+        "DistributedDataParallel. If it caught an exception, let it raise the exception again"
     )
 
 

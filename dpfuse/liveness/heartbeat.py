@@ -59,10 +59,15 @@ class Heartbeat:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    @property
-    def last_error(self) -> str:
-        """The error that ended a forward, if the rank has done nothing since; else empty."""
-        return self._board.error if self._board.place[1] is Doing.FORWARD else ""
+    def unannounced_end(self, code: int = 0) -> End:
+        """Return how this rank ends if it has announced nothing.
+
+        Args:
+            code: the exit code. With 0, an error that ended a forward counts, if the rank has done nothing since.
+        """
+        forward_error = self._board.error if self._board.place[1] is Doing.FORWARD else ""
+        error = f"exit code {code}" if code else forward_error
+        return End(EndKind.FAILED if error else EndKind.NORMAL, error)
 
     def announce(self, end: End, within: float = 0.5) -> None:
         """Tell the peers that this rank ends, and how; only the first end counts. Called by another thread."""
@@ -126,7 +131,8 @@ class Heartbeat:
             if self._requests.stopping:
                 return
             if not self._alive():
-                self._send_end(End(EndKind.NORMAL))
+                self._own.update(now)
+                self._send_end(self.unannounced_end())
                 return
             if now >= last + self._interval:
                 if now - last > self._interval + GAP:

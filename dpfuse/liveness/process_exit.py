@@ -10,7 +10,7 @@ from multiprocessing import util
 from types import TracebackType
 
 from dpfuse.engine.waiting import forget_unfinished_works, has_unfinished_works
-from dpfuse.liveness.diagnosis import End, EndKind, end_with
+from dpfuse.liveness.diagnosis import end_with
 from dpfuse.liveness.heartbeat import Heartbeat
 
 __all__ = ["announce_by", "announce_error", "announce_exit"]
@@ -60,8 +60,7 @@ def announce_exit(code: int = 0) -> None:
 
 def _stop(code: int) -> None:
     for heartbeat in _heartbeats:
-        error = f"exit code {code}" if code else heartbeat.last_error
-        heartbeat.announce(End(EndKind.FAILED if error else EndKind.NORMAL, error))
+        heartbeat.announce(heartbeat.unannounced_end(code))
         heartbeat.stop()
     _heartbeats.clear()
 

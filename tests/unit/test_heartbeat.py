@@ -95,6 +95,25 @@ def test_an_error_of_the_server_reaches_every_rank(job):
         assert job.boards[rank].heartbeat.explain().text.startswith("rank 0 ended with ValueError: planted")
 
 
+@pytest.mark.parametrize(
+    ("doing", "kind", "text"),
+    [
+        (Doing.FORWARD, EndKind.FAILED, "rank 1 ended with ValueError: planted; "),
+        (Doing.LOSS, EndKind.NORMAL, "If it caught an exception, let it raise the exception again"),
+    ],
+)
+@pytest.mark.parametrize("watcher", [0, 2])
+def test_a_group_that_is_destroyed_after_an_error_in_forward_keeps_the_error(job, watcher, doing, kind, text):
+    job.boards[1].error = "ValueError: planted"
+    job.boards[1].place = (Wrapper(0, 60.0), doing, 3, -1)
+    job.beats[1]._alive = lambda: False
+    until(lambda: not job.beats[1].beats)
+    assert text in job.boards[watcher].heartbeat.explain().text
+    until(lambda: job.state(watcher, 1) is not None and job.state(watcher, 1).end is not None)
+    state = job.state(watcher, 1)
+    assert (state.end.kind, state.status.doing) == (kind, doing)
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_leaves_goes_on_beating_and_its_end_stays(job, leaver):
     leave(job.boards[leaver], RuntimeError("planted"))
