@@ -6,16 +6,21 @@ import ast
 import os
 import pickle
 import re
+import shlex
+import subprocess
 import tempfile
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import dpfuse
 from dpfuse.engine import votes
 from dpfuse.job import interfaces, launcher, spawn
 from dpfuse.job.launcher import main
-from tests.distributed.processes import ROOT, SCRIPTS, pids_in, python, start
+from tests.distributed.processes import ROOT, SCRIPTS, clean_environment, pids_in, python, start
 from tests.distributed.processes import launch as launched
 from tests.distributed.scripts import functions
 
@@ -211,6 +216,47 @@ def test_two_jobs_on_one_machine_do_not_meet():
         assert job.returncode == 0, err
         assert out.count('"sum": 3.0') == 2
         assert out.count(f'"argv": ["{name}"]') == 2
+
+
+def own_network():
+    """The command that SECURITY.md names, as a list; it gives a job a network of its own."""
+    text = " ".join((ROOT / "SECURITY.md").read_text().split())
+    return shlex.split(re.search(r"`(unshare [^`]+)`", text)[1])
+
+
+def writes_a_key(port):
+    """What a stranger does: connect to the job's store, and set a key."""
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+        store.set("planted", "by a stranger")
+    except RuntimeError:
+        return False
+    return store.get("planted") == b"by a stranger"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_network_of_its_own_shuts_strangers_out_of_a_job(tmp_path, closed):
+    around = own_network() if closed else []
+    if closed and subprocess.run([*around, "true"], capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("this system lets no user make a network")
+    (tmp_path / "job.py").write_text(
+        "import os, time\n"
+        "with open('port.part', 'w') as file:\n"
+        "    file.write(os.environ['MASTER_PORT'])\n"
+        "os.rename('port.part', 'port')\n"
+        "while not os.path.exists('done'):\n"
+        "    time.sleep(0.02)\n"
+    )
+    words = [*around, python(warm=False), "-m", "dpfuse.launch", "--nproc_per_node=1", "job.py"]
+    with subprocess.Popen(words, cwd=tmp_path, env=clean_environment()) as job:
+        try:
+            while not (tmp_path / "port").exists():
+                assert job.poll() is None
+                time.sleep(0.02)
+            assert writes_a_key(int((tmp_path / "port").read_text())) is not closed
+        finally:
+            (tmp_path / "done").touch()
+        assert job.wait(timeout=30) == 0
 
 
 @pytest.fixture
