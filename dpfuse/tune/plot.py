@@ -39,7 +39,9 @@ def save_plot(schedule: Schedule, path: str | Path, *, title: str = "") -> None:
         from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("save_plot needs matplotlib; install it, or use save_trace") from error
+        raise ImportError(
+            "save_plot needs matplotlib, which is not installed: pip install 'dpfuse[bench]', or use save_trace"
+        ) from error
     rows = len(schedule.buckets)
     figure = Figure(figsize=(12, 1.6 + min(0.3 * rows, 12.0)), layout="constrained")
     axis = figure.subplots()

@@ -158,5 +158,5 @@ def test_without_matplotlib_the_plot_says_what_to_do(monkeypatch, tmp_path):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match="needs matplotlib; install it, or use save_trace"):
+    with pytest.raises(ImportError, match=r"needs matplotlib, .* pip install 'dpfuse\[bench\]', or use save_trace"):
         save_plot(SCHEDULE, tmp_path / "plan.png")
