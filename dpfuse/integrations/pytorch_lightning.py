@@ -11,8 +11,8 @@ try:
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"dpfuse.integrations.pytorch_lightning needs the package pytorch_lightning, and there is no module {error.name!r}: "
-        "pip install pytorch_lightning"
+        f"dpfuse.integrations.pytorch_lightning needs the package pytorch_lightning, and there is no module "
+        f"{error.name!r}: pip install pytorch_lightning"
     ) from error
 
 __all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy"]
