@@ -38,6 +38,7 @@ def save_plot(schedule: Schedule, path: str | Path, *, title: str = "") -> None:
     try:
         from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
         from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError(
             "save_plot needs matplotlib, which is not installed: pip install 'dpfuse[bench]', or use save_trace"
@@ -64,6 +65,8 @@ def save_plot(schedule: Schedule, path: str | Path, *, title: str = "") -> None:
     axis.invert_yaxis()
     axis.set_xlabel("ms since backward began; the line is its end")
     axis.set_ylabel("bucket")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(f"{title + ': ' if title else ''}{schedule.exposed * 1e3:.3f} ms exposed")
-    axis.legend(handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()], loc="lower left")
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.savefig(path, dpi=110)

@@ -142,6 +142,16 @@ def test_a_plot_draws_what_the_schedule_says(monkeypatch, tmp_path):
     assert [text.get_text() for text in axis.texts][1] == "0.00191 MB, closed by second"
 
 
+def test_a_plot_of_two_buckets_labels_whole_rows_and_its_legend_covers_no_bar(monkeypatch, tmp_path):
+    specs = [dpfuse.ParamSpec(str(index), (10,), "float32") for index in range(2)]
+    schedule = simulate(Timeline.synthetic(specs, 1.0), dpfuse.plan_buckets(specs, 0, 0), COST)
+    axis = bars(schedule, monkeypatch, tmp_path)
+    assert all(row.is_integer() for row in axis.get_yticks())
+    legends = [*axis.figure.legends, *filter(None, [axis.get_legend()])]
+    assert len(legends) == 1
+    assert not legends[0].get_window_extent().overlaps(axis.get_window_extent())
+
+
 def test_a_plot_of_many_buckets_has_no_names(monkeypatch, tmp_path):
     specs = [dpfuse.ParamSpec(str(index), (10,), "float32") for index in range(60)]
     timeline = Timeline.synthetic(specs, 1.0)
