@@ -41,9 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_job_flags(parser)
     add_flags(parser)
-    for action in parser._actions:
-        if action.dest == "training_script_args":
-            action.required = False  # else the error of a missing script asks for its arguments, too
     # torchrun's defaults would hide whether the user asked; its variables still count.
     for name in ("nproc_per_node", "master_port"):
         if f"PET_{name.upper()}" not in os.environ:
