@@ -83,7 +83,7 @@ def save_picture(save: Callable[[Path], None], path: Path) -> str:
     try:
         save(path)
     except ImportError:
-        return f"no {path.name}: it needs matplotlib, which is not installed"
+        return f"no {path.name}: it needs matplotlib, which is not installed: pip install 'dpfuse[bench]'"
     return str(path)
 
 

@@ -1,4 +1,4 @@
-"""What a wrapper tells about itself, under the keys of torch's DDP logging data. Measures nothing."""
+"""What a wrapper tells about itself, under the keys of torch's DDP logging data. It only reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPP_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "b
 def logging_data(model: TorchNames) -> dict[str, Any]:
     """Facts about wrapper, buckets and environment; only those that mean here what they mean in torch.
 
-    Its times are not among them: `dpfuse.time_communication` measures, this reads.
+    With `metrics=True`, the times of the last step and their means, in nanoseconds, are among them on a CPU.
     """
     plan, group = model.bucket_plan, model.process_group
     backend = backend_of(group)
@@ -53,6 +53,8 @@ def logging_data(model: TorchNames) -> dict[str, Any]:
     if model._sync is not None:
         reducer = model._sync.reducer
         data["iteration"] = reducer.completed
+        if model._sync.step_times is not None:
+            data |= model._sync.step_times.read()
         if model._sync.hook is not None:
             data["comm_hook"] = model._sync.hook.name
     if model._authoritative_rank is not None:

@@ -44,7 +44,7 @@ class Listening:
         self.observers: list[BucketObserver] = []
         self.recorder: BackwardRecorder | None = None
         self._times: BucketObserver | None = None
-        self._kept: BucketObserver | None = None
+        self._kept: list[BucketObserver] = []
         self._wrap = wrap
         self.hooks = ReadyHooks(alone, self._decorated)
         self._listener: BackwardListener | None = None
@@ -69,11 +69,11 @@ class Listening:
     def observe(self, times: BucketObserver | None) -> None:
         """Report how each bucket travels to `times`, besides a recorder; None ends that."""
         self._times = times
-        self.observers[:] = [observer for observer in (self._kept, times, self.recorder) if observer is not None]
+        self.observers[:] = [observer for observer in (*self._kept, times, self.recorder) if observer is not None]
 
     def keep(self, observer: BucketObserver) -> None:
         """Report how each bucket travels to `observer`, too, from now on."""
-        self._kept = observer
+        self._kept.append(observer)
         self.observe(self._times)
 
     def _connect(self) -> None:

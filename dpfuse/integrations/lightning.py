@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-
 from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, MetricsLogging, TrainerWrapping
+
+try:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"dpfuse.integrations.lightning needs the package lightning, and there is no module {error.name!r}: "
+        "pip install 'dpfuse[lightning]'"
+    ) from error
 
 __all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy"]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from lightning_fabric.strategies import STRATEGY_REGISTRY
-from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
-from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
-
 from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, MetricsLogging, TrainerWrapping
+
+try:
+    from lightning_fabric.strategies import STRATEGY_REGISTRY
+    from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"dpfuse.integrations.pytorch_lightning needs the package pytorch_lightning, and there is no module "
+        f"{error.name!r}: pip install pytorch_lightning"
+    ) from error
 
 __all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy"]
 

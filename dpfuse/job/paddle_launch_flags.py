@@ -41,9 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_job_flags(parser)
     add_flags(parser)
-    for action in parser._actions:
-        if action.dest == "training_script_args":
-            action.required = False  # else the error of a missing script asks for its arguments, too
     # torchrun's defaults would hide whether the user asked; its variables still count.
     for name in ("nproc_per_node", "master_port"):
         if f"PET_{name.upper()}" not in os.environ:
@@ -99,8 +96,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             parser.error(problem)
         if word in ("-m", "--module", "--no-python", "--no_python") or word.endswith(".py"):
             break  # the words from here on are the program and its arguments
+    for action in parser._actions:
+        if action.dest in ("training_script", "training_script_args"):
+            action.required = False  # argparse's own error asks for the script's arguments too, which may be none
     args, unknown = parser.parse_known_args(arguments)
-    problem = _misspelt(args.training_script, flags)
+    if args.training_script is None and not unknown:
+        example = "train" if args.module else "train.py"
+        parser.error(
+            "got no script to start, expected its name after the flags. Write "
+            f"`python -m {PROGRAM} {' '.join([*arguments, example])}`."
+        )
+    problem = _misspelt(args.training_script or "", flags)
     if problem:
         parser.error(problem)
     if unknown:

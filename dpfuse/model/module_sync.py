@@ -34,6 +34,7 @@ from dpfuse.model.hooked import Hooked
 from dpfuse.model.metrics import Metrics
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.model.step_times import StepTimes
 
 __all__ = ["FaceParts", "ModuleSync"]
 
@@ -70,7 +71,7 @@ class ModuleSync:
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
         buffers: when they are sent.
-        metrics: measures each synchronised backward, if that was asked for.
+        metrics, step_times: measure synchronised backwards, if that was asked for.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -100,11 +101,13 @@ class ModuleSync:
         )
         features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
         features += [] if self.error_feedback is None else [self.error_feedback]
-        self.metrics = None
+        self.metrics: Metrics | None = None
+        self.step_times: StepTimes | None = None
         if options.common["metrics"]:
             every, weight = int(options.common["metrics"]), self.factors.weight
             self.metrics = Metrics(every, weight, self.window, lambda: self.reducer, lambda: self.hook is not None)
-        features += [] if self.metrics is None else [self.metrics]
+            self.step_times = StepTimes()
+            features += [self.metrics, self.step_times]
         if options.common["check_finite"] != "off":
             features.append(
                 FiniteCheck(
@@ -127,8 +130,9 @@ class ModuleSync:
             fields=[self.factors.field()],
             wrap=face.wrap,
         )
-        if self.metrics is not None:
+        if self.metrics is not None and self.step_times is not None:
             self.grads.listening.keep(self.metrics)
+            self.grads.listening.keep(self.step_times)
         self._plan_residuals()
         self._follower = ModuleFollower(
             module,
@@ -191,6 +195,8 @@ class ModuleSync:
             DPFuseError: the last backward was interrupted here only, or was not averaged.
         """
         reducer, window = self.grads.reducer, self.window
+        if self.step_times is not None:
+            self.step_times.forward_begins()
         self.grads.track.begin(reducer.completed)
         if reducer.phase is ABANDONED:
             reducer.drain()

@@ -38,8 +38,11 @@ def save_plot(schedule: Schedule, path: str | Path, *, title: str = "") -> None:
     try:
         from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
         from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("save_plot needs matplotlib; install it, or use save_trace") from error
+        raise ImportError(
+            "save_plot needs matplotlib, which is not installed: pip install 'dpfuse[bench]', or use save_trace"
+        ) from error
     rows = len(schedule.buckets)
     figure = Figure(figsize=(12, 1.6 + min(0.3 * rows, 12.0)), layout="constrained")
     axis = figure.subplots()
@@ -62,6 +65,8 @@ def save_plot(schedule: Schedule, path: str | Path, *, title: str = "") -> None:
     axis.invert_yaxis()
     axis.set_xlabel("ms since backward began; the line is its end")
     axis.set_ylabel("bucket")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(f"{title + ': ' if title else ''}{schedule.exposed * 1e3:.3f} ms exposed")
-    axis.legend(handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()], loc="lower left")
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.savefig(path, dpi=110)

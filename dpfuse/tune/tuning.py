@@ -59,9 +59,12 @@ class RecordedTimes:
         """Return one line, with times in ms."""
         exposed, total = (f"{np.median(one) * 1e3:.3f}" for one in (self.exposed, self.total))
         return (
-            f"{exposed} ms exposed (backward could only wait, on the rank that waits least), {total} ms backward with "
-            f"communication (on the slowest rank); medians of {len(self.total)} recorded backwards"
+            f"{exposed} ms exposed, {total} ms backward with communication; "
+            f"medians of {len(self.total)} recorded backwards"
         )
+
+
+MEANING = "(exposed: backward could only wait, on the rank that waits least; backward: on the slowest rank)"
 
 
 class Tuning:
@@ -103,7 +106,7 @@ class Tuning:
         lines = [f"before: {self.before.explain()}"]
         if self.after is not None:
             lines.append(f"after:  {self.after.explain()}")
-        lines.append(self._outcome())
+        lines += [MEANING, self._outcome()]
         own = "this rank's medians; its waits for slower ranks are exposed time, too"
         tables = {
             f"before, recorded ({own})": self.old,

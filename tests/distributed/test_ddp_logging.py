@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter_ns
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,33 @@ def after_a_join(rank, size):
 
 def test_a_join_is_logged(ranks):
     assert ranks(after_a_join) == 2 * [(None, True, 1)]
+
+
+TIMES = ("forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
+
+
+def timed(rank, size):
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), metrics=True)
+    assert not {*TIMES} & model._get_ddp_logging_data().keys()
+    seen = []
+    for _ in range(3):
+        begin = perf_counter_ns()
+        model(torch.ones(200, 300)).sum().backward()
+        seen.append((perf_counter_ns() - begin, model._get_ddp_logging_data()))
+    theirs = TorchDDP(nn.Linear(2, 2))
+    for _ in range(11):  # it samples the first ten, and then some
+        theirs(torch.ones(2, 2)).sum().backward()
+    return seen, theirs._get_ddp_logging_data()
+
+
+def test_times_have_torchs_names_and_add_up(ranks):
+    for seen, theirs in ranks(timed):
+        for total, data in seen:
+            forward, backward, comm, overlap = (data[name] for name in TIMES)
+            assert 0 < forward + backward < total
+            assert 0 <= overlap <= comm
+            assert forward + backward + comm - overlap <= total
+        for name in TIMES:
+            values = [data[name] for _, data in seen]
+            assert data[f"avg_{name}"] == sum(values) // 3
+            assert type(theirs[name]) is type(theirs[f"avg_{name}"]) is type(data[f"avg_{name}"]) is int

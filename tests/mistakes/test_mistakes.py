@@ -5,16 +5,25 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from dpfuse.errors import DPFuseError
 from tests.mistakes.mistakes import MISTAKES
+from tests.mistakes.two_ranks import MISTAKES as SHARED
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def job_of_one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
+def missing(mistake, text):
+    """Return the parts that the text does not have."""
+    parts = {"what": mistake.what, "got": mistake.got, "expected": mistake.expected, "remedy": mistake.remedy}
+    return {part: words for part, words in parts.items() if not words or words not in text}
+
+
+@pytest.mark.usefixtures("job_of_one_rank")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_text_says_what_got_expected_and_remedy(name, tmp_path):
     mistake = MISTAKES[name]
@@ -22,9 +31,20 @@ def test_the_text_says_what_got_expected_and_remedy(name, tmp_path):
         mistake.action(tmp_path)
     assert type(caught.value) is mistake.error
     text = str(caught.value)
-    parts = {"what": mistake.what, "got": mistake.got, "expected": mistake.expected, "remedy": mistake.remedy}
-    assert {part: words for part, words in parts.items() if not words or words not in text} == {}, text
+    assert missing(mistake, text) == {}, text
 
 
 def test_there_are_at_least_sixty():
     assert len(MISTAKES) >= 60
+
+
+def made(rank, size, name):
+    with pytest.raises(DPFuseError) as caught:
+        SHARED[name].action(rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_both_ranks_say_what_got_expected_and_remedy(ranks, name):
+    for text in ranks(made, name):
+        assert missing(SHARED[name], text) == {}, text

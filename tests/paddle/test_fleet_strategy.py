@@ -105,7 +105,8 @@ def test_no_strategy_shares_a_list_that_can_be_changed(strategy):
         ("amp_configs", {"incr_ratio": 3.0}, ValueError, "use torch.autocast"),
         ("recompute", True, ValueError, "torch.utils.checkpoint"),
         ("sharding_configs", {"stage": 2}, ValueError, "FSDP"),
-        ("a_sync", False, ValueError, "no parameter-server mode"),
+        ("a_sync", 0, TypeError, "a_sync must be True or False"),
+        ("a_sync_configs", {"k_steps": 4}, ValueError, "no parameter-server mode"),
         ("nccl_comm_num", 2, ValueError, "expected 1; it has no effect on data parallelism here"),
         ("build_strategy", object(), ValueError, "ParallelExecutor"),
         ("fuse_grad_size", 3, AttributeError, "no field 'fuse_grad_size'; did you mean 'fuse_grad_size_in_MB'"),
@@ -117,6 +118,11 @@ def test_values_that_cannot_work_are_refused_on_assignment(strategy, name, value
     with pytest.raises(error, match=text):
         setattr(strategy, name, value)
     assert strategy == fleet.DistributedStrategy()
+
+
+def test_a_sync_is_accepted_since_it_changes_nothing(strategy):
+    strategy.a_sync = False
+    assert strategy.a_sync is False
 
 
 def test_reading_an_unknown_field_suggests_a_known_one(strategy):

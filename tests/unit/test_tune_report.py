@@ -142,6 +142,16 @@ def test_a_plot_draws_what_the_schedule_says(monkeypatch, tmp_path):
     assert [text.get_text() for text in axis.texts][1] == "0.00191 MB, closed by second"
 
 
+def test_a_plot_of_two_buckets_labels_whole_rows_and_its_legend_covers_no_bar(monkeypatch, tmp_path):
+    specs = [dpfuse.ParamSpec(str(index), (10,), "float32") for index in range(2)]
+    schedule = simulate(Timeline.synthetic(specs, 1.0), dpfuse.plan_buckets(specs, 0, 0), COST)
+    axis = bars(schedule, monkeypatch, tmp_path)
+    assert all(row.is_integer() for row in axis.get_yticks())
+    legends = [*axis.figure.legends, *filter(None, [axis.get_legend()])]
+    assert len(legends) == 1
+    assert not legends[0].get_window_extent().overlaps(axis.get_window_extent())
+
+
 def test_a_plot_of_many_buckets_has_no_names(monkeypatch, tmp_path):
     specs = [dpfuse.ParamSpec(str(index), (10,), "float32") for index in range(60)]
     timeline = Timeline.synthetic(specs, 1.0)
@@ -158,5 +168,5 @@ def test_without_matplotlib_the_plot_says_what_to_do(monkeypatch, tmp_path):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match="needs matplotlib; install it, or use save_trace"):
+    with pytest.raises(ImportError, match=r"needs matplotlib, .* pip install 'dpfuse\[bench\]', or use save_trace"):
         save_plot(SCHEDULE, tmp_path / "plan.png")

@@ -37,6 +37,7 @@ class DistributedStrategy:
         gradient_scale_configs ({"scale_strategy": "avg", "scale_gradient": False}): "avg" takes the mean over the
             ranks, "sum" the sum. "customized" is also the sum: scale the loss yourself. `scale_gradient` sets whether
             Paddle divides before or after merging; the mean is the same.
+        a_sync (True): both values are accepted. It belongs to Paddle's parameter servers, and changes nothing here.
         hybrid_configs: `dp_degree` may be -1 or the number of ranks; the other degrees are 1.
 
     Raises (on assignment):
@@ -55,6 +56,7 @@ class DistributedStrategy:
     Source: `paddle.distributed.fleet.DistributedStrategy`, and the defaults of its protobuf message.
     """
 
+    a_sync: bool
     fuse_grad_size_in_MB: float  # noqa: N815
     last_comm_group_size_MB: float  # noqa: N815
     fuse_all_reduce_ops: bool
@@ -174,6 +176,7 @@ def _one(name: str, value: Any) -> Any:
 Check = Callable[[str, Any], Any]
 
 CHECKS: dict[str, Check | dict[str, Check]] = {
+    "a_sync": _flag,
     "fuse_grad_size_in_MB": _size,
     "last_comm_group_size_MB": _positive_size,
     "find_unused_parameters": _flag,

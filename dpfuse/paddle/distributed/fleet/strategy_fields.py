@@ -10,6 +10,7 @@ from typing import Any
 __all__ = ["INSTEAD", "SUPPORTED", "UNSUPPORTED"]
 
 SUPPORTED: dict[str, Any] = {
+    "a_sync": True,
     "fuse_grad_size_in_MB": 32,
     "last_comm_group_size_MB": 1.0,
     "find_unused_parameters": False,
@@ -30,7 +31,6 @@ SUPPORTED: dict[str, Any] = {
 }
 
 UNSUPPORTED: dict[str, Any] = {
-    "a_sync": True,
     "a_sync_configs": {
         "k_steps": -1,
         "max_merge_var_num": 1,
