@@ -32,7 +32,7 @@ class DPFuseFabricStrategy(FabricWrapping, FabricDDPStrategy):
 class DPFuseMetrics(MetricsLogging, Callback):
     """Logs `model.metrics()` with the Trainer's loggers, under names that begin with `dpfuse/`.
 
-    `Trainer(strategy=DPFuseStrategy(metrics=True), callbacks=[DPFuseMetrics()], log_every_n_steps=50)`
+    `Trainer(strategy=DPFuseStrategy(metrics=20), callbacks=[DPFuseMetrics()], log_every_n_steps=20)`
     """
 
 

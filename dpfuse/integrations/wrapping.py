@@ -41,6 +41,8 @@ class FabricWrapping:
 class MetricsLogging:
     """Placed before a Trainer's `Callback` among the bases of a class."""
 
+    _logged = 0  # the step that was logged last: with accumulated batches, several batches belong to one step
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to log.
 
@@ -57,8 +59,9 @@ class MetricsLogging:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the numbers of the last synchronised backward at each step that the Trainer logs."""
-        if trainer.global_step % trainer.log_every_n_steps:
+        if trainer.global_step == self._logged or trainer.global_step % trainer.log_every_n_steps:
             return
+        self._logged = trainer.global_step
         metrics = trainer.strategy.model.metrics()
         for logger in trainer.loggers if metrics else ():
             named = {f"dpfuse/{name}": value for name, value in metrics.items()}

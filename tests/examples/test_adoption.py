@@ -127,9 +127,11 @@ trainer.global_step = 2
 callback.on_train_batch_end(trainer, None, None, None, 1)
 assert logged == []  # nothing was measured
 strategy.model(torch.ones(1, 2)).sum().backward()
-callback.on_train_batch_end(trainer, None, None, None, 1)
+trainer.global_step = 4
+for batch in range(2):  # of one step
+    callback.on_train_batch_end(trainer, None, None, None, batch)
 assert len(logged) == 2
-assert logged[0][0] == 2
+assert logged[0][0] == 4
 assert "dpfuse/grad_norm" in logged[0][1]
 trainer.strategy = SimpleNamespace(model=Module())
 try:
