@@ -25,7 +25,6 @@ from pathlib import Path
 
 from tests.distributed.processes import clean_environment
 from tests.docs.pages import ROOT, Block, blocks_of
-from tests.warm import warm_python
 
 __all__ = ["FOLDER", "Command", "commands_of", "files_of", "fits", "name_of", "run", "tutorials"]
 
@@ -81,7 +80,7 @@ def run(page: Path, folder: Path, timeout: float) -> list[tuple[int, str]]:
     """Save the files of a page into a folder and run its commands there. Return exit code and output of each."""
     for name, text in files_of(page).items():
         (folder / name).write_text(text, encoding="utf-8")
-    program = shlex.quote(warm_python())
+    program = shlex.quote(sys.executable)  # as a reader's: no process that the tests have prepared
     script = [
         f'python() {{ {program} "$@"; }}',
         'torchrun() { python -c "from torch.distributed.run import main; main()" "$@"; }',
@@ -89,7 +88,7 @@ def run(page: Path, folder: Path, timeout: float) -> list[tuple[int, str]]:
     ]
     for command in commands_of(page):
         script += [command.text, f'echo "{SEPARATOR} $?"']
-    environment = clean_environment(PYTHON_EXEC=warm_python(), OMP_NUM_THREADS="1")
+    environment = clean_environment(OMP_NUM_THREADS="1")
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)], cwd=folder, env=environment, timeout=timeout, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
