@@ -29,6 +29,8 @@ def python(tmp_path_factory):
     """The Python of a new environment; of version 3.12 where there is one."""
     folder = tmp_path_factory.mktemp("machine")
     version = shutil.which("python3.12") or sys.executable
+    if subprocess.run([version, "--version"], capture_output=True, check=False).returncode:
+        version = sys.executable  # a shim of pyenv, without that version behind it
     subprocess.run([version, "-m", "venv", folder], check=True, timeout=120)
     python = folder / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *PACKAGES], check=True, timeout=900)

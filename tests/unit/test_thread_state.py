@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -10,6 +11,33 @@ import pytest
 import torch.distributed as dist
 
 from dpfuse.liveness.thread_state import thread_state
+from tests.warm import warm_python
+
+# Threads that Python does not know enter it and leave it, as those of torch do that call a hook or a callback.
+CROWD = """
+import ctypes, threading, time
+from dpfuse.liveness.thread_state import thread_state
+
+library = ctypes.CDLL(None)
+enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda nothing: None)
+end = time.monotonic() + 2
+
+def crowd():
+    while time.monotonic() < end:
+        threads = [ctypes.c_ulong() for _ in range(8)]
+        for thread in threads:
+            library.pthread_create(ctypes.byref(thread), None, enter, None)
+        for thread in threads:
+            library.pthread_join(thread, None)
+
+others = [threading.Thread(target=crowd) for _ in range(2)]
+for other in others:
+    other.start()
+seen = set()
+while time.monotonic() < end:
+    seen.add(thread_state(others[0].ident).at.rpartition(" ")[2])
+print("crowd" in seen)
+"""
 
 
 def test_the_line_of_the_user_is_found_behind_libraries():
@@ -51,3 +79,8 @@ def test_a_thread_that_has_ended_does_nothing():
     thread.start()
     thread.join()
     assert thread_state(thread.ident) == ("", "", None)
+
+
+def test_threads_that_come_and_go_do_not_harm_the_reader():
+    done = subprocess.run([warm_python(), "-c", CROWD], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
