@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
-    from dpfuse.job.shutdown import ranks_end_within
+    from dpfuse.job.shutdown import machine_0_leaves_last, ranks_end_within
 
     config, command, arguments = config_from_args(args)
     if args.worker_logs is not None:
@@ -152,6 +152,8 @@ def _run(args: argparse.Namespace) -> None:
             place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
             settings = config.rdzv_configs or {}
             around.enter_context(tells_while_waiting(say, place, args.nnodes, args.rdzv_backend, settings))
+            if args.rdzv_backend == "static":
+                around.enter_context(machine_0_leaves_last())
         elastic_launch(config=config, entrypoint=command)(*arguments)
 
 

@@ -1,6 +1,6 @@
-"""How the launcher ends ranks: it asks, waits for some seconds, then kills them and all processes they have started.
+"""How a launcher ends its ranks, and then itself.
 
-After a failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does
+It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. After a failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does
 not end the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job
 starts, because `import torch` does not import torchrun.
 """
@@ -11,14 +11,19 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from unittest.mock import patch
 
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from dpfuse.job.descendants import CLEANUP_SECONDS
 
-__all__ = ["ranks_end_within"]
+__all__ = ["machine_0_leaves_last", "ranks_end_within"]
+
+LEAVING = timedelta(seconds=5)  # for which machine 0 waits for the others, when all ranks have ended
 
 
 def _kill_groups(leaders: list[int]) -> None:
@@ -54,4 +59,27 @@ def ranks_end_within(seconds: int) -> Iterator[None]:
                 _kill_groups([rank.pid for rank in ranks])
 
     with patch.object(SubprocessContext, "_close", close_in_time):
+        yield
+
+
+@contextmanager
+def machine_0_leaves_last() -> Iterator[None]:
+    """Keep the store of a job until every machine knows that all have ended. For torchrun's static rendezvous.
+
+    torchrun's machine 0 ends, and its store with it, as soon as it has passed the last barrier. A machine that still
+    reads the store there prints a broken connection, although the job has ended well.
+    """
+    barrier = SimpleElasticAgent._exit_barrier
+
+    def pass_and_leave(self: SimpleElasticAgent) -> None:
+        barrier(self)
+        group = self._worker_group
+        others = [f"dpfuse/left/{rank}" for rank in range(1, group.group_world_size)]
+        with suppress(dist.DistError):  # a machine that is lost does not keep this one
+            if group.group_rank == 0:
+                self._store.wait(others, LEAVING)
+            else:
+                self._store.set(others[group.group_rank - 1], "")  # the store sends no answer, so none can be missed
+
+    with patch.object(SimpleElasticAgent, "_exit_barrier", pass_and_leave):
         yield

@@ -2,8 +2,8 @@
 
 A block whose first lines have a comment with only a file's name, such as `# train.py`, is that file. The ```console
 blocks of a page are one session of a shell: `$ ` begins a command, and what follows is what it prints. In what is
-shown, `…` stands for anything, and a number with a decimal point for any such number. After ```console, a marker may
-follow:
+shown, `…` stands for anything, and a number with a decimal point for any such number. Port 29617 of a page stands for a
+free port, so that two runs of the tests on one machine do not meet. After ```console, a marker may follow:
 
 - `varies: reason`: the output is another one in each run;
 - `fails`: the last command ends with an error;
@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.processes import clean_environment
+from tests.distributed.processes import clean_environment, free_port
 from tests.docs.pages import ROOT, Block, blocks_of
 
 __all__ = ["FOLDER", "Command", "commands_of", "files_of", "fits", "name_of", "run", "tutorials"]
@@ -32,6 +32,7 @@ FOLDER = ROOT / "docs/tutorials"
 NAME = re.compile(r"^# ([\w-]+\.\w+)$")
 DECIMAL = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 SEPARATOR = "=-=-="
+PORT = "29617"  # in the pages
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def run(page: Path, folder: Path, timeout: float) -> list[tuple[int, str]]:
         'torchrun() { python -c "from torch.distributed.run import main; main()" "$@"; }',
         'dpfuse() { python -m dpfuse "$@"; }',
     ]
+    port = str(free_port())
     for command in commands_of(page):
-        script += [command.text, f'echo "{SEPARATOR} $?"']
+        script += [command.text.replace(PORT, port), f'echo "{SEPARATOR} $?"']
     environment = clean_environment(OMP_NUM_THREADS="1")
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)], cwd=folder, env=environment, timeout=timeout, check=False,
