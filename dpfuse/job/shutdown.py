@@ -1,8 +1,9 @@
 """How a launcher ends its ranks, and then itself.
 
-It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. After a failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does
-not end the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job
-starts, because `import torch` does not import torchrun.
+It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. After a
+failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does not end
+the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job starts,
+because `import torch` does not import torchrun.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -73,13 +75,14 @@ def machine_0_leaves_last() -> Iterator[None]:
 
     def pass_and_leave(self: SimpleElasticAgent) -> None:
         barrier(self)
-        group = self._worker_group
-        others = [f"dpfuse/left/{rank}" for rank in range(1, group.group_world_size)]
+        store: Any = self._store
+        rank: Any = self._worker_group.group_rank
+        others = [f"dpfuse/left/{other}" for other in range(1, self._worker_group.group_world_size or 1)]
         with suppress(dist.DistError):  # a machine that is lost does not keep this one
-            if group.group_rank == 0:
-                self._store.wait(others, LEAVING)
+            if rank == 0:
+                store.wait(others, LEAVING)
             else:
-                self._store.set(others[group.group_rank - 1], "")  # the store sends no answer, so none can be missed
+                store.set(others[rank - 1], "")  # the store sends no answer, so none can be missed
 
     with patch.object(SimpleElasticAgent, "_exit_barrier", pass_and_leave):
         yield
