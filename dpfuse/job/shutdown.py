@@ -71,7 +71,7 @@ def machine_0_leaves_last() -> Iterator[None]:
     torchrun's machine 0 ends, and its store with it, as soon as it has passed the last barrier. A machine that still
     reads the store there prints a broken connection, although the job has ended well.
     """
-    barrier = SimpleElasticAgent._exit_barrier
+    barrier: Any = SimpleElasticAgent._exit_barrier
 
     def pass_and_leave(self: SimpleElasticAgent) -> None:
         barrier(self)
