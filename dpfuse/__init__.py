@@ -15,6 +15,7 @@ from dpfuse.gradients.replicas import reduce_replicas
 from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.plan_file import load_plan
+from dpfuse.sharded import ShardedOptimizer
 from dpfuse.version import __version__
 from dpfuse.wrapper import time_communication
 
@@ -31,6 +32,7 @@ __all__ = [
     "GradScaler",
     "ParallelEnv",
     "ParamSpec",
+    "ShardedOptimizer",
     "__version__",
     "autotune",
     "fused_allreduce_gradients",

@@ -33,10 +33,10 @@ from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.check import check_module
 from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.logs import show_chosen_logs
-from dpfuse.model.module_sync import FaceParts, ModuleSync
+from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions
 
-__all__ = ["SyncedModule", "Tuned", "loss_scale_of", "time_communication"]
+__all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
 log = logging.getLogger("dpfuse.plan")
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
@@ -238,6 +238,11 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
+            if self._sync.divided:
+                raise DPFuseError(
+                    "gradients were given a weight with a ShardedOptimizer, expected one of the two. Multiply the loss "
+                    "with the weight, divided by the mean of the weights of all ranks."
+                )
             self._sync.factors.weigh(weight, reduction)
             self._sync.attach_factors()
             return
@@ -421,7 +426,7 @@ class SyncedModule(nn.Module):
             )
         return {} if self._sync is None or self._sync.metrics is None else self._sync.metrics.read()
 
-    def _gradients(self) -> Gradients:
+    def _gradients(self) -> Measurable:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
     def observe(self, times: BucketObserver | None) -> None:
@@ -497,6 +502,20 @@ def _warn_of_wrappers_inside(module: nn.Module) -> None:
                 "if a library such as accelerate wraps it."
             )
             return
+
+
+def sync_of(model: SyncedModule, caller: str) -> ModuleSync | None:
+    """Return what keeps the module the same on all ranks; None where the wrapper only passes calls through.
+
+    Args:
+        model: what a user passed.
+        caller: to which function.
+
+    Raises:
+        TypeError: `model` is not one of dpfuse's wrappers.
+    """
+    check_wrapped(model, caller)
+    return model._sync
 
 
 def loss_scale_of(model: SyncedModule) -> LossScale | None:

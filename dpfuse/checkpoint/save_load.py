@@ -22,7 +22,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
 from dpfuse.checkpoint.random_state import get_random_state, set_random_state
-from dpfuse.checkpoint.training_state import Stateful, bare_module, check_fit, sampler_state, set_sampler_state
+from dpfuse.checkpoint.training_state import (
+    Stateful,
+    bare_module,
+    check_fit,
+    optimizer_class,
+    sampler_state,
+    set_sampler_state,
+)
 from dpfuse.engine import collective, votes
 from dpfuse.errors import DPFuseError
 from dpfuse.wrapper import SyncedModule
@@ -108,16 +115,18 @@ def save_checkpoint(
 
     number, own = _together(own_part, group, what, lambda part: f"step={part[0]} keep={keep}")
     parts = _gather(own, group)
+    # On every rank: that of a sharded optimizer gathers the parts of all.
+    state = None if optimizer is None else _together(optimizer.state_dict, group, what)
 
     def write() -> Path:
         if group is not None and group.rank() != 0:
             return step_path(Path(folder), number)
         content: dict[str, Any] = {"step": number, "model": bare_module(model).state_dict()}
-        for name, value in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler)):
+        for name, value in (("scheduler", scheduler), ("scaler", scaler)):
             if value is not None:
                 content[name] = value.state_dict()
         if optimizer is not None:
-            content["optimizer_type"] = type(optimizer).__name__
+            content |= {"optimizer": state, "optimizer_type": optimizer_class(optimizer)}
         if extra is not None:
             content["extra"] = extra
         return write_step(Path(folder), number, {**content, "ranks": parts}, keep)

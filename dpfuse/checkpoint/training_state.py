@@ -62,6 +62,12 @@ def set_sampler_state(sampler: Any, saved: Mapping[str, Any]) -> None:
         sampler.epoch = saved["epoch"]
 
 
+def optimizer_class(optimizer: Stateful) -> str:
+    """Return the name of the class whose state an optimizer has: of a sharded one, that of the optimizer in it."""
+    kind: type = getattr(optimizer, "optimizer_class", type(optimizer))
+    return kind.__name__
+
+
 def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, Stateful]) -> None:
     """Check that a checkpoint fits the model and the optimizer, before anything is loaded.
 
@@ -89,14 +95,14 @@ def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, 
     optimizer = asked.get("optimizer")
     if optimizer is None:
         return
-    if content["optimizer_type"] != type(optimizer).__name__:
+    if content["optimizer_type"] != optimizer_class(optimizer):
         raise ValueError(
-            f"optimizer: the checkpoint has the state of {content['optimizer_type']}, got {type(optimizer).__name__}. "
-            "Nothing was loaded."
+            f"optimizer: the checkpoint has the state of {content['optimizer_type']}, got "
+            f"{optimizer_class(optimizer)}. Nothing was loaded."
         )
+    own = getattr(optimizer, "param_groups", None) or optimizer.state_dict()["param_groups"]
     saved_groups, own_groups = (
-        [len(group["params"]) for group in state["param_groups"]]
-        for state in (content["optimizer"], optimizer.state_dict())
+        [len(group["params"]) for group in groups] for groups in (content["optimizer"]["param_groups"], own)
     )
     if saved_groups != own_groups:
         raise ValueError(

@@ -53,8 +53,8 @@ def logging_data(model: TorchNames) -> dict[str, Any]:
     if model._sync is not None:
         reducer = model._sync.reducer
         data["iteration"] = reducer.completed
-        if model._sync.step_times is not None:
-            data |= model._sync.step_times.read()
+        if model._sync.metrics is not None:
+            data |= model._sync.metrics.step_times.read()
         if model._sync.hook is not None:
             data["comm_hook"] = model._sync.hook.name
     if model._authoritative_rank is not None:

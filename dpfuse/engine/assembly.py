@@ -115,6 +115,7 @@ class _Making:
         inside = (
             make_report is not None
             and self.assembly.hook is None
+            and not self._divides
             and not last.sparse
             and averaging.dtype in REPORT_DTYPES
             and real_dtype(last.dtype) in REPORT_DTYPES
@@ -132,6 +133,10 @@ class _Making:
             buckets.append(self._report_alone(report, buckets))
         return buckets
 
+    @property
+    def _divides(self) -> bool:
+        return any(feature.divides for feature in self.assembly.features)
+
     def _averaging(self, bucket: Bucket) -> Averaging:
         assembly = self.assembly
         if self.assembly.hook is not None:
@@ -146,7 +151,8 @@ class _Making:
         private = not assembly.views and assembly.hook is None and not assembly.accumulates
         usual = assembly.overlaps and not assembly.registered and COUNTS_REFERENCES
         on_cpu = self.side is None and torch.device(bucket.device).type == "cpu"
-        return private and usual and on_cpu and self._averaging(bucket).dtype == real_dtype(bucket.dtype)
+        whole = not self._divides and self._averaging(bucket).dtype == real_dtype(bucket.dtype)
+        return private and usual and on_cpu and whole
 
     def _bucket(self, order: int, bucket: Bucket, report: Report | None) -> GradBucket:
         params = [self.params[index] for index in bucket.params]
@@ -172,7 +178,7 @@ class _Making:
         ordered: OrderedParts | Blocks | None = None
         if averaging.dtype in FP8:
             ordered = Blocks(size, getattr(torch, averaging.dtype))
-        elif assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
+        elif self._divides or assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
         renewed = self._is_renewed(bucket)
         in_place = (
@@ -189,6 +195,8 @@ class _Making:
             exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
         else:
             exchange = AllReduce(assembly.group)
+        for feature in assembly.features:
+            exchange = feature.exchange(order, bucket, buffer, exchange)
         hooks = Hooks(buffer.params)
         writers = writers_on(torch.device(bucket.device))
         memory = RenewedMemory(buffer) if renewed else None
@@ -204,7 +212,7 @@ class _Making:
     def _packs_eagerly(self, bucket: Bucket, buffer: Buffer) -> bool:
         assembly = self.assembly
         return (
-            (assembly.views or self._is_renewed(bucket))
+            (assembly.views or self._divides or self._is_renewed(bucket))
             and assembly.overlaps
             and all(feature.eager for feature in self.assembly.features)
             and Eager.suits(bucket, buffer.averaging.dtype)

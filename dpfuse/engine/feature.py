@@ -9,7 +9,7 @@ from torch import Tensor
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.plan import Bucket
-from dpfuse.engine.protocols import Companion, Delivery, PackStep
+from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream
 
@@ -20,6 +20,7 @@ class Feature:
     """Adds something to each bucket, or is told of backwards. A method that is not overridden does nothing."""
 
     eager = True  # whether gradients may be packed one by one, before their bucket is sent
+    divides = False  # whether each rank receives only its part of each sum; the report then travels alone
 
     def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
         """Return what it does while a bucket is packed. `report` is that of the last bucket, None for others."""
@@ -28,6 +29,10 @@ class Feature:
     def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
         """Return what keeps the rounding errors of sums of this bucket. It is called before `step`."""
         return None
+
+    def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
+        """Return how this bucket travels: the `usual` way, or another one."""
+        return usual
 
     def squares(self, order: int, bucket: Bucket) -> Tensor | None:
         """Return where a private delivery adds up the squares of the gradients, [] float64."""

@@ -18,7 +18,16 @@ from dpfuse.gradients.square_sum import MeasuredDelivery, SquareSum
 from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm
 from dpfuse_kernels.squared_norm import ROW, row_norms
 
-__all__ = ["GradientReader", "Gradients", "norm_arguments", "norms_by_bucket", "norms_by_parameter"]
+__all__ = [
+    "GradientReader",
+    "Gradients",
+    "clipping_factor",
+    "norm_arguments",
+    "norms_by_bucket",
+    "norms_by_parameter",
+    "refuse_nonfinite",
+    "refuse_running",
+]
 
 EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
 
@@ -74,17 +83,12 @@ class Gradients:
             DPFuseError: it is NaN or infinite, and `error_if_nonfinite`.
         """
         norm = self._norm_of_two() if order == 2 else self._norm(order)
-        if error_if_nonfinite and not norm.isfinite():
-            raise DPFuseError(
-                f"the norm of order {order} of the gradients is {norm.item()}, expected a finite one. Skip the step, "
-                "or pass error_if_nonfinite=False; check_finite names the parameters."
-            )
-        return norm
+        return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
 
     @torch.no_grad()
     def clip(self, largest: float, norm: Tensor) -> None:
         """Multiply them so that `norm`, which is theirs, is at most `largest`."""
-        factor = torch.clamp(largest / (norm + EPSILON), max=1.0)
+        factor = clipping_factor(largest, norm)
         if not factor.is_cuda and factor == 1.0:
             return  # on a GPU only the device knows
         self.multiply(factor)
@@ -139,6 +143,25 @@ class Gradients:
         dtypes = {grad.dtype.to_real() for grad in self._loose}
         dtypes |= {grads[0].dtype.to_real() for grads in map(_present, (part.grads for part in self._parts)) if grads}
         return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def clipping_factor(largest: float, norm: Tensor) -> Tensor:
+    """Return what gradients with this norm, [], are multiplied with, so that their norm is at most `largest`."""
+    return torch.clamp(largest / (norm + EPSILON), max=1.0)
+
+
+def refuse_nonfinite(norm: Tensor, order: float) -> Tensor:
+    """Return the norm of that order. Waits for the device.
+
+    Raises:
+        DPFuseError: it is NaN or infinite.
+    """
+    if not norm.isfinite():
+        raise DPFuseError(
+            f"the norm of order {order} of the gradients is {norm.item()}, expected a finite one. Skip the step, or "
+            "pass error_if_nonfinite=False; check_finite names the parameters."
+        )
+    return norm
 
 
 @torch.no_grad()
@@ -224,11 +247,7 @@ class GradientReader:
         Raises:
             DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
         """
-        if reducer.phase is not IDLE:
-            raise DPFuseError(
-                f"rank {self._rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, "
-                "expected it between backwards. Ask once backward() has returned."
-            )
+        refuse_running(reducer, self._rank)
         unchanged = self._signature.unchanged()
         if not unchanged or self._looks != self._signature.looks:
             _refuse_shards(names, planned)
@@ -239,6 +258,15 @@ class GradientReader:
             self._looks = self._signature.looks
             self._others = [param for param in params if id(param) not in bucketed]
         return Gradients(reducer.buckets, self._others)
+
+
+def refuse_running(reducer: Reducer, rank: int) -> None:
+    """Raise DPFuseError unless gradients can be read now."""
+    if reducer.phase is not IDLE:
+        raise DPFuseError(
+            f"rank {rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, expected "
+            "it between backwards. Ask once backward() has returned."
+        )
 
 
 def _refuse_shards(names: Sequence[str], params: Sequence[nn.Parameter]) -> None:

@@ -22,6 +22,7 @@ from dpfuse.gradients.local_squares import LocalSquares
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.communication_times import CommunicationTimes
+from dpfuse.model.step_times import StepTimes
 
 __all__ = ["Metrics", "noise_of"]
 
@@ -46,6 +47,9 @@ class Metrics(Feature):
         window: tells whether this rank only takes part in a backward of other ranks.
         reducer: returns the reducer of the model.
         hooked: returns whether a communication hook averages the gradients.
+
+    Attributes:
+        step_times: of each step.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Metrics(Feature):
         reducer: Callable[[], Reducer],
         hooked: Callable[[], bool],
     ) -> None:
+        self.step_times = StepTimes()
         self._every = every
         self._measures = False  # in the backward that is running
         self._weight = weight
@@ -63,8 +68,7 @@ class Metrics(Feature):
         self._reducer = reducer
         self._hooked = hooked
         self._times = CommunicationTimes()
-        self._sums: list[Tensor] = []  # of the squares that this rank sends, [] float64
-        self._nonfinite: list[Tensor] = []  # numbers of values, []
+        self._sent: list[tuple[Tensor, Tensor]] = []  # sums of squares, and numbers of values that are not finite
         self._report: Report | None = None
         self._last: _Measured | None = None
         self._numbers: dict[str, float] = {}  # of it, once they were read
@@ -75,7 +79,7 @@ class Metrics(Feature):
     def opened(self, *, sync: bool, announced: bool) -> None:
         self._measures = sync and self._reducer().completed % self._every == 0
         if self._measures:
-            self._times, self._sums, self._nonfinite = CommunicationTimes(), [], []
+            self._times, self._sent = CommunicationTimes(), []
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """As `BucketObserver.sent`."""
@@ -99,13 +103,12 @@ class Metrics(Feature):
 
     def add(self, squares: Tensor, nonfinite: Tensor) -> None:
         """Take what some gradients of this rank come to."""
-        self._sums.append(squares)
-        self._nonfinite.append(nonfinite)
+        self._sent.append((squares, nonfinite))
 
     def tell(self, report: Report, packed: Tensor) -> None:
         """Write the sums of this rank into the report, as it is packed."""
         self._report = report
-        squares = torch.stack(self._sums).sum()
+        squares, nonfinite = (torch.stack(numbers).sum() for numbers in zip(*self._sent, strict=True))
         weight = self._weight.in_use
         measured = torch.full_like(squares, not self._window.elsewhere)
         if weight is not None:
@@ -114,7 +117,7 @@ class Metrics(Feature):
             squares = torch.where(weight > 0, squares / weight.double(), 0.0)
         report.write_slot(packed, "squares", squares)
         report.write_slot(packed, "measured", measured)
-        report.write_slot(packed, "nonfinite_values", torch.stack(self._nonfinite).sum())
+        report.write_slot(packed, "nonfinite_values", nonfinite)
 
     def delivered(self) -> None:
         """As `Feature.delivered`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
@@ -22,7 +22,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
-from dpfuse.gradients.norm import GradientReader, Gradients
+from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
@@ -34,9 +34,8 @@ from dpfuse.model.hooked import Hooked
 from dpfuse.model.metrics import Metrics
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
-from dpfuse.model.step_times import StepTimes
 
-__all__ = ["FaceParts", "ModuleSync"]
+__all__ = ["Dividing", "FaceParts", "Measurable", "ModuleSync"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,26 @@ class FaceParts:
     after_delivery: Sequence[Callable[[], None]] = ()
     wrap: Wrap = lambda reducer: reducer
     module_changed: Callable[[], None] | None = None
+
+
+class Measurable(Protocol):
+    """Gradients that can be measured and clipped."""
+
+    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Return their norm, [] on their device."""
+
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
+
+
+class Dividing(Feature):
+    """Lets each rank receive only its part of the averaged gradients."""
+
+    divides = True
+
+    def gradients(self) -> Measurable:
+        """Return the parts of all ranks as one."""
+        raise NotImplementedError
 
 
 class ModuleSync:
@@ -71,7 +90,7 @@ class ModuleSync:
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
         buffers: when they are sent.
-        metrics, step_times: measure synchronised backwards, if that was asked for.
+        metrics: measures synchronised backwards, if that was asked for.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -88,6 +107,7 @@ class ModuleSync:
         self.before_collectives: Callable[[], None] | None = None
         self._module = module
         self._options = options
+        self._dividing: Dividing | None = None
         buffers = BufferSync(module, options.ignored, group)
         self.buffers = BufferSchedule(buffers, lambda: self.source, active=options.broadcast_buffers)
         signature = ModelSignature(module, options.ignored)
@@ -102,12 +122,10 @@ class ModuleSync:
         features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
         features += [] if self.error_feedback is None else [self.error_feedback]
         self.metrics: Metrics | None = None
-        self.step_times: StepTimes | None = None
         if options.common["metrics"]:
             every, weight = int(options.common["metrics"]), self.factors.weight
             self.metrics = Metrics(every, weight, self.window, lambda: self.reducer, lambda: self.hook is not None)
-            self.step_times = StepTimes()
-            features += [self.metrics, self.step_times]
+            features += [self.metrics, self.metrics.step_times]
         if options.common["check_finite"] != "off":
             features.append(
                 FiniteCheck(
@@ -130,9 +148,9 @@ class ModuleSync:
             fields=[self.factors.field()],
             wrap=face.wrap,
         )
-        if self.metrics is not None and self.step_times is not None:
+        if self.metrics is not None:
             self.grads.listening.keep(self.metrics)
-            self.grads.listening.keep(self.step_times)
+            self.grads.listening.keep(self.metrics.step_times)
         self._plan_residuals()
         self._follower = ModuleFollower(
             module,
@@ -195,8 +213,8 @@ class ModuleSync:
             DPFuseError: the last backward was interrupted here only, or was not averaged.
         """
         reducer, window = self.grads.reducer, self.window
-        if self.step_times is not None:
-            self.step_times.forward_begins()
+        if self.metrics is not None:
+            self.metrics.step_times.forward_begins()
         self.grads.track.begin(reducer.completed)
         if reducer.phase is ABANDONED:
             reducer.drain()
@@ -296,6 +314,11 @@ class ModuleSync:
                 f"a communication hook was registered with {option}, expected one of the two: {hook.name} adds up as "
                 f"it likes. Leave {option.partition('=')[0]} out, or register no hook."
             )
+        if self.divided:
+            return (
+                f"a communication hook was registered with a ShardedOptimizer, expected one of the two: {hook.name} "
+                "returns whole gradients. Use a plain optimizer, or register no hook."
+            )
         if self.grads.listening.recorder is not None:
             return (
                 "a communication hook was registered while autotune records, expected it before the call or once its "
@@ -313,8 +336,38 @@ class ModuleSync:
             )
         return ""
 
-    def gradients(self) -> Gradients:
+    def check_divisible(self) -> None:
+        """Raise ValueError if the gradients cannot be divided among the ranks."""
+        what = self._options.of_whole_gradients
+        if self.hook is not None:
+            what = "a communication hook"
+        elif self.factors.weight.value is not None:
+            what = "gradient weights"
+        elif self._dividing is not None:
+            what = "another ShardedOptimizer of the same model"
+        elif other := [spec for spec in self.plan.specs if spec.sparse or spec.dtype.startswith("complex")]:
+            what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex,"
+        if what:
+            raise ValueError(
+                f"a ShardedOptimizer was made with {what}, expected one of the two: each rank has only a part of the "
+                "gradients. Leave out one of them."
+            )
+
+    def divide(self, dividing: Dividing) -> None:
+        """Let each rank receive only its part of the averaged gradients, from the next backward on."""
+        self.grads.add_feature(dividing)
+        self._dividing = dividing
+
+    @property
+    def divided(self) -> bool:
+        """Whether each rank has only its part of the averaged gradients."""
+        return self._dividing is not None
+
+    def gradients(self) -> Measurable:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        if self._dividing is not None:
+            refuse_running(self.reducer, self.group.rank())
+            return self._dividing.gradients()
         refuse_accumulated(self.params, f"rank {self.group.rank()}: the norm of the gradients was asked for")
         return self._reader.read(self.reducer, names_of(self.plan), self.params)
 

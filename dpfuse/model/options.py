@@ -370,6 +370,14 @@ class SyncOptions:
         return self.gradient_scale is not None or common["accumulate_in_buckets"] or common["grad_norm_in_backward"]
 
     @property
+    def of_whole_gradients(self) -> str:
+        """An option that needs the whole gradients on each rank; empty if there is none."""
+        for name in ("accumulate_in_buckets", "grad_norm_in_backward", "metrics"):
+            if self.common[name]:
+                return f"{name}={self.common[name]!r}"
+        return "" if self.wire.dtype is None else f"wire_dtype=torch.{self.wire.dtype}"
+
+    @property
     def of_communication(self) -> str | None:
         """An option that says how gradients are added up, if there is one: what a communication hook decides itself."""
         for name in ("deterministic", "accumulate_in_buckets", "error_feedback", "wire_reduce", "wire_dtype"):

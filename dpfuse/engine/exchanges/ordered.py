@@ -18,10 +18,12 @@ from dpfuse.engine.streams import new_stream
 from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
+from dpfuse_kernels.squared_norm import ROW
 
 __all__ = ["Blocks", "OrderedParts", "OrderedSum", "Rounding"]
 
 STEP = 8  # elements: the parts of the ranks are whole multiples, for loads and stores of 128 bits
+MANY = 16  # parts of at least so many rows are whole rows, so that the norm of a buffer is that of its parts, bitwise
 
 
 class Rounding(Protocol):
@@ -39,12 +41,13 @@ class OrderedParts:
     """
 
     def __init__(self, size: int) -> None:
-        self._step = STEP * size
+        self._size = size
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         """As `Format.places`; the room follows the gradients, and ends the last rank's part."""
         offsets, length = PLAIN.places(numels, room, dtype)
-        return offsets, -(-(length + room) // self._step) * self._step - room
+        step = self._size * (ROW if length + room >= MANY * ROW * self._size else STEP)
+        return offsets, -(-(length + room) // step) * step - room
 
     table = staticmethod(PLAIN.table)
     pack = staticmethod(PLAIN.pack)

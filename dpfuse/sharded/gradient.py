@@ -1,0 +1,100 @@
+"""What `.grad` is while each rank has one part of the gradient. It has no memory, and a read raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine import collective
+from dpfuse.errors import DPFuseError
+
+__all__ = ["BucketPart", "ShardedGradient"]
+
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@dataclass(frozen=True)
+class BucketPart:
+    """What this rank has of the gradients of a bucket.
+
+    Args:
+        part: [elements].
+        address: of the memory of the whole bucket.
+        count: of the gradients.
+        group: the ranks.
+    """
+
+    part: Tensor
+    address: int
+    count: int
+    group: dist.ProcessGroup
+
+
+class ShardedGradient(Tensor):
+    """Stands for a gradient of which each rank has one part.
+
+    torch's `GradScaler` can unscale it. Every other operation raises.
+
+    Args:
+        param: its parameter; shape, strides, dtype and device are the parameter's.
+        name: of the parameter, for errors.
+        own: this rank's part of it, [elements], in memory order; may be empty.
+        bucket: in which it lies.
+
+    Source: torch's wrapper subclasses, `Tensor._make_wrapper_subclass`.
+    """
+
+    name_of_param: str
+    own: Tensor
+    bucket: BucketPart
+
+    @staticmethod
+    def __new__(cls, param: Tensor, name: str, own: Tensor, bucket: BucketPart) -> ShardedGradient:
+        made = Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        made.name_of_param, made.own, made.bucket = name, own, bucket
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient({self.name_of_param!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        found = [*_found_in([*args, *(kwargs or {}).values()])]
+        if func is UNSCALE and len(found) == len(args[0]):
+            return _unscale(found, args[1], args[2])
+        what = str(func).removeprefix("aten.").partition(".")[0]
+        raise DPFuseError(
+            f"parameter {found[0].name_of_param!r}: {what} was called on its gradient, expected no use of .grad: after "
+            "a backward with a ShardedOptimizer each rank has one part of it. Clip with model.clip_grad_norm_(), read "
+            "with optimizer.full_gradient(parameter), and call optimizer.zero_grad() before the next backward."
+        )
+
+
+def _unscale(grads: Sequence[ShardedGradient], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale this rank's parts, and tell all ranks whether one has a value that is not finite."""
+    owns = [grad.own for grad in grads if grad.own.numel()]
+    if owns:
+        torch._amp_foreach_non_finite_check_and_unscale_(owns, found_inf, inv_scale)
+    collective.all_reduce_max(found_inf, grads[0].bucket.group)
+
+
+def _found_in(values: Any) -> Iterator[ShardedGradient]:
+    if isinstance(values, ShardedGradient):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _found_in(list(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _found_in(value)

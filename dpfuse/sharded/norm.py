@@ -1,0 +1,99 @@
+"""The norm of gradients that lie in the parts of all ranks, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine import collective
+from dpfuse.engine.waiting import board_of, finish
+from dpfuse.errors import DPFuseError
+from dpfuse.gradients.norm import clipping_factor, refuse_nonfinite
+from dpfuse.sharded.gradient import ShardedGradient
+from dpfuse_kernels.squared_norm import row_norms
+
+__all__ = ["ShardedGradients"]
+
+
+class ShardedGradients:
+    """This rank's parts of the gradients that some parameters have now.
+
+    Args:
+        named: the parameters, and their names.
+        group: the ranks.
+
+    Raises:
+        DPFuseError: a parameter has a gradient that was not averaged.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._grads = [grad for name, param in named if (grad := sharded_gradient(name, param, group)) is not None]
+
+    @torch.no_grad()
+    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Return their norm of that order, [], in float64 where some gradient is, else in float32.
+
+        To be called on all ranks: each sends one number.
+
+        Raises:
+            ValueError: the order is not above 0.
+            DPFuseError: the norm is NaN or infinite, and `error_if_nonfinite`.
+        """
+        if not order > 0:
+            raise ValueError(
+                f"norm_type must be above 0 with a ShardedOptimizer, got {order}: other norms of a parameter are not "
+                "the sum of those of its parts. Pass 2.0 or math.inf."
+            )
+        kinds = {grad.dtype for grad in self._grads} | {torch.float32}
+        device = self._grads[0].device if self._grads else collective.group_device(self._group)
+        norms = [torch.zeros(1, dtype=torch.float64, device=device)]
+        for part in self._parts():
+            norms.append(row_norms([part]) if order == 2 else torch.linalg.vector_norm(part, order).double().view(1))
+        rows = torch.cat(norms)
+        if order == math.inf:
+            collective.all_reduce_max(total := rows.max(), self._group)
+        else:
+            total = rows.pow(order).sum()
+            finish(collective.all_reduce(total, self._group), board_of(self._group), device.type)
+            total = total.pow(1 / order)
+        norm = total.to(torch.float64 if torch.float64 in kinds else torch.float32)
+        return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
+
+    def _parts(self) -> Iterator[Tensor]:
+        """Yield all that this rank has: a bucket in one piece where all of its gradients are there."""
+        buckets: dict[int, list[ShardedGradient]] = {}
+        for grad in self._grads:
+            buckets.setdefault(id(grad.bucket), []).append(grad)
+        for grads in buckets.values():
+            bucket = grads[0].bucket
+            parts = [bucket.part] if len(grads) == bucket.count else [grad.own for grad in grads]
+            yield from (part for part in parts if part.numel())
+
+    @torch.no_grad()
+    def clip(self, largest: float, norm: Tensor) -> None:
+        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
+        factor = clipping_factor(largest, norm)
+        if factor.is_cuda or factor != 1.0:  # on a GPU only the device knows
+            for part in self._parts():
+                part.mul_(factor)
+
+
+def sharded_gradient(name: str, param: Tensor, group: dist.ProcessGroup) -> ShardedGradient | None:
+    """Return the gradient of a parameter, if it has one.
+
+    Raises:
+        DPFuseError: it was not averaged by a backward of the wrapped model.
+    """
+    grad = param.grad
+    if grad is None or isinstance(grad, ShardedGradient):
+        return grad
+    raise DPFuseError(
+        f"rank {group.rank()}: parameter {name!r} has a gradient that no synchronised backward of the wrapped model "
+        "has averaged, expected one that was averaged, or None. Run the last backward of a step outside no_sync(), and "
+        "assign nothing to .grad."
+    )

@@ -1,0 +1,188 @@
+"""ShardedOptimizer: torch's optimizer in front, of which each rank keeps one part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpfuse.engine import votes
+from dpfuse.errors import DPFuseError
+from dpfuse.sharded.elementwise import refuse_others
+from dpfuse.sharded.shard import settings_of
+from dpfuse.sharded.shards import Shards, refuse_missing
+from dpfuse.wrapper import SyncedModule, sync_of
+
+__all__ = ["ShardedOptimizer"]
+
+WHAT = "the ShardedOptimizer"
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer of which each rank keeps one part: its states, and the gradients that update them.
+
+    Each backward that synchronises gives each rank the averaged gradients of its part. `step()` updates that part, and
+    sends it to all ranks. So as many bytes travel as without it, and each rank has 1/N of the optimizer's states. The
+    parameters are moved into one flat tensor for each bucket, of which each rank updates its part.
+
+    What `.grad` is between backward and `zero_grad()` has no memory, and reading it raises an error: use
+    `model.grad_norm()`, `model.clip_grad_norm_()` and `full_gradient()`. torch's and dpfuse's `GradScaler`, learning
+    rate schedulers, `no_sync()` and `add_param_group` work as usual.
+
+    Args:
+        model: wrapped by dpfuse. Without a process group, the plain optimizer is used.
+        optimizer_class: updates each element by itself, as SGD, Adam, AdamW, Adagrad and RMSprop do; this is tried.
+        params: parameters or parameter groups, as torch's optimizers take them, with all that the model trains; None
+            takes all of the model's.
+        defaults: hyperparameters, by keyword, as `optimizer_class` takes them.
+
+    Attributes:
+        optimizer_class: as given.
+        param_groups, defaults: those of the plain optimizer.
+
+    Raises:
+        TypeError: `model` is not wrapped by dpfuse, or an argument that `optimizer_class` does not take.
+        ValueError: the optimizer is not elementwise, a parameter that is trained is missing, or the wrapper has an
+            option that needs whole gradients.
+        DPFuseError: the ranks' optimizers differ, or one of them could not be made; raised on every rank.
+
+    Example:
+        >>> import dpfuse, torch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+        >>> optimizer = dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.clip_grad_norm_(1.0)
+        tensor(9.4868)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> dist.destroy_process_group()
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1,
+    with the buckets of data parallelism as units; the arguments follow torch's `ZeroRedundancyOptimizer`.
+    """
+
+    def __init__(
+        self,
+        model: SyncedModule,
+        optimizer_class: type[Optimizer],
+        params: Iterable[Any] | None = None,
+        **defaults: Any,
+    ) -> None:
+        sync = sync_of(model, "ShardedOptimizer")
+        self.optimizer_class = optimizer_class
+        self._shards: Shards | None = None
+        facts = ""
+        try:
+            plain = optimizer_class(model.parameters() if params is None else params, **defaults)
+            super().__init__(plain.param_groups, plain.defaults)
+            self._plain, self.param_groups = plain, plain.param_groups
+            if sync is not None:
+                sync.check_divisible()
+                refuse_missing(sync, plain)
+                for group in plain.param_groups:
+                    refuse_others(plain, group, defaults)
+                facts = _facts_of(plain, model)
+        except Exception as error:
+            if sync is not None:
+                votes.report_failure(error, sync.group, WHAT)
+            raise
+        if sync is None:
+            self.state = plain.state
+            return
+        votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
+        self._shards = Shards(sync, plain, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with the gradients of the last backward; to be called on all ranks.
+
+        Args:
+            closure: computes the loss again, with `backward()`; returns it.
+
+        Returns:
+            What `closure` has returned; None without one.
+
+        Raises:
+            DPFuseError: a backward is running; a parameter has a gradient that was not averaged, or is in no parameter
+                group; this rank could not update its part, or another one has ended.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._shards is None:
+            self._plain.step()
+        else:
+            self._shards.step()
+        return loss
+
+    def full_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Return a copy of the averaged gradient of a parameter, between backward and `zero_grad()`.
+
+        To be called on all ranks, for the same parameter.
+
+        Args:
+            param: of the model.
+
+        Returns:
+            The gradient, of the shape, dtype and device of the parameter; None if it has none.
+
+        Raises:
+            DPFuseError: the gradient was not averaged by a backward of the wrapped model.
+        """
+        grad = param.grad if self._shards is None else self._shards.full_gradient(param)
+        return None if grad is None else grad.clone()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's: for parameters that the model trains from now on, such as unfrozen ones."""
+        if hasattr(self, "_plain"):
+            self._plain.add_param_group(param_group)
+        else:  # torch's constructor adds the first ones
+            super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in the form of the plain optimizer; to be called on all ranks.
+
+        Each rank gets all of it, so a program can save it on rank 0, and load it with any number of ranks, or into the
+        plain optimizer.
+        """
+        if self._shards is None:
+            return super().state_dict()
+        self.state = defaultdict(dict, self._shards.whole_states())
+        try:
+            return super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of the plain optimizer returned; to be called on all ranks.
+
+        Raises:
+            ValueError: its parameter groups do not fit.
+        """
+        super().load_state_dict(state_dict)
+        self._plain.__setstate__({"state": self.state, "param_groups": self.param_groups})  # of its class: old keys
+        if self._shards is not None:
+            self._shards.load(self.state)
+            self.state = self._plain.state = defaultdict(dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise DPFuseError("a ShardedOptimizer cannot be copied or pickled, expected its state_dict(); save that.")
+
+
+def _facts_of(plain: Optimizer, model: nn.Module) -> str:
+    """Describe an optimizer for the comparison with the other ranks, one fact per line."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    lines = [f"optimizer_class={type(plain).__module__}.{type(plain).__qualname__}"]
+    for number, group in enumerate(plain.param_groups):
+        lines += [f"group {number}: {key}={value!r}" for key, value in settings_of(group).items()]
+        lines += [
+            f"group {number}: {names.get(id(param), 'a parameter of another model')}" for param in group["params"]
+        ]
+    return "\n".join(lines)

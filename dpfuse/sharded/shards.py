@@ -1,0 +1,184 @@
+"""The shards of all buckets of a model. They follow the buckets when these change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpfuse.engine.sync import names_of
+from dpfuse.engine.waiting import board_of, finish
+from dpfuse.errors import DPFuseError
+from dpfuse.model.module_sync import ModuleSync
+from dpfuse.sharded.delivery import ShardedDelivery
+from dpfuse.sharded.gradient import ShardedGradient
+from dpfuse.sharded.norm import sharded_gradient
+from dpfuse.sharded.shard import Shard, State, settings_of
+from dpfuse.sharded.sharding import Sharding
+
+__all__ = ["Shards", "refuse_missing"]
+
+
+class Shards:
+    """The parameters of a wrapped model, of which each rank updates one part.
+
+    Args:
+        sync: of the model; its gradients come in parts from now on.
+        plain: an optimizer of the same class, never stepped; has the parameter groups.
+        keywords: arguments of its class.
+    """
+
+    def __init__(self, sync: ModuleSync, plain: Optimizer, keywords: Mapping[str, Any]) -> None:
+        self._sync = sync
+        self._plain = plain
+        self._keywords = keywords
+        self._shards: list[Shard] = []
+        self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
+        sync.divide(Sharding(sync.group, lambda: [*zip(names_of(sync.plan), sync.params, strict=True)]))
+        self._follow()
+
+    def step(self) -> None:
+        """Update this rank's part of each bucket, and gather the parts of all ranks."""
+        sync = self._sync
+        sync.gradients()  # raises if they cannot be used now
+        self._find_gradients()
+        settings = [settings_of(group) for group in self._plain.param_groups]
+        works, failure = [], None
+        for shard in reversed(self._shards):  # the first layers first
+            try:
+                shard.take_parameters()
+                shard.step(settings)
+            except Exception as error:
+                failure = failure or error  # the peers wait for this rank's part
+            works.append(shard.start_gather())
+        for work in works:
+            finish(work, board_of(sync.group), sync.params[0].device.type)
+        if failure is not None:
+            raise DPFuseError(
+                f"rank {sync.group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
+                f"expected no error: {type(failure).__name__}: {failure}. The parameters may be half updated: load a "
+                "checkpoint."
+            ) from failure
+        self._take_settings(settings)
+        if [*map(id, self._deliveries())] != [id(shard.delivery) for shard in self._shards]:
+            self._follow()
+
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """Return a copy of the averaged gradient of a parameter, if it has one; to be called on all ranks."""
+        grad = sharded_gradient("that was passed", param, self._sync.group)
+        self._find_gradients()
+        for shard in self._shards:
+            if grad is not None and shard.delivery.part.address == grad.bucket.address:
+                return shard.whole_gradient(next(place for place, own in enumerate(shard.params) if own is param))
+        return None
+
+    def whole_states(self) -> dict[Tensor, State]:
+        """Return the state of each parameter that has one, as the plain optimizer has it; to be called on all ranks."""
+        found = {param: state for shard in self._shards for param, state, _ in shard.whole_states() if state}
+        return {param: state for param, (state, _) in self._aside.items()} | found
+
+    def load(self, states: Mapping[Tensor, State]) -> None:
+        """Use these states, as the plain optimizer has them, in place of all that there are."""
+        like = {key for param, state in states.items() if param.dim() for key in state if _is_like(state[key], param)}
+        numbers = {key for param, state in states.items() if param.dim() for key in state}.difference(like) | {"step"}
+        self._aside = {
+            param: (state, {key for key in state if key not in numbers and _is_like(state[key], param)})
+            for param, state in states.items()
+        }
+        self._keep_aside(self._shards)
+
+    def _keep_aside(self, shards: Sequence[Shard]) -> None:
+        """Let these shards have their parts of the whole states that lie aside, and of nothing else."""
+        places = {param: (shard, place) for shard in shards for place, param in enumerate(shard.params)}
+        for param in places.keys() & self._aside.keys():
+            shard, place = places[param]
+            shard.keep(place, *self._aside.pop(param))
+        for shard in shards:
+            shard.use_kept()
+
+    def _find_gradients(self) -> None:
+        """Follow the buckets if they have changed before the last backward; to be called on all ranks.
+
+        Raises:
+            DPFuseError: the buckets have changed since.
+        """
+        if self._elsewhere():
+            self._follow()
+        if name := self._elsewhere():
+            raise DPFuseError(
+                f"rank {self._sync.group.rank()}: got a gradient of parameter {name!r} from before the buckets have "
+                "changed, expected one of the last backward. Call zero_grad() and backward() for each step()."
+            )
+
+    def _elsewhere(self) -> str:
+        """Return the name of a parameter whose gradient lies in no shard; empty if there is none."""
+        known = {shard.delivery.part.address for shard in self._shards}
+        for spec, param in zip(self._sync.plan.specs, self._sync.params, strict=True):
+            if isinstance(param.grad, ShardedGradient) and param.grad.bucket.address not in known:
+                return spec.name
+        return ""
+
+    def _follow(self) -> None:
+        """Make shards of the buckets that are used now, with the states that there are; to be called on all ranks."""
+        refuse_missing(self._sync, self._plain)
+        by_buffer = {id(shard.delivery.buffer): shard for shard in self._shards}
+        groups = {
+            id(param): number for number, group in enumerate(self._plain.param_groups) for param in group["params"]
+        }
+        now: list[Shard] = []
+        made: list[Shard] = []
+        for delivery in self._deliveries():
+            shard = by_buffer.pop(id(delivery.buffer), None)
+            if shard is None:
+                made.append(shard := self._shard(delivery, groups))
+            shard.delivery = delivery
+            now.append(shard)
+        places = {param: (shard, place) for shard in made for place, param in enumerate(shard.params)}
+        for old in by_buffer.values():
+            for param, state, divided in old.whole_states():
+                if param in places:
+                    shard, place = places[param]
+                    shard.keep(place, state, divided)
+                elif state:
+                    self._aside[param] = state, divided
+        self._shards = now
+        self._keep_aside(made)
+
+    def _shard(self, delivery: ShardedDelivery, groups: Mapping[int, int]) -> Shard:
+        def make(runs: list[tuple[int, Tensor]]) -> Optimizer:
+            own = self._plain.param_groups
+            return type(self._plain)(
+                [{"params": [run], **settings_of(own[number])} for number, run in runs], **self._keywords
+            )
+
+        return Shard(delivery, self._sync.group, [groups[id(param)] for param in delivery.buffer.params], make)
+
+    def _deliveries(self) -> list[ShardedDelivery]:
+        found = (bucket.parts.delivery for bucket in self._sync.reducer.buckets)
+        return [delivery for delivery in found if isinstance(delivery, ShardedDelivery)]
+
+    def _take_settings(self, before: list[dict[str, Any]]) -> None:
+        """Take over what a step has changed in the parameter groups, such as a counter of steps."""
+        for shard in self._shards:
+            for run, inner in zip(shard.runs, shard.optimizer.param_groups, strict=True):
+                for key, value in before[run.group].items():
+                    if inner[key] is not value:
+                        self._plain.param_groups[run.group][key] = inner[key]
+
+
+def refuse_missing(sync: ModuleSync, plain: Optimizer) -> None:
+    """Raise ValueError if the model trains a parameter that is in no parameter group."""
+    ids = {id(param) for group in plain.param_groups for param in group["params"]}
+    missing = [name for name, param in zip(names_of(sync.plan), sync.params, strict=True) if id(param) not in ids]
+    if missing:
+        raise ValueError(
+            f"params: parameter {missing[0]!r} and {len(missing) - 1} more that the model trains are in no parameter "
+            "group, expected all of them: after a backward no rank has their whole gradients. Freeze them before they "
+            "are wrapped (requires_grad_(False)), or add a group, with lr=0.0 for example."
+        )
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape
