@@ -1,4 +1,7 @@
-"""Calls back when a collective has landed. The process does not end before that. Knows no bucket."""
+"""Calls back when a collective has landed, and lets the threads of a back end finish before Python ends.
+
+Knows no bucket.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-__all__ = ["call_when_landed"]
+__all__ = ["call_when_landed", "let_threads_finish_at_exit"]
 
 PATIENCE = 2.0  # seconds; what has not landed by then may never
+LAST_WORK = 0.02  # seconds in which a thread of gloo can drop its last work
 
 _awaited: WeakSet[Callable[[object], None]] = WeakSet()  # a thread drops its reference after the call
 
@@ -33,6 +37,20 @@ def call_when_landed(work: dist.Work, call: Callable[[], None]) -> None:
 
     _awaited.add(landed)
     work.get_future().add_done_callback(landed)
+
+
+def let_threads_finish_at_exit() -> None:
+    """Give the threads of a back end the time to drop their last work when Python ends.
+
+    A work of gloo holds a Python object. Its thread drops the work soon after it is done, and needs Python's lock for
+    that. If Python ends meanwhile, the whole process is aborted, as above.
+    """
+    atexit.unregister(_sleep)
+    atexit.register(_sleep)
+
+
+def _sleep() -> None:
+    sleep(LAST_WORK)  # without Python's lock
 
 
 def _let_land() -> None:
