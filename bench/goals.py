@@ -44,6 +44,10 @@ ON_TOP = 1.001  # factor on bytes for the report and padding
 WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with its hook
 
 
+SHARDED_ZERO_GOAL = 0.6  # whole step over DDP's with ZeroRedundancyOptimizer
+SHARDED_GOAL = 1.0  # over DDP's best mode with the plain optimizer
+
+
 @dataclass(frozen=True)
 class Entry:
     """One contender in one case; times in seconds."""
@@ -373,6 +377,16 @@ def _manual(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
             yield Outcome("manual", case, f"fused_allreduce_gradients / {peer}", value, goal)
 
 
+def _sharded(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    ours = contenders["dpfuse sharded"].median
+    plain = min(("DDP default", "DDP views"), key=lambda name: contenders[name].median)
+    goals = {"DDP with ZeroRedundancyOptimizer": SHARDED_ZERO_GOAL, plain: SHARDED_GOAL}
+    for peer in contenders:
+        if peer in goals or not peer.startswith(("DDP", "dpfuse sharded")):
+            value = ratio(ours, contenders[peer].median)
+            yield Outcome("sharded", case, f"training step, dpfuse sharded / {peer}", value, goals.get(peer))
+
+
 JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "flatten": _flatten,
     "bucket_size": _bucket_size,
@@ -387,4 +401,5 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "overlap": _overlap,
     "wire": _wire,
     "manual": _manual,
+    "sharded": _sharded,
 }

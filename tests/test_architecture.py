@@ -75,8 +75,9 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"model"}, {"engine", "gradients", "liveness"} | OPEN_TO_ALL),
         ({"liveness", "job"}, {"engine", "liveness", "job"} | OPEN_TO_ALL),
         (FACES, {"engine", "gradients", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
+        ({"sharded"}, {"engine", "gradients", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],
-    ids=["kernels", "engine", "gradients", "model", "liveness and job", "faces"],
+    ids=["kernels", "engine", "gradients", "model", "liveness and job", "faces", "sharded"],
 )
 def test_a_layer_imports_only_what_lies_below(layers, allowed):
     found = [breach for layer in sorted(layers) for breach in breaches(layer, allowed)]

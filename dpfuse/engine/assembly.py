@@ -30,6 +30,7 @@ from dpfuse.engine.protocols import Delivery, Exchange, Feed, HookExchanges, Spa
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream, writers_on
 from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
+from dpfuse_kernels.squared_norm import ROW
 
 __all__ = ["Assembly"]
 
@@ -178,7 +179,9 @@ class _Making:
         ordered: OrderedParts | Blocks | None = None
         if averaging.dtype in FP8:
             ordered = Blocks(size, getattr(torch, averaging.dtype))
-        elif self._divides or assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
+        elif self._divides:
+            ordered = OrderedParts(size, ROW)  # the norm of a buffer is then that of its parts, bitwise
+        elif assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
         renewed = self._is_renewed(bucket)
         in_place = (

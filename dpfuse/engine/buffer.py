@@ -201,7 +201,7 @@ class Buffer:
             and self.averaging.dtype == wire
             and self.flat.device.type == torch.device(bucket.device).type
             and self.report.numel() == room
-            and type(self.format) is type(format)
+            and self.format == format
         )
 
     def _replace_views(self) -> None:

@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring parameters of a bucket that are updated alike. All ranks have the same runs.
+    """Neighbouring parameters of a bucket, updated as one tensor. All ranks have the same runs.
 
     Args:
         group: number of the parameter group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,12 +19,11 @@ from dpfuse.engine.streams import new_stream
 from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
-from dpfuse_kernels.squared_norm import ROW
 
 __all__ = ["Blocks", "OrderedParts", "OrderedSum", "Rounding"]
 
 STEP = 8  # elements: the parts of the ranks are whole multiples, for loads and stores of 128 bits
-MANY = 16  # parts of at least so many rows are whole rows, so that the norm of a buffer is that of its parts, bitwise
+MANY = 16  # rows of a part, from which on it is worth to make it of whole rows
 
 
 class Rounding(Protocol):
@@ -33,20 +33,22 @@ class Rounding(Protocol):
         """Return where to add the rounding errors of this rank's part of the sum, [elements / size], or None."""
 
 
+@dataclass(frozen=True)
 class OrderedParts:
     """A buffer of plain numbers; each rank adds up one part of it.
 
     Args:
         size: number of ranks.
+        row: elements; large parts are whole multiples of it.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    size: int
+    row: int = STEP
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         """As `Format.places`; the room follows the gradients, and ends the last rank's part."""
         offsets, length = PLAIN.places(numels, room, dtype)
-        step = self._size * (ROW if length + room >= MANY * ROW * self._size else STEP)
+        step = self.size * (self.row if length + room >= MANY * self.row * self.size else STEP)
         return offsets, -(-(length + room) // step) * step - room
 
     table = staticmethod(PLAIN.table)
@@ -58,6 +60,7 @@ class OrderedParts:
         sum_parts(parts, out, residual)
 
 
+@dataclass(frozen=True)
 class Blocks:
     """A buffer in MXFP8: blocks of 32 eight-bit numbers, each with a scale. No block belongs to two gradients.
 
@@ -70,9 +73,8 @@ class Blocks:
     Source: OCP Microscaling Formats (MX) Specification 1.0.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self._step = SUPER_BLOCK * size
-        self._dtype = dtype
+    size: int
+    dtype: torch.dtype
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         """As `Format.places`; there is no room for a report, which needs its numbers exactly."""
@@ -81,10 +83,11 @@ class Blocks:
         for numel in numels:
             offsets.append(end)
             end += -(-numel // BLOCK) * BLOCK
-        return offsets, -(-end // self._step) * self._step
+        step = SUPER_BLOCK * self.size
+        return offsets, -(-end // step) * step
 
     def table(self, zeros: Zeros, numel: int, wire: str, slots: Sequence[Slot], dtype: torch.dtype) -> PointerTable:
-        return MxTable(zeros(mx_bytes(numel), torch.uint8), slots, dtype, self._dtype)
+        return MxTable(zeros(mx_bytes(numel), torch.uint8), slots, dtype, self.dtype)
 
     pack = staticmethod(quantize)
 
@@ -96,7 +99,7 @@ class Blocks:
 
     def add_up(self, parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Decode the rows of `parts`, add them up in float32, and encode the sum once."""
-        sum_quantized(parts, out, format=self._dtype, residual=residual)
+        sum_quantized(parts, out, format=self.dtype, residual=residual)
 
 
 class OrderedSum(Exchange):
