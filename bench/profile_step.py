@@ -57,7 +57,7 @@ MODEL = r"bench/(large_)?models\.py|torch/nn/(modules/(?!module\.py)|functional)
 # The first label that matches the innermost known frame. dpfuse's own, then torch's.
 LABELS: dict[str, str] = {
     "pack": r"dpfuse_kernels/|engine/feeds/",
-    "waiting for the other ranks": r"Work::wait|WorkGloo|engine/waiting|engine/completion",
+    "waiting for the other ranks": r"Work::wait|WorkGloo|engine/waiting|model/completion",
     "sending": r"ProcessGroupGloo|gloo::|engine/exchanges/|engine/collective|allreduce",
     "noticing gradients": r"engine/(ready|listening|feature|guard|unused|window)\.py|engine/autograd\.py",
     "report and checks": r"engine/(report|messages|asking|votes|abilities)\.py|liveness/|gradients/",

@@ -15,7 +15,6 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
 from dpfuse.engine.bucket import GradBucket, Surroundings
-from dpfuse.engine.completion import let_threads_finish_at_exit
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
@@ -121,7 +120,6 @@ class GradSync:
             make_report=lambda count, dtype, device: Report(group, count, compared, window, dtype, device),
         )
         self._spoiler = guard_of(self._params, group.size())
-        let_threads_finish_at_exit()
         self.listening.hooks.put_on(self._params)
         begin, install = self.listening.watch.begin, self.listening.hooks.install
         calls = Calls(begin, self._rebuild, self._decline, self._check_group, install, self._guard)

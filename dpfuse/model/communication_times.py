@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.completion import call_when_landed
 from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.model.completion import call_when_landed
 
 __all__ = ["CommunicationTimes"]
 

@@ -29,6 +29,7 @@ from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.comm_hook import CommHook
+from dpfuse.model.completion import let_threads_finish_at_exit
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.hooked import Hooked
 from dpfuse.model.metrics import Metrics
@@ -151,6 +152,7 @@ class ModuleSync:
         if self.metrics is not None:
             self.grads.listening.keep(self.metrics)
             self.grads.listening.keep(self.metrics.step_times)
+        let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(
             module,

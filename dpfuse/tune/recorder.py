@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpfuse.engine import collective
-from dpfuse.engine.completion import call_when_landed
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
+from dpfuse.model.completion import call_when_landed
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from threading import Thread
 import torch
 import torch.distributed as dist
-from dpfuse.engine.completion import call_when_landed
+from dpfuse.model.completion import call_when_landed
 
 store, groups = dist.HashStore(), {}
 make = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))})
