@@ -19,17 +19,18 @@ from dpfuse_kernels import Slot
 __all__ = ["Run", "Shard", "settings_of"]
 
 State = dict[str, Any]
+CACHED = 1 << 20  # bytes of a run on a CPU: an optimizer's operations, one after the other, find it in the caches
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring parameters of a bucket, updated as one tensor. All ranks have the same runs.
+    """Elements of neighbouring parameters of a bucket, which this rank updates as one tensor.
 
     Args:
         group: number of the parameter group.
-        first, last: places of its parameters in the bucket; `last` is not in it.
-        own: this rank's part of them, in the flat tensor of the parameters, [elements]; may be empty. Then its state
-            still tells what states there are.
+        first, last: places of the parameters in the bucket; `last` is not one of them. All ranks have the same ones.
+        own: some of this rank's part of them, in the flat tensor of the parameters, [elements]. It may be empty: its
+            state still tells what states there are.
         begin: where `own` begins in the flat tensor, in elements.
     """
 
@@ -74,7 +75,7 @@ class Shard:
         self.take_parameters()
         self.runs: list[Run] = []
         self.optimizer: Optimizer
-        self._use([place for place in range(len(groups)) if self._begins_group(place)])
+        self.use_kept()
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -127,36 +128,31 @@ class Shard:
 
         To be called on all ranks. One bucket's states are in memory at a time.
         """
-        states = [self.optimizer.state.get(run.own, {}) for run in self.runs]
-        gathered: dict[str, Tensor] = {}
-        for key in dict.fromkeys(key for state in states for key in state):
-            kinds = {
-                state[key].dtype for run, state in zip(self.runs, states, strict=True) if _divided(run, state, key)
+        kinds = {key: state[key].dtype for run, state in self._stated() for key in state if _is_flat(state[key])}
+        gathered = {key: self._gathered(key, kind) for key, kind in kinds.items()}
+        numbers = {place: state for run, state in self._stated() for place in range(run.first, run.last)}
+        for place, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
+            state = {
+                key: gathered[key].as_strided(slot.shape, slot.stride, slot.offset).clone()
+                if _is_flat(value)
+                else _copy(value)
+                for key, value in numbers[place].items()
             }
-            if kinds:
-                gathered[key] = self._gathered(key, states, kinds.pop())
-        for run, state in zip(self.runs, states, strict=True):
-            for place in range(run.first, run.last):
-                slot = self.slots[place]
-                yield (
-                    self.params[place],
-                    {
-                        key: gathered[key].as_strided(slot.shape, slot.stride, slot.offset).clone()
-                        if _divided(run, state, key)
-                        else _copy(value)
-                        for key, value in state.items()
-                    },
-                    gathered.keys(),
-                )
+            yield param, state, gathered.keys()
 
-    def _gathered(self, key: str, states: Sequence[State], dtype: torch.dtype) -> Tensor:
+    def _gathered(self, key: str, dtype: torch.dtype) -> Tensor:
         whole = torch.zeros(self.flat.numel(), dtype=dtype, device=self.flat.device)
-        for run, state in zip(self.runs, states, strict=True):
-            if _divided(run, state, key):
+        for run, state in self._stated():
+            if key in state:
                 whole[run.begin : run.begin + run.own.numel()] = state[key]
         work = collective.start_all_gather_into(whole, whole[self._begin : self._end], self._group)
         finish(work, board_of(self._group), whole.device.type)
         return whole
+
+    def _stated(self) -> Iterator[tuple[Run, State]]:
+        """Yield each run and its state; what is divided has one dimension there, and numbers have none."""
+        for run in self.runs:
+            yield run, self.optimizer.state.get(run.own, {})
 
     def keep(self, place: int, state: State, divided: Collection[str]) -> None:
         """Cut this rank's part out of the whole state of a parameter, for `use_kept`.
@@ -166,74 +162,84 @@ class Shard:
             state: of it, as a plain optimizer has it.
             divided: keys of values with a number for each element.
         """
+        slot = self.slots[place]
+        begin, end = self._own_range(slot.offset, slot.offset + slot.numel)
         self._kept[place] = {
-            key: self._cut(place, value) if key in divided else _copy(value) for key, value in state.items()
+            key: _flattened(value, slot)[begin - slot.offset : end - slot.offset].clone() if key in divided else value
+            for key, value in state.items()
         }
 
     def use_kept(self) -> None:
         """Use the states that were kept, in place of all that this optimizer has."""
         kept, self._kept = [self._kept.get(place, {}) for place in range(len(self._groups))], {}
-        cuts = [
-            place
-            for place, state in enumerate(kept)
-            if self._begins_group(place) or not _same_numbers(state, kept[place - 1])
-        ]
-        self._use(cuts)
+        unlike = [place for place in range(1, len(kept)) if not _same_numbers(kept[place], kept[place - 1])]
+        self._use(self._group_cuts().union(unlike), kept)
+
+    def _separate(self, touched: Sequence[bool]) -> None:
+        """Cut runs between parameters of which only one has a gradient: the other's state must not change."""
+        cuts = {run.first for run in self.runs}
+        unlike = {place for place in range(1, len(touched)) if touched[place] != touched[place - 1]}
+        if not unlike <= cuts:
+            kept: list[State] = [{} for _ in touched]
+            for run, state in self._stated():
+                for place in range(run.first, run.last):
+                    self._add_part(kept[place], place, run, state)
+            self._use(cuts | unlike, kept)
+
+    def _add_part(self, kept: State, place: int, run: Run, state: State) -> None:
+        """Add to the state of a parameter what a run has of it."""
+        slot = self.slots[place]
+        begin = max(slot.offset, run.begin) - run.begin
+        end = max(begin, min(slot.offset + slot.numel - run.begin, run.own.numel()))
+        for key, value in state.items():
+            if not _is_flat(value):
+                kept[key] = value
+            elif key in kept:
+                kept[key] = torch.cat([kept[key], value[begin:end]])
+            else:
+                kept[key] = value[begin:end].clone()
+
+    def _use(self, cuts: Collection[int], kept: Sequence[State]) -> None:
+        """Make the runs that begin at these places, with these states, by place."""
+        firsts = sorted(cuts)
+        self.runs = []
+        for first, last in zip(firsts, [*firsts[1:], len(self._groups)], strict=True):
+            self.runs += self._runs(first, last)
+        self.optimizer = self._make([(run.group, run.own) for run in self.runs])
         for run in self.runs:
             if kept[run.first]:
                 self.optimizer.state[run.own] = {
-                    key: self._joined(run, key, kept) if _is_flat(value) else value
+                    key: self._joined(run, key, kept) if _is_flat(value) else _copy(value)
                     for key, value in kept[run.first].items()
                 }
-
-    def _cut(self, place: int, value: Tensor) -> Tensor:
-        slot = self.slots[place]
-        dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=self.flat.device)
-        dense.copy_(value)
-        begin = min(max(slot.offset, self._begin), slot.offset + slot.numel)
-        end = max(min(slot.offset + slot.numel, self._end), begin)
-        return dense.as_strided((slot.numel,), (1,))[begin - slot.offset : end - slot.offset].clone()
 
     def _joined(self, run: Run, key: str, kept: Sequence[State]) -> Tensor:
         own = torch.zeros(run.own.numel(), dtype=kept[run.first][key].dtype, device=self.flat.device)
         for place in range(run.first, run.last):
-            values = kept[place][key]
-            begin = max(self.slots[place].offset, run.begin) - run.begin
-            own[begin : begin + values.numel()] = values
+            values, slot = kept[place][key], self.slots[place]
+            at = self._own_range(slot.offset, slot.offset + slot.numel)[0] - run.begin  # of `values` in `own`
+            begin, end = max(at, 0), min(at + values.numel(), own.numel())
+            if begin < end:
+                own[begin:end] = values[begin - at : end - at]
         return own
 
-    def _separate(self, touched: Sequence[bool]) -> None:
-        """Cut runs between parameters of which only one has a gradient: the other's state must not change."""
-        inside = {place for run in self.runs for place in range(run.first + 1, run.last)}
-        if not any(touched[place] != touched[place - 1] for place in inside):
-            return
-        before = [(run, self.optimizer.state.get(run.own, {})) for run in self.runs]
-        cuts = [run.first for run in self.runs]
-        self._use(sorted(cuts + [place for place in inside if touched[place] != touched[place - 1]]))
-        for run in self.runs:
-            whole, state = next((old, state) for old, state in before if old.first <= run.first < old.last)
-            own = slice(run.begin - whole.begin, run.begin - whole.begin + run.own.numel())
-            if state:
-                self.optimizer.state[run.own] = {
-                    key: value[own].clone() if _divided(whole, state, key) else _copy(value)
-                    for key, value in state.items()
-                }
-
-    def _begins_group(self, place: int) -> bool:
-        return place == 0 or self._groups[place] != self._groups[place - 1]
-
-    def _use(self, cuts: Sequence[int]) -> None:
-        """Make the runs that begin at these places, without states."""
-        ends = [*cuts[1:], len(self._groups)]
-        self.runs = [self._run(first, last) for first, last in zip(cuts, ends, strict=True)]
-        self.optimizer = self._make([(run.group, run.own) for run in self.runs])
-
-    def _run(self, first: int, last: int) -> Run:
+    def _runs(self, first: int, last: int) -> Iterator[Run]:
+        """Yield at least one run, also where this rank has nothing of these parameters."""
         begin = 0 if first == 0 else self.slots[first].offset
         end = self.flat.numel() if last == len(self._groups) else self.slots[last].offset
+        begin, end = self._own_range(begin, end)
+        step = CACHED // self.flat.element_size() if self.flat.device.type == "cpu" else max(end - begin, 1)
+        for start in range(begin, max(end, begin + 1), step):
+            yield Run(self._groups[first], first, last, self.flat[start : min(start + step, end)], start)
+
+    def _own_range(self, begin: int, end: int) -> tuple[int, int]:
+        """Return begin and end of what this rank has of a range of the flat tensor."""
         begin = min(max(begin, self._begin), self._end)
-        end = max(min(end, self._end), begin)
-        return Run(self._groups[first], first, last, self.flat[begin:end], begin)
+        return begin, max(min(end, self._end), begin)
+
+    def _group_cuts(self) -> set[int]:
+        groups = self._groups
+        return {0} | {place for place in range(1, len(groups)) if groups[place] != groups[place - 1]}
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,9 +247,10 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _divided(run: Run, state: State, key: str) -> bool:
-    """Whether the ranks have parts of this value of the state, and not all of them the same number."""
-    return key in state and isinstance(state[key], Tensor) and state[key].shape == run.own.shape
+def _flattened(value: Tensor, slot: Slot) -> Tensor:
+    """Return the elements of a tensor in the order in which its slot holds them, [elements]."""
+    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
+    return dense.copy_(value).as_strided((slot.numel,), (1,))
 
 
 def _is_flat(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn, optim
 
 import dpfuse
 from dpfuse import plan_buckets
+from dpfuse.sharded import shard
 from tests.sharded.against_ddp import batch, bits_differ, network, trained_beside
 
 SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
@@ -117,7 +119,12 @@ class Branches(nn.Module):
         return self.last(x if skip else torch.tanh(self.middle(x)))
 
 
-def unused_sometimes(rank, size, skips):
+def unused_sometimes(rank, size, skips, cached):
+    with mock.patch.object(shard, "CACHED", cached):
+        return compared_with_ddp(rank, skips)
+
+
+def compared_with_ddp(rank, skips):
     ours, theirs = Branches(), Branches()
     model = dpfuse.DataParallel(ours, find_unused_parameters=True)
     peer = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
@@ -131,12 +138,18 @@ def unused_sometimes(rank, size, skips):
             optimizer.zero_grad()
     state = sharded.state_dict()["state"]
     steps = [int(state[index]["step"]) for index in range(6)]
-    return bits_differ([*ours.parameters()], [*theirs.parameters()]), steps, {*plain.state_dict()["state"][2]}
+    expected, found = (
+        [value for index in range(6) for value in one.state_dict()["state"][index].values()] for one in (plain, sharded)
+    )
+    differ = bits_differ([*ours.parameters()], [*theirs.parameters()])
+    return differ or bits_differ(expected, found), steps
 
 
-def test_a_parameter_that_no_rank_uses_keeps_its_state(ranks):
+@pytest.mark.parametrize("cached", [1 << 20, 400, 4])
+def test_a_parameter_that_no_rank_uses_keeps_its_state(ranks, cached):
+    """Also where the elements of a parameter are updated a hundred, or one, at a time."""
     both, one, none = {0, 1}, {1}, set()
-    for differ, steps, _ in ranks(unused_sometimes, [none, both, none, one, both, none]):
+    for differ, steps in ranks(unused_sometimes, [none, both, none, one, both, none], cached):
         assert not differ
         assert steps == [6, 6, 4, 4, 6, 6]
 
