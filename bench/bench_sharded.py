@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -72,9 +72,10 @@ def _dpfuse(workload: Workload) -> Trained:
     return _stepped(workload.module, wrapped, optim.AdamW(wrapped.parameters(), **SETTINGS), workload)
 
 
-def _sharded(workload: Workload) -> Trained:
+def _sharded(workload: Workload, gather: Literal["step", "forward"] = "step") -> Trained:
     wrapped = dpfuse.DataParallel(workload.module)
-    return _stepped(workload.module, wrapped, dpfuse.ShardedOptimizer(wrapped, optim.AdamW, **SETTINGS), workload)
+    optimizer = dpfuse.ShardedOptimizer(wrapped, optim.AdamW, gather=gather, **SETTINGS)
+    return _stepped(workload.module, wrapped, optimizer, workload)
 
 
 def _fsdp2(workload: Workload) -> Trained:
@@ -128,6 +129,7 @@ CONTENDERS: dict[str, Train] = {
     "FSDP2 sharded, gathered once": _fsdp2,
     "dpfuse": _dpfuse,
     "dpfuse sharded": _sharded,
+    "dpfuse sharded, gathered in forward": partial(_sharded, gather="forward"),
 }
 if importlib.util.find_spec("deepspeed") is not None:
     CONTENDERS["DeepSpeed stage 1"] = _deepspeed

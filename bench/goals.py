@@ -378,13 +378,13 @@ def _manual(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
 
 
 def _sharded(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
-    ours = contenders["dpfuse sharded"].median
     plain = min(("DDP default", "DDP views"), key=lambda name: contenders[name].median)
     goals = {"DDP with ZeroRedundancyOptimizer": SHARDED_ZERO_GOAL, plain: SHARDED_GOAL}
-    for peer in contenders:
-        if peer in goals or not peer.startswith(("DDP", "dpfuse sharded")):
-            value = ratio(ours, contenders[peer].median)
-            yield Outcome("sharded", case, f"training step, dpfuse sharded / {peer}", value, goals.get(peer))
+    for name in [name for name in contenders if name.startswith("dpfuse sharded")]:
+        for peer in contenders:
+            if peer in goals or not peer.startswith(("DDP", "dpfuse sharded")):
+                value = ratio(contenders[name].median, contenders[peer].median)
+                yield Outcome("sharded", case, f"training step, {name} / {peer}", value, goals.get(peer))
 
 
 JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {

@@ -150,6 +150,8 @@ class SyncedModule(nn.Module):
         # Dynamo, where it is on, compiles the module, not what happens around it.
         tracer = set_tracer(None)
         try:
+            if tracer is not None:
+                sync.finish_parameters()
             sync.before_forward()
             set_tracer(tracer)
             outputs = call(*inputs, **kwargs)

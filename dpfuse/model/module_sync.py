@@ -73,6 +73,9 @@ class Dividing(Feature):
         """Return the parts of all ranks as one."""
         raise NotImplementedError
 
+    def finish(self) -> None:
+        """Wait for parameters that are on their way."""
+
 
 class ModuleSync:
     """Keeps a module the same on all ranks: gradients in every backward that synchronises, buffers when asked to.
@@ -207,6 +210,17 @@ class ModuleSync:
     @source.setter
     def source(self, rank: int) -> None:
         self.grads.source = rank
+
+    def finish_parameters(self) -> None:
+        """Wait for parameters that are on their way, for code that does not wait for each: what was compiled."""
+        if self._dividing is not None:
+            self._dividing.finish()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the module was compiled."""
+        compiled = (module._compiled_call_impl is not None for module in self._module.modules())
+        return any(compiled) or any(hasattr(module, "_orig_mod") for module in self._module.modules())
 
     def before_forward(self) -> None:
         """To be called before a forward with gradients enabled.

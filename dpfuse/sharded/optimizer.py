@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: updates each element by itself, as SGD, Adam, AdamW, Adagrad and RMSprop do; this is tried.
         params: parameters or parameter groups, as torch's optimizers take them, with all that the model trains; None
             takes all of the model's.
+        gather: "step" has all parameters on all ranks when `step()` returns. "forward" returns earlier: parameters
+            travel in the order in which the forward needs them, and the first use of one waits for its bucket.
         defaults: hyperparameters, by keyword, as `optimizer_class` takes them.
 
     Attributes:
@@ -72,6 +74,8 @@ class ShardedOptimizer(Optimizer):
         model: SyncedModule,
         optimizer_class: type[Optimizer],
         params: Iterable[Any] | None = None,
+        *,
+        gather: Literal["step", "forward"] = "step",
         **defaults: Any,
     ) -> None:
         sync = sync_of(model, "ShardedOptimizer")
@@ -79,6 +83,8 @@ class ShardedOptimizer(Optimizer):
         self._shards: Shards | None = None
         facts = ""
         try:
+            if gather not in ("step", "forward"):
+                raise ValueError(f"gather must be 'step' or 'forward', got {gather!r}; leave it out for 'step'")
             plain = optimizer_class(model.parameters() if params is None else params, **defaults)
             super().__init__(plain.param_groups, plain.defaults)
             self._plain, self.param_groups = plain, plain.param_groups
@@ -87,7 +93,7 @@ class ShardedOptimizer(Optimizer):
                 refuse_missing(sync, plain)
                 for group in plain.param_groups:
                     refuse_others(plain, group, defaults)
-                facts = _facts_of(plain, model)
+                facts = f"{_facts_of(plain, model)}\ngather={gather}"
         except Exception as error:
             if sync is not None:
                 votes.report_failure(error, sync.group, WHAT)
@@ -96,7 +102,7 @@ class ShardedOptimizer(Optimizer):
             self.state = plain.state
             return
         votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
-        self._shards = Shards(sync, plain, defaults)
+        self._shards = Shards(sync, plain, defaults, late=gather == "forward")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

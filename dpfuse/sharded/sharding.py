@@ -25,10 +25,17 @@ class Sharding(Dividing):
     Args:
         group: the ranks.
         named: returns the parameters of the model, and their names.
+        finish: waits for parameters that are on their way.
     """
 
-    def __init__(self, group: dist.ProcessGroup, named: Callable[[], Sequence[tuple[str, Tensor]]]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        named: Callable[[], Sequence[tuple[str, Tensor]]],
+        finish: Callable[[], None],
+    ) -> None:
         self._group = group
+        self._finish = finish
         self._named = named
         self._incoming = Incoming()
 
@@ -40,3 +47,6 @@ class Sharding(Dividing):
 
     def gradients(self) -> ShardedGradients:
         return ShardedGradients(self._named(), self._group)
+
+    def finish(self) -> None:
+        self._finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from dpfuse.model.module_sync import ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.norm import sharded_gradient
+from dpfuse.sharded.pending import Pending
 from dpfuse.sharded.shard import Shard, State, settings_of
 from dpfuse.sharded.sharding import Sharding
 
@@ -28,33 +30,39 @@ class Shards:
         sync: of the model; its gradients come in parts from now on.
         plain: an optimizer of the same class, never stepped; has the parameter groups.
         keywords: arguments of its class.
+        late: whether `step` returns while parameters are gathered; the first use of one waits for its bucket.
     """
 
-    def __init__(self, sync: ModuleSync, plain: Optimizer, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, sync: ModuleSync, plain: Optimizer, keywords: Mapping[str, Any], *, late: bool) -> None:
         self._sync = sync
         self._plain = plain
         self._keywords = keywords
+        self._late = late
+        self._pending: list[Pending] = []
         self._shards: list[Shard] = []
         self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
-        sync.divide(Sharding(sync.group, lambda: [*zip(names_of(sync.plan), sync.params, strict=True)]))
+        sync.divide(Sharding(sync.group, lambda: [*zip(names_of(sync.plan), sync.params, strict=True)], self.finish))
         self._follow()
 
     def step(self) -> None:
         """Update this rank's part of each bucket, and gather the parts of all ranks."""
         sync = self._sync
+        self.finish()
         sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
         settings = [settings_of(group) for group in self._plain.param_groups]
-        works, failure = [], None
+        board, failure = board_of(sync.group), None
         for shard in reversed(self._shards):  # the first layers first
             try:
                 shard.take_parameters()
                 shard.step(settings)
             except Exception as error:
                 failure = failure or error  # the peers wait for this rank's part
-            works.append(shard.start_gather())
-        for work in works:
-            finish(work, board_of(sync.group), sync.params[0].device.type)
+            wait = partial(finish, shard.start_gather(), board, shard.flat.device.type)
+            self._pending.append(Pending(shard.params if self._late else (), wait))
+        buckets_changed = [*map(id, self._deliveries())] != [id(shard.delivery) for shard in self._shards]
+        if failure is not None or buckets_changed or not self._late or sync.is_compiled:
+            self.finish()
         if failure is not None:
             raise DPFuseError(
                 f"rank {sync.group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
@@ -62,8 +70,13 @@ class Shards:
                 "checkpoint."
             ) from failure
         self._take_settings(settings)
-        if [*map(id, self._deliveries())] != [id(shard.delivery) for shard in self._shards]:
+        if buckets_changed:
             self._follow()
+
+    def finish(self) -> None:
+        """Wait for the parameters that are still gathered."""
+        while self._pending:
+            self._pending.pop(0).finish()
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Return a copy of the averaged gradient of a parameter, if it has one; to be called on all ranks."""
@@ -122,6 +135,7 @@ class Shards:
 
     def _follow(self) -> None:
         """Make shards of the buckets that are used now, with the states that there are; to be called on all ranks."""
+        self.finish()
         refuse_missing(self._sync, self._plain)
         by_buffer = {id(shard.delivery.buffer): shard for shard in self._shards}
         groups = {

@@ -56,6 +56,7 @@ def trained_beside(
     dtype: torch.dtype = torch.float32,
     peer: Any = DDP,
     micro: int = 1,
+    gather: str = "step",
     around: Callable[[int, nn.Module, torch.optim.Optimizer], None] = lambda step, model, optimizer: None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     **settings: Any,
@@ -72,7 +73,9 @@ def trained_beside(
         sizes = {"bucket_cap_mb": 0.1}
     ours = face(copy.deepcopy(theirs.module), **sizes | (options or {}))
     plain = kind(theirs.parameters() if groups is None else groups(theirs.module), **settings)
-    sharded = dpfuse.ShardedOptimizer(ours, kind, None if groups is None else groups(ours.module), **settings)
+    sharded = dpfuse.ShardedOptimizer(
+        ours, kind, None if groups is None else groups(ours.module), gather=gather, **settings
+    )
     schedulers = [] if scheduler is None else [scheduler(plain), scheduler(sharded)]
     differing = []
     for step in range(steps):

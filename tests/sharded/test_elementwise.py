@@ -94,7 +94,9 @@ HOWS = {
     "groups and a scheduler": {"groups": two_groups, "scheduler": warm_up},
     "float64": {"dtype": torch.float64},
     "bfloat16": {"dtype": torch.bfloat16},
-    "one bucket": {"options": {"plan": "greedy"}},
+    "greedy buckets": {"options": {"plan": "greedy"}},
+    "gathered in forward": {"gather": "forward"},
+    "gathered in forward, accumulating": {"gather": "forward", "micro": 2, "groups": two_groups},
 }
 
 

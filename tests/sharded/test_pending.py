@@ -1,0 +1,150 @@
+"""Parameters that are on their way: each use waits for them, and gets the new values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+import dpfuse
+from dpfuse.sharded.pending import Pending
+from tests.sharded.against_ddp import batch, network
+
+LATE = 0.2  # seconds by which rank 1 begins its step later
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def params(model):
+    return list(model.module.parameters())
+
+
+def averaged(model):
+    shadow = [torch.zeros_like(param) for param in params(model)]
+    torch._foreach_lerp_(shadow, params(model), 1.0)
+    return flat(shadow)
+
+
+def into_vector(model):
+    return nn.utils.parameters_to_vector(model.module.last.parameters())
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    return flat(state[name] for name, _ in model.module.named_parameters())
+
+
+def compiled(model):
+    """The last layer, compiled, of a vector of ones."""
+    return torch.compile(model.module.last, backend="eager")(torch.ones(1, 177))
+
+
+def called(model):
+    with torch.no_grad():
+        return model.module.last(torch.ones(1, 177))
+
+
+READS = {
+    "detach": lambda model: flat(params(model)),
+    "data": lambda model: torch.cat([param.data.flatten() for param in params(model)]),
+    "numpy": lambda model: torch.cat([torch.from_numpy(param.detach().numpy()).flatten() for param in params(model)]),
+    "clone": lambda model: torch.cat([param.clone().flatten() for param in params(model)]),
+    "storage": lambda model: torch.cat(
+        [
+            torch.tensor([]).set_(p.untyped_storage(), p.storage_offset(), p.size(), p.stride()).flatten()
+            for p in params(model)
+        ]
+    ),
+    "state dict": lambda model: flat(
+        model.module.state_dict(keep_vars=True)[n] for n, _ in model.module.named_parameters()
+    ),
+    "torch.save": saved,
+    "deepcopy": lambda model: flat(copy.deepcopy(model.module).parameters()),
+    "deepcopy of one": lambda model: flat(copy.deepcopy(param) for param in params(model)),
+    "pickle": lambda model: flat(pickle.loads(pickle.dumps(param)) for param in params(model)),
+    "moving average": averaged,
+    "vector": into_vector,
+    "lists": lambda model: torch.cat([torch.tensor(param.tolist()).flatten() for param in params(model)]),
+    "in place": lambda model: torch.cat([param.data.mul_(1).flatten() for param in params(model)]),
+    "functional call": lambda model: torch.func.functional_call(
+        model.module.last, dict(model.module.last.named_parameters()), (torch.ones(1, 177),)
+    ),
+    "forward": called,
+    "compiled": compiled,
+}
+
+
+def read(rank, size, name, gather):
+    """What a program reads at once after a step, on the rank that is early."""
+    torch.manual_seed(0)
+    model = dpfuse.DataParallel(network(), comm_buffer_size=0.1, last_comm_buffer_size=0.02)
+    optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=0.1, gather=gather)
+    waited = False
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank, torch.float32)).square().mean().backward()
+        if rank and step == 2:
+            time.sleep(LATE)
+        optimizer.step()
+        waited = any(type(param) is not nn.Parameter for param in params(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return READS[name](model).detach().clone(), waited
+
+
+@pytest.mark.parametrize("name", READS)
+def test_every_use_gets_the_new_values(ranks, name):
+    late, early = ranks(read, name, "forward"), ranks(read, name, "step")
+    assert [waited for _, waited in late + early] == [True, True, False, False]
+    values = [value for value, _ in late + early]
+    assert all(torch.equal(value, values[0]) for value in values)
+
+
+def test_nothing_waits_before_numbers_are_read():
+    layer = nn.Linear(3, 2)
+    calls = []
+    pending = Pending(list(layer.parameters()), lambda: calls.append(1))
+    layer.zero_grad()
+    assert layer.weight.shape == (2, 3)
+    assert layer.weight.requires_grad
+    assert layer.weight.grad is None
+    assert isinstance(layer.weight, nn.Parameter)
+    assert calls == []
+    layer(torch.ones(1, 3))
+    assert calls == [1]
+    assert [type(param) for param in layer.parameters()] == [nn.Parameter] * 2
+    assert vars(layer.weight) == {}
+    pending.finish()
+    assert calls == [1]
+
+
+def test_a_class_of_the_program_is_not_replaced():
+    class Own(nn.Parameter):
+        pass
+
+    params, calls = [nn.Parameter(torch.ones(2)), Own(torch.ones(2))], []
+    Pending(params, lambda: calls.append(1))
+    assert calls == [1]
+    assert [type(param) for param in params] == [nn.Parameter, Own]
+
+
+def test_a_gathering_that_fails_is_raised_by_the_first_use_and_leaves_parameters_behind():
+    def fail():
+        raise RuntimeError("planted")
+
+    layer = nn.Linear(3, 2)
+    Pending(list(layer.parameters()), fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        layer(torch.ones(1, 3))
+    assert type(layer.weight) is nn.Parameter
