@@ -362,7 +362,7 @@ class ModuleSync:
         elif self._dividing is not None:
             what = "another ShardedOptimizer of the same model"
         elif other := [spec for spec in self.plan.specs if spec.sparse or spec.dtype.startswith("complex")]:
-            what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex,"
+            what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
         if what:
             raise ValueError(
                 f"a ShardedOptimizer was made with {what}, expected one of the two: each rank has only a part of the "

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch.distributed as dist
-from torch import Tensor
+from collections.abc import Callable
 
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
-from dpfuse.model.module_sync import Dividing
+from dpfuse.engine.sync import names_of
+from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.norm import ShardedGradients
 from dpfuse.sharded.part_sum import Incoming, PartSum
@@ -23,20 +21,18 @@ class Sharding(Dividing):
     """Lets each rank receive one part of each bucket's averaged gradients.
 
     Args:
-        group: the ranks.
-        named: returns the parameters of the model, and their names.
+        sync: of the model.
         finish: waits for parameters that are on their way.
+
+    Attributes:
+        used: the buckets' gradients of the last backward that synchronised; buckets may change when it ends.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        named: Callable[[], Sequence[tuple[str, Tensor]]],
-        finish: Callable[[], None],
-    ) -> None:
-        self._group = group
+    def __init__(self, sync: ModuleSync, finish: Callable[[], None]) -> None:
+        self.used: list[ShardedDelivery] = []
+        self._sync = sync
+        self._group = sync.group
         self._finish = finish
-        self._named = named
         self._incoming = Incoming()
 
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
@@ -45,8 +41,17 @@ class Sharding(Dividing):
     def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         return ShardedDelivery(buffer, self._group)
 
+    def opened(self, *, sync: bool, announced: bool) -> None:
+        if sync:
+            self.used = self.deliveries()
+
+    def deliveries(self) -> list[ShardedDelivery]:
+        """Return the gradients of each bucket that the next backward will use."""
+        found = (bucket.parts.delivery for bucket in self._sync.reducer.buckets)
+        return [delivery for delivery in found if isinstance(delivery, ShardedDelivery)]
+
     def gradients(self) -> ShardedGradients:
-        return ShardedGradients(self._named(), self._group)
+        return ShardedGradients(zip(names_of(self._sync.plan), self._sync.params, strict=True), self._group)
 
     def finish(self) -> None:
         self._finish()

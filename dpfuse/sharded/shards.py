@@ -41,8 +41,9 @@ class Shards:
         self._pending: list[Pending] = []
         self._shards: list[Shard] = []
         self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
-        sync.divide(Sharding(sync.group, lambda: [*zip(names_of(sync.plan), sync.params, strict=True)], self.finish))
-        self._follow()
+        self._sharding = Sharding(sync, self.finish)
+        sync.divide(self._sharding)
+        self._follow(self._sharding.deliveries())
 
     def step(self) -> None:
         """Update this rank's part of each bucket, and gather the parts of all ranks."""
@@ -60,7 +61,8 @@ class Shards:
                 failure = failure or error  # the peers wait for this rank's part
             wait = partial(finish, shard.start_gather(), board, shard.flat.device.type)
             self._pending.append(Pending(shard.params if self._late else (), wait))
-        buckets_changed = [*map(id, self._deliveries())] != [id(shard.delivery) for shard in self._shards]
+        now = self._sharding.deliveries()
+        buckets_changed = [*map(id, now)] != [id(shard.delivery) for shard in self._shards]
         if failure is not None or buckets_changed or not self._late or sync.is_compiled:
             self.finish()
         if failure is not None:
@@ -71,7 +73,7 @@ class Shards:
             ) from failure
         self._take_settings(settings)
         if buckets_changed:
-            self._follow()
+            self._follow(now)
 
     def finish(self) -> None:
         """Wait for the parameters that are still gathered."""
@@ -118,7 +120,7 @@ class Shards:
             DPFuseError: the buckets have changed since.
         """
         if self._elsewhere():
-            self._follow()
+            self._follow(self._sharding.used)
         if name := self._elsewhere():
             raise DPFuseError(
                 f"rank {self._sync.group.rank()}: got a gradient of parameter {name!r} from before the buckets have "
@@ -133,8 +135,8 @@ class Shards:
                 return spec.name
         return ""
 
-    def _follow(self) -> None:
-        """Make shards of the buckets that are used now, with the states that there are; to be called on all ranks."""
+    def _follow(self, deliveries: Sequence[ShardedDelivery]) -> None:
+        """Make shards of these buckets, with the states that there are; to be called on all ranks."""
         self.finish()
         refuse_missing(self._sync, self._plain)
         by_buffer = {id(shard.delivery.buffer): shard for shard in self._shards}
@@ -143,7 +145,7 @@ class Shards:
         }
         now: list[Shard] = []
         made: list[Shard] = []
-        for delivery in self._deliveries():
+        for delivery in deliveries:
             shard = by_buffer.pop(id(delivery.buffer), None)
             if shard is None:
                 made.append(shard := self._shard(delivery, groups))
@@ -168,10 +170,6 @@ class Shards:
             )
 
         return Shard(delivery, self._sync.group, [groups[id(param)] for param in delivery.buffer.params], make)
-
-    def _deliveries(self) -> list[ShardedDelivery]:
-        found = (bucket.parts.delivery for bucket in self._sync.reducer.buckets)
-        return [delivery for delivery in found if isinstance(delivery, ShardedDelivery)]
 
     def _take_settings(self, before: list[dict[str, Any]]) -> None:
         """Take over what a step has changed in the parameter groups, such as a counter of steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -58,6 +58,7 @@ class Fault:
         limit: seconds after which whoever is left is killed.
         slow: run in `make test-all` only.
         cable: for a fault of the network: what is done to the cable between two machines, as `network.CABLES` has it.
+        sharded: expected of dpfuse with a sharded optimizer, where that is something else.
     """
 
     name: str
@@ -70,6 +71,11 @@ class Fault:
     limit: float = 60.0
     slow: bool = False
     cable: str = ""
+    sharded: Expected | None = None
+
+    def on(self, face: str) -> Fault:
+        """The same fault, with what is expected with this wrapper."""
+        return replace(self, expected=self.sharded) if face == "sharded" and self.sharded is not None else self
 
 
 @dataclass(frozen=True)

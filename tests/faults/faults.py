@@ -6,6 +6,8 @@ The numbers of the hazards are those of the list of hazards that the issue of th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.faults.fault import RIGHT, Fault, named
 from tests.faults.programs import changes, differ, paths, silences, tensors
 
@@ -99,5 +101,21 @@ FAULTS = [
     Fault("plain", "1f 43", "nothing goes wrong", silences.plain, RIGHT),
 ]  # fmt: skip
 
+# With a sharded optimizer, these programs read or keep a gradient, or train what is in no parameter group.
+NOT_ZEROED = named("call optimizer.zero_grad() before the next backward")
+IN_NO_GROUP = named("are in no parameter group")
+REFUSED = named("whose gradient is sparse or complex")
+SHARDED = {
+    "no_sync_one_rank": NOT_ZEROED,
+    "module_converted": NOT_ZEROED,
+    "two_backwards": NOT_ZEROED,
+    "zeroed_to_none": NOT_ZEROED,
+    "param_replaced": IN_NO_GROUP,
+    "param_added": IN_NO_GROUP,
+    "complex": REFUSED,
+    "sparse": REFUSED,
+}
+
+FAULTS = [replace(fault, sharded=SHARDED.get(fault.name)) for fault in FAULTS]
 BY_NAME = {fault.name: fault for fault in FAULTS}
 assert len(BY_NAME) == len(FAULTS)

@@ -16,14 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 
-__all__ = ["DDP", "FACES", "WIDTH", "Job", "Net", "Run", "plain_loss"]
+__all__ = ["DDP", "FACES", "SHARDED", "WIDTH", "Job", "Net", "Run", "plain_loss"]
 
 WIDTH = 64
+RATE = 0.01
 BUCKET_MB = 0.017  # about one layer of Net: a model of several buckets
 DDP = "DDP"
+SHARDED = "sharded"  # as DataParallel, and each rank keeps one part of the optimizer
 FACES: dict[str, Callable[..., nn.Module]] = {
     "dpfuse": dpfuse.DistributedDataParallel,
     "DataParallel": dpfuse.DataParallel,
+    SHARDED: dpfuse.DataParallel,
     DDP: DistributedDataParallel,
 }
 
@@ -68,6 +71,7 @@ class Job:
         self.folder = folder
         self.number = 0  # of the next step
         self._options = {} if face == DDP else options
+        self._optimizers: dict[int, dpfuse.ShardedOptimizer] = {}  # by the id of the wrapped module
         self._told = open(folder / f"told-{rank}", "a", buffering=1)  # noqa: SIM115  # lives as long as the process
 
     def tell(self, **facts: Any) -> None:
@@ -81,11 +85,14 @@ class Job:
     def wrap(self, net: nn.Module, *, bucket_mb: float = BUCKET_MB, **options: Any) -> Any:
         """The wrapper around `net`, with buckets of about one layer."""
         make: Callable[..., nn.Module] = FACES[self.face]
-        if self.face == "DataParallel":
+        if FACES[self.face] is dpfuse.DataParallel:
             make = partial(make, comm_buffer_size=bucket_mb, last_comm_buffer_size=bucket_mb)
         else:
             make = partial(make, bucket_cap_mb=bucket_mb)
-        return make(net, **options, **self._options)
+        model = make(net, **options, **self._options)
+        if self.face == SHARDED:
+            self._optimizers[id(net)] = dpfuse.ShardedOptimizer(model, torch.optim.SGD, net.parameters(), lr=RATE)
+        return model
 
     def batch(self, rank: int | None = None, number: int | None = None) -> Tensor:
         """The input of a rank in a step; every rank can make that of any other."""
@@ -113,9 +120,11 @@ class Job:
     def compare(self, net: nn.Module, truth: Mapping[str, Tensor | None]) -> None:
         """Tell how far the gradients are from `truth`, as a part of its largest element; a NaN is infinitely far."""
         worst = 0.0
+        optimizer = self._optimizers.get(id(net))
         for name, param in net.named_parameters():
             if name in truth:
-                worst = max(worst, _distance(param.grad, truth[name]))
+                grad = param.grad if optimizer is None else optimizer.full_gradient(param)
+                worst = max(worst, _distance(grad, truth[name]))
         self.tell(off=worst, step=self.number)
 
     def step(self, model: Any, run: Run = plain_loss) -> None:
@@ -129,10 +138,13 @@ class Job:
     def descend(self, net: nn.Module) -> None:
         """A step of plain descent along the gradients as they are; the next batch is another one."""
         self.number += 1
+        if id(net) in self._optimizers:
+            self._optimizers[id(net)].step()
+            return
         with torch.no_grad():
             for param in net.parameters():
                 if param.grad is not None:
-                    param.add_(param.grad, alpha=-0.01)
+                    param.add_(param.grad, alpha=-RATE)
 
     def steps(self, model: Any, count: int = 3, run: Run = plain_loss) -> None:
         """So many of them."""

@@ -73,7 +73,7 @@ def play(fault: Fault, face: str, stage: Stage) -> Verdict:
             name=fault.name, face=face, ranks=list(range(SIZE)), size=SIZE, folder=name, timeout=timeout,
             limit=fault.limit + (timeout if face == DDP else 0), variables={"GLOO_SOCKET_IFNAME": "lo"},
         )  # fmt: skip
-        return judge(fault, gathered(folder, seen), timeout)
+        return judge(fault.on(face), gathered(folder, seen), timeout)
 
 
 def play_apart(fault: Fault, face: str) -> Verdict:

@@ -24,6 +24,7 @@ SUFFIX = "-faults.json"
 
 def entry(fault: Fault | JobFault, face: str, verdict: Verdict) -> Entry:
     """One measurement of a record."""
+    fault = fault.on(face) if isinstance(fault, Fault) else fault
     facts = {
         "done": fault.done,
         "hazard": fault.hazard,

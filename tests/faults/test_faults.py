@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tests.faults.fault import Outcome, Verdict, shortfalls
+from tests.faults.fault import Fault, Outcome, Verdict, shortfalls
 from tests.faults.faults import BY_NAME, FAULTS
 from tests.faults.job import DDP, FACES
 from tests.faults.player import playing
@@ -23,13 +23,19 @@ WRONG = {
 }
 
 
+FIRST = ("dpfuse",)
+EACH_TIME = dict.fromkeys(("kill_mid_backward", "freeze_rank", "nan_one_rank", "uneven_steps"), (*FIRST, "sharded"))
+
+
 def plays() -> list[object]:
-    """The first face in every run of the tests; all others in the long one."""
+    """The first face in every run of the tests, and some faults of processes in parts; all others in the long one."""
+
+    def marks(fault: Fault, face: str) -> list[pytest.MarkDecorator]:
+        first = face in EACH_TIME.get(fault.name, FIRST)
+        return [pytest.mark.slow] if fault.slow or not first else []
+
     return [
-        pytest.param(fault.name, face, marks=[pytest.mark.slow] if fault.slow or face != "dpfuse" else [])
-        for face in FACES
-        if face != DDP
-        for fault in FAULTS
+        pytest.param(fault.name, face, marks=marks(fault, face)) for face in FACES if face != DDP for fault in FAULTS
     ]
 
 
@@ -49,7 +55,7 @@ def futures(request: pytest.FixtureRequest) -> Iterator[Futures]:
 def test_a_fault_is_survived_or_named(futures: Futures, name: str, face: str) -> None:
     verdict = futures[name, face].result()
     print(f"{name}: {verdict.outcome.value} after {verdict.seconds} s")  # shown by pytest -rP
-    assert not shortfalls(BY_NAME[name].expected, verdict)
+    assert not shortfalls(BY_NAME[name].on(face).expected, verdict)
 
 
 @pytest.mark.parametrize(("name", "face"), [(name, DDP) for name in WRONG])
