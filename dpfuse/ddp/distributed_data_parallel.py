@@ -262,6 +262,11 @@ class DistributedDataParallel(TorchHooks, Joinable):
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """This module's part in a `Join`; takes its keyword argument `divide_by_initial_world_size`."""
         assert self._sync is not None
+        if self._sync.divided:
+            raise DPFuseError(
+                f"rank {self._distributed_rank}: join() was called with a ShardedOptimizer, expected one of the two: a "
+                "rank without input takes no part in step(). Give each rank as many batches, or use a plain optimizer."
+            )
         if self._buffer_hook is not None and not self._buffer_hook.before_forward:
             raise DPFuseError(
                 f"rank {self._distributed_rank} has a buffer hook that runs after the forward, which ranks without "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dpfuse.engine.autograd import BackwardListener, BackwardWatch, ReadyHooks
@@ -31,6 +31,7 @@ class Listening:
         watch: tells when a backward begins and ends.
         alone: whether another wrapper of the same parameters would break what this one does.
         wrap: puts a listener of the face in front of the reducer.
+        always: observers that are told in every backward.
 
     Attributes:
         watch: as given.
@@ -39,12 +40,12 @@ class Listening:
         recorder: is told in place of the reducer, if there is one.
     """
 
-    def __init__(self, watch: BackwardWatch, *, alone: bool, wrap: Wrap) -> None:
+    def __init__(self, watch: BackwardWatch, *, alone: bool, wrap: Wrap, always: Sequence[BucketObserver]) -> None:
         self.watch = watch
-        self.observers: list[BucketObserver] = []
+        self.observers = list(always)
         self.recorder: BackwardRecorder | None = None
         self._times: BucketObserver | None = None
-        self._kept: list[BucketObserver] = []
+        self._always = always
         self._wrap = wrap
         self.hooks = ReadyHooks(alone, self._decorated)
         self._listener: BackwardListener | None = None
@@ -69,12 +70,7 @@ class Listening:
     def observe(self, times: BucketObserver | None) -> None:
         """Report how each bucket travels to `times`, besides a recorder; None ends that."""
         self._times = times
-        self.observers[:] = [observer for observer in (*self._kept, times, self.recorder) if observer is not None]
-
-    def keep(self, observer: BucketObserver) -> None:
-        """Report how each bucket travels to `observer`, too, from now on."""
-        self._kept.append(observer)
-        self.observe(self._times)
+        self.observers[:] = [observer for observer in (*self._always, times, self.recorder) if observer is not None]
 
     def _connect(self) -> None:
         self.watch.listener = self._listener if self.recorder is None else self.recorder

@@ -19,7 +19,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.protocols import HookExchanges
+from dpfuse.engine.protocols import BucketObserver, HookExchanges
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
 from dpfuse.engine.waiting import Track, board_of, leave
@@ -76,6 +76,7 @@ class GradSync:
         features: what is done besides averaging, in this order.
         fields: what the report compares besides the window; the most important first.
         wrap: puts a listener of the face in front of the reducer.
+        observers: are told how each bucket travels.
 
     Attributes:
         plan: of the buckets in use.
@@ -94,11 +95,13 @@ class GradSync:
         features: Sequence[Feature] = (),
         fields: Sequence[Field] = (),
         wrap: Wrap = lambda reducer: reducer,
+        observers: Sequence[BucketObserver] = (),
     ) -> None:
         self.plan = plan
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
-        self.listening = Listening(BackwardWatch(window.reached), alone=settings.alone, wrap=wrap)
+        watch = BackwardWatch(window.reached)
+        self.listening = Listening(watch, alone=settings.alone, wrap=wrap, always=observers)
         self._params = list(params)
         self._rank_count = group.size()
         self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = (

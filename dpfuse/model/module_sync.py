@@ -151,10 +151,8 @@ class ModuleSync:
             features=features,
             fields=[self.factors.field()],
             wrap=face.wrap,
+            observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
         )
-        if self.metrics is not None:
-            self.grads.listening.keep(self.metrics)
-            self.grads.listening.keep(self.metrics.step_times)
         let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(

@@ -158,6 +158,10 @@ def wrapped(**options):
     return dpfuse.DataParallel(network(), **options)
 
 
+def wrapped_as_ddp():
+    return dpfuse.DistributedDataParallel(network())
+
+
 class Counted(nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,6 +220,24 @@ MISTAKES = {
         lambda: (dpfuse.ShardedOptimizer(model := wrapped(), optim.SGD, lr=1), model.set_gradient_weight(2)),
         DPFuseError,
         "a weight with a ShardedOptimizer",
+    ),
+    "joined": (
+        lambda: (dpfuse.ShardedOptimizer(model := wrapped_as_ddp(), optim.SGD, lr=1), model.join().__enter__()),
+        DPFuseError,
+        r"join\(\) was called with a ShardedOptimizer",
+    ),
+    "hooked": (
+        lambda: (
+            dpfuse.ShardedOptimizer(model := wrapped_as_ddp(), optim.SGD, lr=1),
+            model.register_comm_hook(None, lambda state, bucket: None),
+        ),
+        DPFuseError,
+        "a communication hook was registered with a ShardedOptimizer",
+    ),
+    "gather": (
+        lambda: dpfuse.ShardedOptimizer(wrapped(), optim.SGD, lr=1, gather="later"),
+        ValueError,
+        "gather must be 'step' or 'forward', got 'later'",
     ),
     "pickled": (
         lambda: pickle.dumps(dpfuse.ShardedOptimizer(wrapped(), optim.SGD, lr=1)),
