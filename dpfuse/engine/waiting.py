@@ -56,9 +56,11 @@ class Doing(IntEnum):
     FORWARD = 1  # runs a forward with gradients
     LOSS = 2  # has run such a forward, and no backward since
     BACKWARD = 3  # runs a backward, or waits at its end
+    STEP = 4  # updates its part of the parameters, and gathers those of all ranks
+    READ = 5  # reads gradients or states of which each rank has a part
 
 
-BETWEEN, FORWARD, LOSS, BACKWARD = Doing  # for the hot path: before Python 3.12 looking up a member is slow
+BETWEEN, FORWARD, LOSS, BACKWARD, STEP, READ = Doing  # for the hot path: before Python 3.12 looking up a member is slow
 
 
 class Wrapper(NamedTuple):
@@ -239,6 +241,8 @@ def describe_place(wrapper: int, doing: Doing, step: int, bucket: int, *, waits:
             Doing.FORWARD: f"waits for the other ranks in the forward{which} of step {step}",
             Doing.LOSS: f"waits for the other ranks before the backward{which} of step {step}",
             Doing.BACKWARD: f"waits for bucket {bucket} in the backward{which} of step {step}",
+            Doing.STEP: f"waits for parameters in the optimizer's step{which}, before step {step}",
+            Doing.READ: f"waits for the other ranks in a norm, whole gradient or state dict{which}, before step {step}",
         }[doing]
     sent = f" and has sent bucket {bucket}" if bucket >= 0 else ""
     return {
@@ -246,6 +250,8 @@ def describe_place(wrapper: int, doing: Doing, step: int, bucket: int, *, waits:
         Doing.FORWARD: f"runs the forward{which} of step {step}",
         Doing.LOSS: f"is between forward and backward{which} of step {step}",
         Doing.BACKWARD: f"runs the backward{which} of step {step}{sent}",
+        Doing.STEP: f"runs the optimizer's step{which}, before step {step}",
+        Doing.READ: f"reads gradients or states{which}, before step {step}",
     }[doing]
 
 

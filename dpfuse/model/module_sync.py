@@ -359,6 +359,8 @@ class ModuleSync:
             what = "gradient weights"
         elif self._dividing is not None:
             what = "another ShardedOptimizer of the same model"
+        elif self.wire is not None and any(spec.dtype != self.wire for spec in self.plan.specs):
+            what = f"wire_dtype=torch.{self.wire}"
         elif other := [spec for spec in self.plan.specs if spec.sparse or spec.dtype.startswith("complex")]:
             what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
         if what:

@@ -372,10 +372,10 @@ class SyncOptions:
     @property
     def of_whole_gradients(self) -> str:
         """An option that needs the whole gradients on each rank; empty if there is none."""
-        for name in ("accumulate_in_buckets", "grad_norm_in_backward", "metrics"):
+        for name in ("grad_norm_in_backward", "metrics"):
             if self.common[name]:
                 return f"{name}={self.common[name]!r}"
-        return "" if self.wire.dtype is None else f"wire_dtype=torch.{self.wire.dtype}"
+        return ""
 
     @property
     def of_communication(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,20 @@ class ShardedGradients:
     Args:
         named: the parameters, and their names.
         group: the ranks.
+        reading: told while ranks wait for each other.
 
     Raises:
         DPFuseError: a parameter has a gradient that was not averaged.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        group: dist.ProcessGroup,
+        reading: AbstractContextManager[None],
+    ) -> None:
         self._group = group
+        self._reading = reading
         self._grads = [grad for name, param in named if (grad := sharded_gradient(name, param, group)) is not None]
 
     @torch.no_grad()
@@ -55,12 +63,13 @@ class ShardedGradients:
         for part in self._parts():
             norms.append(row_norms([part]) if order == 2 else torch.linalg.vector_norm(part, order).double().view(1))
         rows = torch.cat(norms)
-        if order == math.inf:
-            collective.all_reduce_max(total := rows.max(), self._group)
-        else:
-            total = rows.pow(order).sum()
-            finish(collective.all_reduce(total, self._group), board_of(self._group), device.type)
-            total = total.pow(1 / order)
+        with self._reading:
+            if order == math.inf:
+                collective.all_reduce_max(total := rows.max(), self._group)
+            else:
+                total = rows.pow(order).sum()
+                finish(collective.all_reduce(total, self._group), board_of(self._group), device.type)
+                total = total.pow(1 / order)
         norm = total.to(torch.float64 if torch.float64 in kinds else torch.float32)
         return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
 from dpfuse.engine.sync import names_of
+from dpfuse.engine.waiting import BETWEEN, READ, Doing
 from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.norm import ShardedGradients
@@ -51,7 +53,18 @@ class Sharding(Dividing):
         return [delivery for delivery in found if isinstance(delivery, ShardedDelivery)]
 
     def gradients(self) -> ShardedGradients:
-        return ShardedGradients(zip(names_of(self._sync.plan), self._sync.params, strict=True), self._group)
+        named = zip(names_of(self._sync.plan), self._sync.params, strict=True)
+        return ShardedGradients(named, self._group, self.telling(READ))
+
+    @contextmanager
+    def telling(self, doing: Doing) -> Iterator[None]:
+        """Tell the heartbeat what this rank does, so that ranks in different collectives are told apart."""
+        track, completed = self._sync.track, self._sync.reducer.completed
+        track.tell(doing, completed)
+        try:
+            yield
+        finally:
+            track.tell(BETWEEN, completed)
 
     def finish(self) -> None:
         self._finish()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.sync import names_of
-from dpfuse.engine.waiting import board_of, finish
+from dpfuse.engine.waiting import READ, STEP, board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
@@ -64,7 +64,8 @@ class Shards:
         now = self._sharding.deliveries()
         buckets_changed = [*map(id, now)] != [id(shard.delivery) for shard in self._shards]
         if failure is not None or buckets_changed or not self._late or sync.is_compiled:
-            self.finish()
+            with self._sharding.telling(STEP):
+                self.finish()
         if failure is not None:
             raise DPFuseError(
                 f"rank {sync.group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
@@ -86,12 +87,14 @@ class Shards:
         self._find_gradients()
         for shard in self._shards:
             if grad is not None and shard.delivery.part.address == grad.bucket.address:
-                return shard.whole_gradient(next(place for place, own in enumerate(shard.params) if own is param))
+                with self._sharding.telling(READ):
+                    return shard.whole_gradient(next(place for place, own in enumerate(shard.params) if own is param))
         return None
 
     def whole_states(self) -> dict[Tensor, State]:
         """Return the state of each parameter that has one, as the plain optimizer has it; to be called on all ranks."""
-        found = {param: state for shard in self._shards for param, state, _ in shard.whole_states() if state}
+        with self._sharding.telling(READ):
+            found = {param: state for shard in self._shards for param, state, _ in shard.whole_states() if state}
         return {param: state for param, (state, _) in self._aside.items()} | found
 
     def load(self, states: Mapping[Tensor, State]) -> None:

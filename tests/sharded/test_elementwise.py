@@ -94,6 +94,7 @@ HOWS = {
     "groups and a scheduler": {"groups": two_groups, "scheduler": warm_up},
     "float64": {"dtype": torch.float64},
     "bfloat16": {"dtype": torch.bfloat16},
+    "accumulation in buckets": {"micro": 3, "options": {"accumulate_in_buckets": True}},
     "greedy buckets": {"options": {"plan": "greedy"}},
     "gathered in forward": {"gather": "forward"},
     "gathered in forward, accumulating": {"gather": "forward", "micro": 2, "groups": two_groups},

@@ -201,11 +201,6 @@ MISTAKES = {
         ValueError,
         "with metrics=True, expected one of the two",
     ),
-    "accumulating": (
-        lambda: dpfuse.ShardedOptimizer(wrapped(accumulate_in_buckets=True), optim.SGD, lr=1),
-        ValueError,
-        "with accumulate_in_buckets=True",
-    ),
     "sparse": (
         lambda: dpfuse.ShardedOptimizer(dpfuse.DataParallel(Counted()), optim.SGD, lr=1),
         ValueError,
