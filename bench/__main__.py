@@ -35,7 +35,7 @@ SUITES = {
     "planner": 120,
     "wire": 240,
     "manual": 300,
-    "sharded": 400,
+    "sharded": 900,
 }
 GPU_SUITES = {
     "step": 135,

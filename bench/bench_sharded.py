@@ -1,7 +1,9 @@
 """Whole training steps with AdamW, whose states each rank has whole or in part: forward, backward, update.
 
 Wall time on two gloo ranks. Before the timing, each contender's weights after three steps are compared with those of
-DDP and the plain optimizer.
+DDP and the plain optimizer. "network …" is one rank in a simulated network, as in the suite "overlap": there the rank
+updates all parameters, so only the overlap differs. Several steps are one measurement, since parameters may still
+travel when a step ends.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from statistics import median
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -23,17 +27,22 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
-from bench.interleave import interleave, wall_clock
-from bench.models import PAIR_MODELS, Workload
+from bench.interleave import interleave, one_thread, wall_clock
+from bench.models import PAIR_MODELS, Workload, layers
+from bench.network import simulated_network
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, affordable
+from dpfuse.tune import CostTable
 
 __all__ = ["CONTENDERS"]
 
 SETTINGS = {"lr": 1e-4, "weight_decay": 0.1}
 STEPS = 3  # before the weights are compared
 CLOSE = 1e-5
+LATENCIES = (20e-6, 100e-6, 500e-6, 2e-3)
+LOADS = (0.25, 0.5, 1, 2)  # time to send all gradients in backwards, without the latencies
+QUICK_CELLS = ("network 100 us, 1 backward",)
 REFERENCE = "DDP default"
 
 
@@ -131,6 +140,12 @@ CONTENDERS: dict[str, Train] = {
     "dpfuse sharded": _sharded,
     "dpfuse sharded, gathered in forward": partial(_sharded, gather="forward"),
 }
+# What one rank can have: ZeroRedundancyOptimizer and FSDP2 need a group that torch knows well.
+IN_NETWORKS = (REFERENCE, "DDP views", "dpfuse", "dpfuse sharded", "dpfuse sharded, gathered in forward")
+NETWORKS = {
+    f"network {latency * 1e6:g} us, {load:g} backward": (latency, load) for latency, load in product(LATENCIES, LOADS)
+}
+SEVERAL = 4
 if importlib.util.find_spec("deepspeed") is not None:
     CONTENDERS["DeepSpeed stage 1"] = _deepspeed
 
@@ -165,13 +180,55 @@ def _prove(trained: dict[str, Trained]) -> None:
             assert torch.allclose(found, weight, rtol=CLOSE, atol=CLOSE), f"{name}: the weights differ from DDP's"
 
 
+def _time_network(latency: float, load: float, effort: Effort) -> dict[str, dict[str, Any]]:
+    """Time the contenders that one rank can have, where all bytes travel for `load` backwards."""
+    with one_thread(), simulated_network() as network:
+        torch.manual_seed(0)
+        workload = layers(16, 768, rows=48)
+        backward = _backward_seconds(workload)
+        nbytes = sum(param.nbytes for param in workload.module.parameters())
+        trained = {each: CONTENDERS[each](copy.deepcopy(workload)) for each in IN_NETWORKS}
+        _prove(trained)
+        network.cost = CostTable.affine(latency, nbytes / (load * backward))
+        steps = {each: partial(_several, one) for each, one in trained.items()}
+        times = interleave(steps, _clock, rounds=affordable(steps, effort, "cpu"), warmup=1)
+    seconds = {each: [wall / SEVERAL for wall, _ in pairs] for each, pairs in times.items()}
+    facts = {"bytes": nbytes, "latency": latency, "backward": backward}
+    return {each: {"seconds": found, "wall": median(found), "facts": facts} for each, found in seconds.items()}
+
+
+def _several(trained: Trained) -> None:
+    for _ in range(SEVERAL):
+        trained.step()
+    trained.weights()  # waits for those that are on their way
+
+
+def _clock(step: Callable[[], object]) -> tuple[float, float]:
+    begin = perf_counter()
+    step()
+    return (seconds := perf_counter() - begin), seconds
+
+
+def _backward_seconds(workload: Workload) -> float:
+    """The time of a backward of the bare module."""
+    found = []
+    for _ in range(9):
+        loss = workload.loss(workload.module)
+        found.append(_clock(loss.backward)[0])
+    return median(found)
+
+
 @remembered
 def _measured(case: str, quick: bool) -> Any:
+    if case in NETWORKS:
+        return _time_network(*NETWORKS[case], Effort(2, 1, 2) if quick else Effort(7, 1, 25))
     return on_ranks(2, "cpu", _time, case, Effort(5, 1, 2) if quick else Effort(25, 3, 45))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize(("case", "variant"), [(case, variant) for case in PAIR_MODELS for variant in CONTENDERS])
+    cells = QUICK_CELLS if metafunc.config.getoption("--quick") else NETWORKS
+    pairs = [(case, variant) for case in PAIR_MODELS for variant in CONTENDERS]
+    metafunc.parametrize(("case", "variant"), pairs + [(case, variant) for case in cells for variant in IN_NETWORKS])
 
 
 @played_back
