@@ -302,7 +302,8 @@ class GradSync:
         """Let the device act on the report. On CUDA the host reads it one backward later."""
         if self._spoiler is not None:
             flag = alarm()
-            self._spoiler(flag)
+            if not any(feature.divides for feature in self._assembly.features):  # else that feature has the gradients
+                self._spoiler(flag)
             deliveries = [bucket.parts.delivery for bucket in self.reducer.buckets]
             for feature in self._assembly.features:
                 feature.alarmed(flag, deliveries)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.plan import Bucket
@@ -46,6 +50,12 @@ class Sharding(Dividing):
     def opened(self, *, sync: bool, announced: bool) -> None:
         if sync:
             self.used = self.deliveries()
+
+    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if isinstance(delivery, ShardedDelivery):
+                part = delivery.part.part
+                part.add_(torch.where(alarm, math.nan, 0.0).to(part))
 
     def deliveries(self) -> list[ShardedDelivery]:
         """Return the gradients of each bucket that the next backward will use."""

@@ -368,3 +368,23 @@ def test_without_a_process_group_it_is_the_plain_optimizer():
         sharded.load_state_dict(state)
     assert not bits_differ([*model.parameters()], [*net.parameters()])
     assert state["state"].keys() == plain.state_dict()["state"].keys()
+
+
+def alarmed(rank, size):
+    """What a GPU does where the host does not know yet that a rank has failed: the parts become NaN."""
+    model = wrapped()
+    dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    norms = []
+    for alarm in (False, True):
+        model.zero_grad()
+        loss_of(model, 0, rank).backward()
+        sharding = model._sync._dividing
+        sharding.alarmed(torch.tensor(alarm), sharding.used)
+        norms.append(model.grad_norm().item())
+    return norms
+
+
+def test_an_alarm_on_the_device_spoils_all_parts(ranks):
+    for first, second in ranks(alarmed):
+        assert 0 < first < math.inf
+        assert math.isnan(second)
