@@ -81,6 +81,7 @@ PIECES = {
                 *(_tests("gpu/test_narrow_kernels_gpu", 240, shard=f"{part}/2") for part in range(2)),
                 _tests("gpu/test_bound_gpu", 150),
                 _tests("gpu/test_health_gpu", 200),
+                _tests("gpu/test_sharded_gpu", 120),
             ),
             side_by_side=8,
         ),

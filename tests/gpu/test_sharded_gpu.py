@@ -1,0 +1,54 @@
+"""A sharded optimizer on a GPU: NCCL carries the parts, and weights are those of the plain optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+import dpfuse
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CLOSE = 1e-6  # foreach operations of short and of joined tensors may round differently
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 600), nn.GELU(), nn.Linear(600, 500), nn.GELU(), nn.Linear(500, 10)).cuda()
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_rank_trains_as_with_the_plain_optimizer(nccl, gather, fused):
+    net = network()
+    model = dpfuse.DataParallel(copy.deepcopy(net), comm_buffer_size=0.5, last_comm_buffer_size=0.1)
+    sharded = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=1e-3, fused=fused, gather=gather)
+    plain = optim.AdamW(net.parameters(), lr=1e-3, fused=fused)
+    for step in range(10):
+        x = torch.randn(32, 64, generator=torch.Generator("cuda").manual_seed(step), device="cuda")
+        for one, optimizer in ((model, sharded), (net, plain)):
+            one(x).square().mean().backward()
+            norm = model.clip_grad_norm_(0.1) if one is model else nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            assert norm > 0
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), net.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=CLOSE)
+    assert sharded.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+
+
+def test_a_scaler_skips_a_step(nccl):
+    model = dpfuse.DataParallel(network())
+    optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler.scale(model(torch.full((4, 64), torch.inf, device="cuda")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert scaler.get_scale() == 2.0**15
