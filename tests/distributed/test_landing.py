@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import completion as landing
+from dpfuse.model import completion as landing
 from dpfuse.model.hooked import _HookWork
 from tests.distributed.processes import run
 
