@@ -103,6 +103,7 @@ class ShardedOptimizer(Optimizer):
             return
         votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
         self._shards = Shards(sync, plain, defaults, late=gather == "forward")
+        self.state = _InShards(self._shards)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -164,7 +165,7 @@ class ShardedOptimizer(Optimizer):
         try:
             return super().state_dict()
         finally:
-            self.state = defaultdict(dict)
+            self.state = _InShards(self._shards)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of the plain optimizer returned; to be called on all ranks.
@@ -176,10 +177,24 @@ class ShardedOptimizer(Optimizer):
         self._plain.__setstate__({"state": self.state, "param_groups": self.param_groups})  # of its class: old keys
         if self._shards is not None:
             self._shards.load(self.state)
-            self.state = self._plain.state = defaultdict(dict)
+            self.state = self._plain.state = _InShards(self._shards)
 
     def __getstate__(self) -> dict[str, Any]:
         raise DPFuseError("a ShardedOptimizer cannot be copied or pickled, expected its state_dict(); save that.")
+
+
+class _InShards(defaultdict[Any, Any]):
+    """Has no items, since the states are in the shards, but is true if there are any.
+
+    For torch.distributed.checkpoint, which makes a step with gradients of zeros if an optimizer has no states yet.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(dict)
+        self._shards = shards
+
+    def __bool__(self) -> bool:
+        return self._shards.has_states
 
 
 def _facts_of(plain: Optimizer, model: nn.Module) -> str:

@@ -49,6 +49,7 @@ class Shards:
         """Update this rank's part of each bucket, and gather the parts of all ranks."""
         sync = self._sync
         self.finish()
+        self._take_zeros()
         sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
         settings = [settings_of(group) for group in self._plain.param_groups]
@@ -75,6 +76,19 @@ class Shards:
         self._take_settings(settings)
         if buckets_changed:
             self._follow(now)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a step was made, or states were loaded."""
+        return bool(self._aside) or any(shard.optimizer.state for shard in self._shards)
+
+    def _take_zeros(self) -> None:
+        """Take gradients that a program has set to zeros: these need no averaging."""
+        for shard in self._shards:
+            for param, sharded in zip(shard.params, shard.delivery.grads, strict=True):
+                if type(param.grad) is Tensor and not param.grad.any():
+                    sharded.own.zero_()
+                    param.grad = sharded
 
     def finish(self) -> None:
         """Wait for the parameters that are still gathered."""

@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dpfuse
 from dpfuse import plan_buckets
@@ -78,6 +80,32 @@ def through_a_checkpoint(rank, size, folder):
 
 def test_a_checkpoint_resumes_with_the_same_bits(ranks, tmp_path):
     assert ranks(through_a_checkpoint, str(tmp_path)) == [False, False]
+
+
+def through_dcp(rank, size, folder, fresh):
+    """torch's distributed checkpoint, with its own functions for the state dicts."""
+    net = network()
+    start = copy.deepcopy(net)
+    model = dpfuse.DistributedDataParallel(net)
+    optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, **SETTINGS)
+    train(model, optimizer, range(3), rank)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 6), rank)
+    again = dpfuse.DistributedDataParallel(start)
+    resumed = dpfuse.ShardedOptimizer(again, optim.AdamW, **SETTINGS)
+    if not fresh:
+        train(again, resumed, [77], rank)
+    found = dict(zip(("model", "optimizer"), get_state_dict(again, resumed), strict=True))
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(again, resumed, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    train(again, resumed, range(3, 6), rank)
+    return bits_differ(weights(model), weights(again))
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_distributed_checkpoint_of_torch_resumes_with_the_same_bits(ranks, tmp_path, fresh):
+    assert ranks(through_dcp, str(tmp_path / "checkpoint"), fresh) == [False, False]
 
 
 def planned_anew(rank, size):
