@@ -388,3 +388,26 @@ def test_an_alarm_on_the_device_spoils_all_parts(ranks):
     for first, second in ranks(alarmed):
         assert 0 < first < math.inf
         assert math.isnan(second)
+
+
+def with_closure(rank, size):
+    """The loss that a closure returns, and weights after it, of a sharded and of the plain optimizer."""
+    seen = []
+    for sharded in (True, False):
+        model = wrapped()
+        make = dpfuse.ShardedOptimizer if sharded else lambda model, kind, lr: kind(model.parameters(), lr=lr)
+        optimizer = make(model, optim.SGD, lr=0.1)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, rank)
+            loss.backward()
+            return loss.detach()
+
+        losses = [optimizer.step(closure) for _ in range(3)]
+        seen.append([*losses, *model.parameters()])
+    return bits_differ(*seen)
+
+
+def test_a_closure_is_called_with_gradients_enabled(ranks):
+    assert ranks(with_closure) == [False, False]
