@@ -118,3 +118,15 @@ def test_clipping_has_the_bits_of_the_plain_optimizer_with_clipping(ranks, name)
     whole = {"comm_buffer_size": 1, "last_comm_buffer_size": 1}
     how = {"peer": dpfuse.DataParallel, "around": clipped, "options": whole}
     assert ranks(differing, *KINDS[name], 60, how, 1) == [[], []]
+
+
+def fused(rank, size):
+    """The largest distance of a weight from that of DDP and the same fused optimizer."""
+    _, theirs, ours, _, _ = trained_beside(optim.AdamW, 30, lr=0.001, fused=True)
+    pairs = zip(theirs.module.parameters(), ours.module.parameters(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+def test_a_fused_optimizer_differs_in_last_digits_at_most(ranks):
+    for largest in ranks(fused):
+        assert largest < 1e-5
