@@ -121,12 +121,15 @@ def test_clipping_has_the_bits_of_the_plain_optimizer_with_clipping(ranks, name)
 
 
 def fused(rank, size):
-    """The largest distance of a weight from that of DDP and the same fused optimizer."""
-    _, theirs, ours, _, _ = trained_beside(optim.AdamW, 30, lr=0.001, fused=True)
+    """The largest distance of a weight from that of DDP and the same fused optimizer.
+
+    Only a few steps: one differing last digit grows from step to step, since Adam divides by small numbers.
+    """
+    _, theirs, ours, _, _ = trained_beside(optim.AdamW, 5, lr=0.001, fused=True)
     pairs = zip(theirs.module.parameters(), ours.module.parameters(), strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
 
 
 def test_a_fused_optimizer_differs_in_last_digits_at_most(ranks):
     for largest in ranks(fused):
-        assert largest < 1e-5
+        assert largest < 1e-6
