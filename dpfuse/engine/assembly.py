@@ -30,7 +30,6 @@ from dpfuse.engine.protocols import Delivery, Exchange, Feed, HookExchanges, Spa
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream, writers_on
 from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
-from dpfuse_kernels.squared_norm import ROW
 
 __all__ = ["Assembly"]
 
@@ -175,23 +174,24 @@ class _Making:
         assembly, averaging, size = self.assembly, self._averaging(bucket), self.assembly.group.size()
         in_buffer = bucket, params, names
         exchange: Exchange
-        format: Format = PLAIN
         ordered: OrderedParts | Blocks | None = None
+        divided = next((one for each in assembly.features if (one := each.format(bucket, params)) is not None), None)
         if averaging.dtype in FP8:
             ordered = Blocks(size, getattr(torch, averaging.dtype))
-        elif self._divides:
-            ordered = OrderedParts(size, ROW)  # the norm of a buffer is then that of its parts, bitwise
+        elif divided is not None:
+            pass
         elif assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
         renewed = self._is_renewed(bucket)
         in_place = (
             ordered is None
+            and divided is None
             and not (assembly.views or assembly.accumulates or renewed)
             and suits_in_place(bucket, averaging.dtype)
         )
         if in_place:
             in_buffer = InPlace.small_part(*in_buffer)
-        buffer = self._buffer(*in_buffer, report=report, format=ordered or format)
+        buffer = self._buffer(*in_buffer, report=report, format=ordered or divided or PLAIN)
         if in_place:
             exchange = InPlace(assembly.group, bucket, params, names)
         elif ordered is not None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ __all__ = [
     "resolve_group",
     "start_all_gather",
     "start_all_gather_into",
+    "start_all_gather_parts",
     "start_all_to_all",
     "start_broadcast",
+    "together",
 ]
 
 MOST_BROADCASTS = 16  # ranks; beyond, their number costs more than a copy
@@ -122,7 +125,7 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
         ]
         return works + [all_reduce(each, group) for each in sums]
 
-    return coalesced(start, first.device, group) if abilities.coalesces else _Together(start())
+    return coalesced(start, first.device, group) if abilities.coalesces else together(start())
 
 
 def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup) -> dist.Work:
@@ -226,6 +229,11 @@ class _Together(dist.Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
+def together(works: Sequence[dist.Work]) -> dist.Work:
+    """Return one work for these."""
+    return _Together(works)
+
+
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
     work = group.allreduce([values], _MAX)
@@ -246,12 +254,41 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor
     return rows, group.allgather([rows], [row], AllgatherOptions())
 
 
-def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> dist.Work:
     """Start to send each rank its part of `flat`, and to fill `parts` with what all ranks send here, by rank.
 
-    Both are flat, of the same dtype and length, a multiple of the number of ranks. The work must be waited for.
+    Args:
+        parts: flat; as long as this rank's part, times the number of ranks.
+        flat: of the same dtype.
+        group: the ranks.
+        lengths: elements of each rank's part, the same on all ranks; empty if the parts are equally long.
+
+    Returns:
+        The work, which must be waited for.
     """
-    return group.alltoall_base(parts, flat, [], [], dist.AllToAllOptions())
+    received = [lengths[group.rank()]] * group.size() if lengths else []
+    return group.alltoall_base(parts, flat, received, list(lengths), dist.AllToAllOptions())
+
+
+def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
+    """Start to overwrite the parts of all other ranks in `flat` with theirs.
+
+    Args:
+        flat: this rank's part is in its place.
+        bounds: where each rank's part begins in `flat`, and where the last one ends; the same on all ranks.
+        group: the ranks.
+
+    Returns:
+        The work, which must be waited for.
+    """
+    parts = [(rank, flat[begin:end]) for rank, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
+
+    def start() -> list[dist.Work]:
+        return [start_broadcast(part, group, rank) for rank, part in parts]
+
+    if len(parts) > 1 and flat.is_cuda and abilities_of(group, flat.device).coalesces:
+        return coalesced(start, flat.device, group)
+    return together(start())
 
 
 def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -264,7 +301,7 @@ def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) 
     own = rows[group.rank()]
     if own.data_ptr() != part.data_ptr():
         own.copy_(part)
-    return _Together([start_broadcast(row, group, rank) for rank, row in enumerate(rows)])
+    return together([start_broadcast(row, group, rank) for rank, row in enumerate(rows)])
 
 
 def check_all_to_all(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.buffer import Buffer, Format
 from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
@@ -28,6 +28,10 @@ class Feature:
 
     def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
         """Return what keeps the rounding errors of sums of this bucket. It is called before `step`."""
+        return None
+
+    def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format | None:
+        """Return how the gradients of these parameters lie in their buffer, if it divides them among the ranks."""
         return None
 
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:

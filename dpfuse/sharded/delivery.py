@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 
 import torch.distributed as dist
-from torch import Tensor
 
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.torch_private import Hooks
-from dpfuse.sharded.gradient import BucketPart, ShardedGradient
+from dpfuse.sharded.division import Region
+from dpfuse.sharded.gradient import RegionPart, ShardedGradient
 
 __all__ = ["ShardedDelivery"]
 
@@ -22,34 +22,38 @@ class ShardedDelivery(Delivery):
     hook still has to read an accumulated gradient, it is handed out at the end.
 
     Args:
-        buffer: is divided evenly among the ranks.
+        buffer: is divided among the ranks.
+        regions: of the buffer.
         group: the ranks.
 
     Attributes:
         buffer: as given.
-        begin, end: of this rank's part of the buffer, in elements.
-        part: this rank's part.
+        regions: as given.
+        parts: this rank's part of each region.
         grads: what `.grad` becomes, by place.
     """
 
-    def __init__(self, buffer: Buffer, group: dist.ProcessGroup) -> None:
+    def __init__(self, buffer: Buffer, regions: Sequence[Region], group: dist.ProcessGroup) -> None:
         self.buffer = buffer
-        length = buffer.flat.numel() // group.size()
-        self.begin, self.end = length * group.rank(), length * (group.rank() + 1)
-        slots = buffer.gradients.slots
-        # Without the padding behind the last gradient: the norm is then bitwise that of whole gradients.
-        own = self._own(0, slots[-1].offset + slots[-1].numel)
-        self.part = BucketPart(own, buffer.flat.data_ptr(), len(slots), group)
-        self.grads = [
-            ShardedGradient(param, name, self._own(slot.offset, slot.numel), self.part)
-            for param, name, slot in zip(buffer.params, buffer.names, slots, strict=True)
-        ]
+        self.regions = regions
+        self.parts: list[RegionPart] = []
+        found: dict[int, ShardedGradient] = {}
+        flat, rank = buffer.flat, group.rank()
+        for region in regions:
+            begin, end = region.bounds[rank : rank + 2]
+            # Without the padding behind the last gradient: the norm is then bitwise that of whole gradients.
+            last = max(min(end, region.begin + region.length), begin)
+            address = flat.data_ptr() + region.begin * flat.element_size()
+            part = RegionPart(flat[begin:last], address, len(region.places), group)
+            self.parts.append(part)
+            for place in region.places:
+                slot = buffer.gradients.slots[place]
+                first = min(max(slot.offset, begin), end)
+                own = flat[first : max(first, min(slot.offset + slot.numel, end))]
+                found[place] = ShardedGradient(buffer.params[place], buffer.names[place], own, part)
+        self.grads = [found[place] for place in range(len(buffer.params))]
         self._hooks = Hooks(buffer.params)
         self._handed_out = False
-
-    def _own(self, offset: int, numel: int) -> Tensor:
-        begin = min(max(offset, self.begin), self.end)
-        return self.buffer.flat[begin : max(begin, min(offset + numel, self.end))]
 
     def hand_out_early(self, missing: Set[int]) -> None:
         self._handed_out = self._hooks.are_ours

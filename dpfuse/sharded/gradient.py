@@ -13,18 +13,18 @@ from torch import Tensor
 from dpfuse.engine import collective
 from dpfuse.errors import DPFuseError
 
-__all__ = ["BucketPart", "ShardedGradient"]
+__all__ = ["RegionPart", "ShardedGradient"]
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @dataclass(frozen=True)
-class BucketPart:
-    """What this rank has of the gradients of a bucket.
+class RegionPart:
+    """What this rank has of the gradients in one region of a bucket.
 
     Args:
-        part: [elements].
-        address: of the memory of the whole bucket.
+        part: [elements], without the padding behind the last gradient.
+        address: of the memory of the whole region.
         count: of the gradients.
         group: the ranks.
     """
@@ -44,21 +44,21 @@ class ShardedGradient(Tensor):
         param: its parameter; shape, strides, dtype and device are the parameter's.
         name: of the parameter, for errors.
         own: this rank's part of it, [elements], in memory order; may be empty.
-        bucket: in which it lies.
+        region: in which it lies.
 
     Source: torch's wrapper subclasses, `Tensor._make_wrapper_subclass`.
     """
 
     name_of_param: str
     own: Tensor
-    bucket: BucketPart
+    region: RegionPart
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str, own: Tensor, bucket: BucketPart) -> ShardedGradient:
+    def __new__(cls, param: Tensor, name: str, own: Tensor, region: RegionPart) -> ShardedGradient:
         made = Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        made.name_of_param, made.own, made.bucket = name, own, bucket
+        made.name_of_param, made.own, made.region = name, own, region
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -87,7 +87,7 @@ def _unscale(grads: Sequence[ShardedGradient], found_inf: Tensor, inv_scale: Ten
     owns = [grad.own for grad in grads if grad.own.numel()]
     if owns:
         torch._amp_foreach_non_finite_check_and_unscale_(owns, found_inf, inv_scale)
-    collective.all_reduce_max(found_inf, grads[0].bucket.group)
+    collective.all_reduce_max(found_inf, grads[0].region.group)
 
 
 def _found_in(values: Any) -> Iterator[ShardedGradient]:

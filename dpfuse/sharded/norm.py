@@ -74,13 +74,13 @@ class ShardedGradients:
         return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
 
     def _parts(self) -> Iterator[Tensor]:
-        """Yield all that this rank has: a bucket in one piece where all of its gradients are there."""
-        buckets: dict[int, list[ShardedGradient]] = {}
+        """Yield all that this rank has: a region in one piece where all of its gradients are there."""
+        regions: dict[int, list[ShardedGradient]] = {}
         for grad in self._grads:
-            buckets.setdefault(id(grad.bucket), []).append(grad)
-        for grads in buckets.values():
-            bucket = grads[0].bucket
-            parts = [bucket.part] if len(grads) == bucket.count else [grad.own for grad in grads]
+            regions.setdefault(id(grad.region), []).append(grad)
+        for grads in regions.values():
+            region = grads[0].region
+            parts = [region.part] if len(grads) == region.count else [grad.own for grad in grads]
             yield from (part for part in parts if part.numel())
 
     @torch.no_grad()

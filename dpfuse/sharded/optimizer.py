@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from dpfuse.engine import votes
 from dpfuse.errors import DPFuseError
-from dpfuse.sharded.elementwise import refuse_others
-from dpfuse.sharded.shard import settings_of
+from dpfuse.sharded.groups import ParamGroups, settings_of
 from dpfuse.sharded.shards import Shards, refuse_missing
 from dpfuse.wrapper import SyncedModule, sync_of
 
@@ -35,21 +34,26 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         model: wrapped by dpfuse. Without a process group, the plain optimizer is used.
-        optimizer_class: updates each element by itself, as SGD, Adam, AdamW, Adagrad and RMSprop do; this is tried.
+        optimizer_class: updates each element by itself, as SGD, Adam, AdamW, Adagrad and RMSprop do, or each tensor
+            by itself, as Muon and Adafactor do. This is tried, unless the class has an attribute
+            `needs_whole_tensors`. Then each rank updates some whole tensors; they are assigned by what their update
+            costs. A class can have a function `update_cost(shape)`, in any unit; without it, the cost is Muon's.
         params: parameters or parameter groups, as torch's optimizers take them, with all that the model trains; None
-            takes all of the model's.
+            takes all of the model's. A group with the key "optimizer_class" is updated by that class.
         gather: "step" has all parameters on all ranks when `step()` returns. "forward" returns earlier: parameters
             travel in the order in which the forward needs them, and the first use of one waits for its bucket.
+        master_dtype: torch.float32 keeps a float32 copy of each parameter in 16 bits. The optimizer updates this
+            rank's part of it, with states in float32, and rounds it to the parameter. None keeps no copy.
         defaults: hyperparameters, by keyword, as `optimizer_class` takes them.
 
     Attributes:
         optimizer_class: as given.
-        param_groups, defaults: those of the plain optimizer.
+        param_groups, defaults: those of the plain optimizer; no defaults where groups name other classes.
 
     Raises:
         TypeError: `model` is not wrapped by dpfuse, or an argument that `optimizer_class` does not take.
-        ValueError: the optimizer is not elementwise, a parameter that is trained is missing, or the wrapper has an
-            option that needs whole gradients.
+        ValueError: the update of one tensor depends on others, a parameter that is trained is missing, or the
+            wrapper has an option that needs whole gradients.
         DPFuseError: the ranks' optimizers differ, or one of them could not be made; raised on every rank.
 
     Example:
@@ -76,6 +80,7 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Any] | None = None,
         *,
         gather: Literal["step", "forward"] = "step",
+        master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
         sync = sync_of(model, "ShardedOptimizer")
@@ -85,24 +90,34 @@ class ShardedOptimizer(Optimizer):
         try:
             if gather not in ("step", "forward"):
                 raise ValueError(f"gather must be 'step' or 'forward', got {gather!r}; leave it out for 'step'")
-            plain = optimizer_class(model.parameters() if params is None else params, **defaults)
-            super().__init__(plain.param_groups, plain.defaults)
-            self._plain, self.param_groups = plain, plain.param_groups
+            if master_dtype not in (None, torch.float32):
+                raise ValueError(
+                    f"master_dtype must be torch.float32 or None, got {master_dtype!r}; leave it out for None"
+                )
+            if master_dtype is not None and sync is None:
+                raise ValueError(
+                    "master_dtype was given without a process group, expected one, also for one rank: the plain "
+                    "optimizer keeps no copies. Call dpfuse.init_parallel_env() before the model is wrapped."
+                )
+            groups = ParamGroups(optimizer_class, model.parameters() if params is None else params, defaults)
+            super().__init__(groups.groups, {})
+            self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
             if sync is not None:
                 sync.check_divisible()
-                refuse_missing(sync, plain)
-                for group in plain.param_groups:
-                    refuse_others(plain, group, defaults)
-                facts = f"{_facts_of(plain, model)}\ngather={gather}"
+                refuse_missing(sync, groups)
+                groups.try_out(master_dtype)
+                facts = f"{_facts_of(groups, model)}\ngather={gather}\nmaster_dtype={master_dtype}"
         except Exception as error:
             if sync is not None:
                 votes.report_failure(error, sync.group, WHAT)
             raise
+        self._masters = master_dtype is not None
         if sync is None:
-            self.state = plain.state
+            self.state = defaultdict(dict)
+            groups.use(self.param_groups, self.state)
             return
         votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
-        self._shards = Shards(sync, plain, defaults, late=gather == "forward")
+        self._shards = Shards(sync, groups, late=gather == "forward", masters=self._masters)
         self.state = _InShards(self._shards)
 
     @torch.no_grad()
@@ -124,7 +139,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._shards is None:
-            self._plain.step()
+            self._groups.step()
         else:
             self._shards.step()
         return loss
@@ -148,10 +163,12 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's: for parameters that the model trains from now on, such as unfrozen ones."""
-        if hasattr(self, "_plain"):
-            self._plain.add_param_group(param_group)
-        else:  # torch's constructor adds the first ones
+        if not hasattr(self, "_groups"):  # torch's constructor adds the first ones
             super().add_param_group(param_group)
+        elif self._shards is None:
+            self._groups.add(param_group)
+        else:
+            self._shards.add_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in the form of the plain optimizer; to be called on all ranks.
@@ -174,10 +191,22 @@ class ShardedOptimizer(Optimizer):
             ValueError: its parameter groups do not fit.
         """
         super().load_state_dict(state_dict)
-        self._plain.__setstate__({"state": self.state, "param_groups": self.param_groups})  # of its class: old keys
+        self._groups.use(self.param_groups, self.state)
         if self._shards is not None:
-            self._shards.load(self.state)
-            self.state = self._plain.state = _InShards(self._shards)
+            self._shards.load(self._exact(state_dict) if self._masters else self.state)
+            self.state = _InShards(self._shards)
+            self._groups.use(self.param_groups, self.state)
+
+    def _exact(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """Return the states by parameter as they are saved; torch has rounded those in `state` to 16 bits."""
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        found: dict[Tensor, dict[str, Any]] = {}
+        for index, param in zip(saved, params, strict=True):
+            if state := state_dict["state"].get(index):
+                tensors = {key: v.to(param.device) for key, v in state.items() if isinstance(v, Tensor) and v.dim()}
+                found[param] = {**state, **tensors}
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         raise DPFuseError("a ShardedOptimizer cannot be copied or pickled, expected its state_dict(); save that.")
@@ -197,11 +226,12 @@ class _InShards(defaultdict[Any, Any]):
         return self._shards.has_states
 
 
-def _facts_of(plain: Optimizer, model: nn.Module) -> str:
+def _facts_of(groups: ParamGroups, model: nn.Module) -> str:
     """Describe an optimizer for the comparison with the other ranks, one fact per line."""
     names = {id(param): name for name, param in model.named_parameters()}
-    lines = [f"optimizer_class={type(plain).__module__}.{type(plain).__qualname__}"]
-    for number, group in enumerate(plain.param_groups):
+    lines = []
+    for number, (group, trainer) in enumerate(zip(groups.groups, groups.trainers, strict=True)):
+        lines.append(f"group {number}: optimizer_class={trainer.kind.__module__}.{trainer.kind.__qualname__}")
         lines += [f"group {number}: {key}={value!r}" for key, value in settings_of(group).items()]
         lines += [
             f"group {number}: {names.get(id(param), 'a parameter of another model')}" for param in group["params"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch.futures import Future
 from dpfuse.engine import collective
 from dpfuse.engine.protocols import Exchange
 from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.sharded.division import Region
 from dpfuse_kernels import sum_parts
 
 __all__ = ["Incoming", "PartSum"]
@@ -28,19 +30,21 @@ class Incoming:
     """
 
     def __init__(self) -> None:
-        self._idle: list[Tensor] = []  # [bytes] uint8, all of the size of the largest bucket so far
+        self._idle: list[Tensor] = []  # [bytes] uint8, all of the size that the largest bucket so far needs
         self._nbytes = 0
         self._flying: deque[_PartWork] = deque()
 
-    def receive(self, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def receive(self, flat: Tensor, regions: Sequence[Region], group: dist.ProcessGroup) -> dist.Work:
         """Start to exchange the parts of `flat`, and return the work whose wait adds them up."""
         while self._flying and self._flying[0].is_completed():
             with suppress(RuntimeError):  # its own wait raises this again
                 self._flying.popleft().wait()
-        if flat.nbytes > self._nbytes:
-            self._idle, self._nbytes = [], flat.nbytes
+        size, rank = group.size(), group.rank()
+        nbytes = size * sum(region.lengths[rank] for region in regions) * flat.element_size()
+        if nbytes > self._nbytes:
+            self._idle, self._nbytes = [], nbytes
         memory = self._idle.pop() if self._idle else torch.empty(self._nbytes, dtype=torch.uint8, device=flat.device)
-        work = _PartWork(flat, memory, group, self)
+        work = _PartWork(flat, regions, memory, group, self)
         self._flying.append(work)
         return work
 
@@ -56,41 +60,63 @@ class PartSum(Exchange):
     On gloo this is faster than its reduce-scatter, and no bit depends on the layout of the bucket.
 
     Args:
-        group: the ranks; the buffer has the same number of elements for each of them.
+        group: the ranks.
+        regions: of the buffer; each travels in a collective of its own.
         incoming: memory for the parts.
     """
 
-    def __init__(self, group: dist.ProcessGroup, incoming: Incoming) -> None:
+    def __init__(self, group: dist.ProcessGroup, regions: Sequence[Region], incoming: Incoming) -> None:
         super().__init__(group)
+        self._regions = regions
         self._incoming = incoming
 
     def start(self, flat: Tensor) -> dist.Work:
-        return self._incoming.receive(flat, self.group)
+        return self._incoming.receive(flat, self._regions, self.group)
 
 
 class _PartWork(dist.Work):
-    """Args: the buffer, [ranks * part], memory for as much, the ranks, and what gets the memory back."""
+    """Args: the buffer, its regions, memory for all parts that come here, the ranks, and what gets the memory back."""
 
-    def __init__(self, flat: Tensor, memory: Tensor, group: dist.ProcessGroup, incoming: Incoming) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        regions: Sequence[Region],
+        memory: Tensor,
+        group: dist.ProcessGroup,
+        incoming: Incoming,
+    ) -> None:
         super().__init__()
-        self._flat = flat
         self._memory: Tensor | None = memory
-        self._group = group
         self._incoming = incoming
+        self._flat = flat
         self._future: Future[Any] = Future()
-        self._parts = memory[: flat.nbytes].view(flat.dtype)
-        self._exchange = collective.start_all_to_all(self._parts, flat, group)
+        size, rank = group.size(), group.rank()
+        self._sums: list[tuple[Tensor, Tensor]] = []  # what each rank has sent here, [ranks, part], and the part
+        works, begin = [], 0
+        for region in regions:
+            end = begin + size * region.lengths[rank] * flat.element_size()
+            parts = memory[begin:end].view(flat.dtype)
+            works.append(
+                collective.start_all_to_all(parts, flat[region.begin : region.end], group, region.lengths)
+                if region.whole
+                else collective.start_all_to_all(parts, flat[region.begin : region.end], group)
+            )
+            if begin < end:
+                own = flat[region.bounds[rank] : region.bounds[rank + 1]]
+                self._sums.append((parts.view(size, -1), own))
+            begin = end
+        self._exchange = works[0] if len(works) == 1 else collective.together(works)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for the parts, and add them up; it can be called again."""
         if self._memory is None:
             return True
         self._exchange.wait(timeout)
-        size = self._group.size()
-        sum_parts(self._parts.view(size, -1), self._flat.view(size, -1)[self._group.rank()])
+        for parts, own in self._sums:
+            sum_parts(parts, own)
+        self._sums = []
         self._incoming.give_back(self._memory)
         self._memory = None
-        del self._parts
         self._future.set_result([self._flat])
         return True
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.buffer import Buffer, Format
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
@@ -17,7 +17,10 @@ from dpfuse.engine.sync import names_of
 from dpfuse.engine.waiting import BETWEEN, READ, Doing
 from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
+from dpfuse.sharded.division import Division, Region
+from dpfuse.sharded.groups import ParamGroups
 from dpfuse.sharded.norm import ShardedGradients
+from dpfuse.sharded.owners import assign_owners
 from dpfuse.sharded.part_sum import Incoming, PartSum
 
 __all__ = ["Sharding"]
@@ -40,12 +43,33 @@ class Sharding(Dividing):
         self._group = sync.group
         self._finish = finish
         self._incoming = Incoming()
+        self._owners: dict[int, int] = {}  # the rank of a parameter that is needed whole, by its id; it never changes
+        self._loads = [0.0] * sync.group.size()  # what the updates of each rank's whole tensors cost
+
+    def own(self, groups: ParamGroups) -> None:
+        """Choose an owner for each parameter that is needed whole and has none.
+
+        The ranks have the same groups, so they choose the same owners.
+        """
+        items = [
+            (id(param), trainer.cost(param.shape))
+            for group, trainer in zip(groups.groups, groups.trainers, strict=True)
+            for param in (group["params"] if trainer.needs_whole else ())
+            if id(param) not in self._owners
+        ]
+        owners = assign_owners([cost for _, cost in items], self._group.size(), self._loads)
+        for (key, cost), owner in zip(items, owners, strict=True):
+            self._owners[key] = owner
+            self._loads[owner] += cost
+
+    def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format:
+        return Division(self._group.size(), tuple(self._owners.get(id(param)) for param in params))
 
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
-        return PartSum(self._group, self._incoming)
+        return PartSum(self._group, _regions_of(buffer), self._incoming)
 
     def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
-        return ShardedDelivery(buffer, self._group)
+        return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         if sync:
@@ -54,8 +78,8 @@ class Sharding(Dividing):
     def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             if isinstance(delivery, ShardedDelivery):
-                part = delivery.part.part
-                part.add_(torch.where(alarm, math.nan, 0.0).to(part))
+                for region in delivery.parts:
+                    region.part.add_(torch.where(alarm, math.nan, 0.0).to(region.part))
 
     def deliveries(self) -> list[ShardedDelivery]:
         """Return the gradients of each bucket that the next backward will use."""
@@ -78,3 +102,8 @@ class Sharding(Dividing):
 
     def finish(self) -> None:
         self._finish()
+
+
+def _regions_of(buffer: Buffer) -> Sequence[Region]:
+    assert isinstance(buffer.format, Division)
+    return buffer.format.regions([slot.numel for slot in buffer.gradients.slots], buffer.averaging.dtype)

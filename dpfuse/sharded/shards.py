@@ -7,20 +7,24 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dpfuse.engine.sync import names_of
 from dpfuse.engine.waiting import READ, STEP, board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
+from dpfuse.sharded.elementwise_shard import ElementwiseShard
+from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.gradient import ShardedGradient
+from dpfuse.sharded.groups import ParamGroups, State
 from dpfuse.sharded.norm import sharded_gradient
 from dpfuse.sharded.pending import Pending
-from dpfuse.sharded.shard import Shard, State, settings_of
 from dpfuse.sharded.sharding import Sharding
+from dpfuse.sharded.whole_shard import WholeShard
 
 __all__ = ["Shards", "refuse_missing"]
+
+Shard = ElementwiseShard | WholeShard
 
 
 class Shards:
@@ -28,20 +32,21 @@ class Shards:
 
     Args:
         sync: of the model; its gradients come in parts from now on.
-        plain: an optimizer of the same class, never stepped; has the parameter groups.
-        keywords: arguments of its class.
+        groups: the parameter groups; each class was tried out.
         late: whether `step` returns while parameters are gathered; the first use of one waits for its bucket.
+        masters: whether 16-bit parameters have float32 copies.
     """
 
-    def __init__(self, sync: ModuleSync, plain: Optimizer, keywords: Mapping[str, Any], *, late: bool) -> None:
+    def __init__(self, sync: ModuleSync, groups: ParamGroups, *, late: bool, masters: bool) -> None:
         self._sync = sync
-        self._plain = plain
-        self._keywords = keywords
+        self._groups = groups
         self._late = late
+        self._masters = masters
         self._pending: list[Pending] = []
         self._shards: list[Shard] = []
         self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
         self._sharding = Sharding(sync, self.finish)
+        self._sharding.own(groups)
         sync.divide(self._sharding)
         self._follow(self._sharding.deliveries())
 
@@ -52,18 +57,19 @@ class Shards:
         self._take_zeros()
         sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
-        settings = [settings_of(group) for group in self._plain.param_groups]
+        settings = self._groups.settings()
         board, failure = board_of(sync.group), None
         for shard in reversed(self._shards):  # the first layers first
             try:
-                shard.take_parameters()
+                shard.flat_params.take()
                 shard.step(settings)
             except Exception as error:
                 failure = failure or error  # the peers wait for this rank's part
-            wait = partial(finish, shard.start_gather(), board, shard.flat.device.type)
-            self._pending.append(Pending(shard.params if self._late else (), wait))
+            params = shard.flat_params
+            wait = partial(finish, params.start_gather(), board, params.flat.device.type)
+            self._pending.append(Pending(params.params if self._late else (), wait))
         now = self._sharding.deliveries()
-        buckets_changed = [*map(id, now)] != [id(shard.delivery) for shard in self._shards]
+        buckets_changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
         if failure is not None or buckets_changed or not self._late or sync.is_compiled:
             with self._sharding.telling(STEP):
                 self.finish()
@@ -80,12 +86,13 @@ class Shards:
     @property
     def has_states(self) -> bool:
         """Whether a step was made, or states were loaded."""
-        return bool(self._aside) or any(shard.optimizer.state for shard in self._shards)
+        return bool(self._aside) or any(shard.updater.has_states for shard in self._shards)
 
     def _take_zeros(self) -> None:
         """Take gradients that a program has set to zeros: these need no averaging."""
         for shard in self._shards:
-            for param, sharded in zip(shard.params, shard.delivery.grads, strict=True):
+            params = shard.flat_params
+            for param, sharded in zip(params.params, params.sharded_gradients, strict=True):
                 if type(param.grad) is Tensor and not param.grad.any():
                     sharded.own.zero_()
                     param.grad = sharded
@@ -100,9 +107,10 @@ class Shards:
         grad = sharded_gradient("that was passed", param, self._sync.group)
         self._find_gradients()
         for shard in self._shards:
-            if grad is not None and shard.delivery.part.address == grad.bucket.address:
+            params = shard.flat_params
+            if grad is not None and params.address == grad.region.address:
                 with self._sharding.telling(READ):
-                    return shard.whole_gradient(next(place for place, own in enumerate(shard.params) if own is param))
+                    return params.whole_gradient(next(i for i, own in enumerate(params.params) if own is param))
         return None
 
     def whole_states(self) -> dict[Tensor, State]:
@@ -123,7 +131,7 @@ class Shards:
 
     def _keep_aside(self, shards: Sequence[Shard]) -> None:
         """Let these shards have their parts of the whole states that lie aside, and of nothing else."""
-        places = {param: (shard, place) for shard in shards for place, param in enumerate(shard.params)}
+        places = _places_of(shards)
         for param in places.keys() & self._aside.keys():
             shard, place = places[param]
             shard.keep(place, *self._aside.pop(param))
@@ -146,30 +154,33 @@ class Shards:
 
     def _elsewhere(self) -> str:
         """Return the name of a parameter whose gradient lies in no shard; empty if there is none."""
-        known = {shard.delivery.part.address for shard in self._shards}
+        known = {shard.flat_params.address for shard in self._shards}
         for spec, param in zip(self._sync.plan.specs, self._sync.params, strict=True):
-            if isinstance(param.grad, ShardedGradient) and param.grad.bucket.address not in known:
+            if isinstance(param.grad, ShardedGradient) and param.grad.region.address not in known:
                 return spec.name
         return ""
 
     def _follow(self, deliveries: Sequence[ShardedDelivery]) -> None:
         """Make shards of these buckets, with the states that there are; to be called on all ranks."""
         self.finish()
-        refuse_missing(self._sync, self._plain)
-        by_buffer = {id(shard.delivery.buffer): shard for shard in self._shards}
-        groups = {
-            id(param): number for number, group in enumerate(self._plain.param_groups) for param in group["params"]
-        }
+        refuse_missing(self._sync, self._groups)
+        before = {(id(shard.flat_params.delivery.buffer), shard.flat_params.number): shard for shard in self._shards}
+        numbers = self._groups.numbers()
         now: list[Shard] = []
         made: list[Shard] = []
         for delivery in deliveries:
-            shard = by_buffer.pop(id(delivery.buffer), None)
-            if shard is None:
-                made.append(shard := self._shard(delivery, groups))
-            shard.delivery = delivery
-            now.append(shard)
-        places = {param: (shard, place) for shard in made for place, param in enumerate(shard.params)}
-        for old in by_buffer.values():
+            for number in range(len(delivery.regions)):
+                shard = before.pop((id(delivery.buffer), number), None)
+                if shard is None:
+                    made.append(
+                        shard := self._shard(
+                            FlatParams(delivery, number, self._sync.group, masters=self._masters), numbers
+                        )
+                    )
+                shard.flat_params.delivery = delivery
+                now.append(shard)
+        places = _places_of(made)
+        for old in before.values():
             for param, state, divided in old.whole_states():
                 if param in places:
                     shard, place = places[param]
@@ -179,27 +190,42 @@ class Shards:
         self._shards = now
         self._keep_aside(made)
 
-    def _shard(self, delivery: ShardedDelivery, groups: Mapping[int, int]) -> Shard:
-        def make(runs: list[tuple[int, Tensor]]) -> Optimizer:
-            own = self._plain.param_groups
-            return type(self._plain)(
-                [{"params": [run], **settings_of(own[number])} for number, run in runs], **self._keywords
-            )
+    def _shard(self, params: FlatParams, numbers: Mapping[int, int]) -> Shard:
+        groups = [numbers[id(param)] for param in params.params]
+        if params.region.whole:
+            return WholeShard(params, self._groups, groups, self._sync.group)
+        for param, number in zip(params.params, groups, strict=True):
+            if self._groups.trainers[number].needs_whole:
+                kind = self._groups.trainers[number].kind.__name__
+                raise DPFuseError(
+                    f"rank {self._sync.group.rank()}: a parameter of shape {tuple(param.shape)} was added for {kind}, "
+                    f"which needs whole tensors, after its bucket was made, expected it before. Call add_param_group() "
+                    "before the first forward in which the parameter is trained."
+                )
+        return ElementwiseShard(params, self._groups, groups)
 
-        return Shard(delivery, self._sync.group, [groups[id(param)] for param in delivery.buffer.params], make)
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Add a parameter group; its parameters follow in the next step."""
+        self._groups.add(group)
+        self._sharding.own(self._groups)
 
     def _take_settings(self, before: list[dict[str, Any]]) -> None:
         """Take over what a step has changed in the parameter groups, such as a counter of steps."""
         for shard in self._shards:
-            for run, inner in zip(shard.runs, shard.optimizer.param_groups, strict=True):
-                for key, value in before[run.group].items():
-                    if inner[key] is not value:
-                        self._plain.param_groups[run.group][key] = inner[key]
+            for number, after in shard.updater.changed_settings():
+                for key, value in before[number].items():
+                    if after[key] is not value:
+                        self._groups.groups[number][key] = after[key]
 
 
-def refuse_missing(sync: ModuleSync, plain: Optimizer) -> None:
+def _places_of(shards: Sequence[Shard]) -> dict[Tensor, tuple[Shard, int]]:
+    """Return the shard of each parameter, and its place there."""
+    return {param: (shard, place) for shard in shards for place, param in enumerate(shard.flat_params.params)}
+
+
+def refuse_missing(sync: ModuleSync, groups: ParamGroups) -> None:
     """Raise ValueError if the model trains a parameter that is in no parameter group."""
-    ids = {id(param) for group in plain.param_groups for param in group["params"]}
+    ids = groups.numbers().keys()
     missing = [name for name, param in zip(names_of(sync.plan), sync.params, strict=True) if id(param) not in ids]
     if missing:
         raise ValueError(

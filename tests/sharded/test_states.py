@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dpfuse
 from dpfuse import plan_buckets
-from dpfuse.sharded import shard
+from dpfuse.sharded import elementwise_shard
 from tests.sharded.against_ddp import batch, bits_differ, network, trained_beside
 
 SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
@@ -148,7 +148,7 @@ class Branches(nn.Module):
 
 
 def unused_sometimes(rank, size, skips, cached):
-    with mock.patch.object(shard, "CACHED", cached):
+    with mock.patch.object(elementwise_shard, "CACHED", cached):
         return compared_with_ddp(rank, skips)
 
 

@@ -172,17 +172,35 @@ class Counted(nn.Module):
         return self.last(self.words(x))
 
 
+class Normed(optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        torch._foreach_div_(grads, nn.utils.get_total_norm(grads))
+        super().step()
+
+
 MISTAKES = {
     "bare": (lambda: dpfuse.ShardedOptimizer(network(), optim.SGD, lr=1), TypeError, "ShardedOptimizer: model must be"),
-    "muon": (
-        lambda: dpfuse.ShardedOptimizer(dpfuse.DataParallel(nn.Linear(4, 2, bias=False)), optim.Muon),
+    "vectors for muon": (lambda: dpfuse.ShardedOptimizer(wrapped(), optim.Muon), ValueError, "Muon only supports 2D"),
+    "all tensors": (
+        lambda: dpfuse.ShardedOptimizer(wrapped(), Normed, lr=0.1),
         ValueError,
-        "got Muon, expected an optimizer that updates each element by itself",
+        "got Normed, expected .*differently in a matrix and in a part of one; it updates a matrix differently if there",
     ),
-    "adafactor": (
-        lambda: dpfuse.ShardedOptimizer(wrapped(), optim.Adafactor),
+    "no class": (
+        lambda: dpfuse.ShardedOptimizer(
+            model := wrapped(), optim.SGD, [{"params": [*model.parameters()], "optimizer_class": "Muon"}], lr=1
+        ),
+        TypeError,
+        "optimizer_class of a parameter group must be a class of torch.optim.Optimizer, got 'Muon'",
+    ),
+    "narrow masters": (
+        lambda: dpfuse.ShardedOptimizer(wrapped(), optim.SGD, lr=1, master_dtype=torch.float16),
         ValueError,
-        "got Adafactor, .*differently in a matrix and in a part of one",
+        "master_dtype must be torch.float32 or None, got torch.float16",
     ),
     "lbfgs": (lambda: dpfuse.ShardedOptimizer(wrapped(), optim.LBFGS), ValueError, "got LBFGS, expected"),
     "keyword": (lambda: dpfuse.ShardedOptimizer(wrapped(), optim.SGD, rate=1), TypeError, "rate"),
@@ -281,7 +299,10 @@ def different(rank, size, what):
     ("what", "text"),
     [
         ("rate", "the ShardedOptimizer differs between ranks: rank 1 has 'group 0: lr=1.1', rank 0 has"),
-        ("class", "rank 1 has 'optimizer_class=torch.optim.sgd.SGD', rank 0 has 'optimizer_class=torch.optim.adagrad"),
+        (
+            "class",
+            "rank 1 has 'group 0: optimizer_class=torch.optim.sgd.SGD', rank 0 has",
+        ),
     ],
 )
 def test_ranks_with_different_optimizers_are_told(ranks, what, text):

@@ -1,0 +1,137 @@
+"""The whole tensors of one region that this rank owns, with the optimizer that updates each tensor by itself."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.engine import collective
+from dpfuse.sharded.flat_params import FlatParams
+from dpfuse.sharded.groups import MASTER, ParamGroups, State, Updater
+
+__all__ = ["WholeShard"]
+
+
+class WholeShard:
+    """The parameters of a region of which each lies in the part of one rank, its owner.
+
+    Args:
+        flat_params: the parameters of the region.
+        param_groups: all groups.
+        groups: the number of the parameter group of each parameter, by place.
+        group: the ranks.
+
+    Attributes:
+        flat_params: as given.
+        updater: of the parameters that this rank owns.
+    """
+
+    def __init__(
+        self, flat_params: FlatParams, param_groups: ParamGroups, groups: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self.flat_params = flat_params
+        self._param_groups = param_groups
+        self._groups = groups
+        self._group = group
+        own, begin = flat_params.own, flat_params.begin
+        self._places: list[int] = []  # of what this rank owns
+        self._own: list[Tensor] = []  # likewise, each in the shape of its parameter
+        for place, slot in enumerate(flat_params.slots):
+            if slot.numel and flat_params.begin <= slot.offset < flat_params.end:
+                offset = own.storage_offset() + slot.offset - begin
+                self._places.append(place)
+                self._own.append(own.as_strided(slot.shape, slot.stride, offset))
+        self._kept: dict[int, State] = {}
+        self.updater: Updater
+        self.use_kept()
+
+    def step(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Update what this rank owns; a parameter whose `.grad` is None stays as it is.
+
+        Args:
+            settings: the hyperparameters of each parameter group.
+        """
+        flat_params = self.flat_params
+        masters, gradients = flat_params.masters, flat_params.gradients
+        if masters is not None:
+            masters.follow()
+        grads: list[Tensor | None] = []
+        for place in self._places:
+            slot = flat_params.slots[place]
+            offset = gradients.storage_offset() + slot.offset - flat_params.begin
+            touched = flat_params.params[place].grad is not None
+            grads.append(gradients.as_strided(slot.shape, slot.stride, offset) if touched else None)
+        self.updater.step(settings, grads)
+        if masters is not None:
+            masters.write()
+
+    def whole_states(self) -> Iterator[tuple[Tensor, State, Collection[str]]]:
+        """Yield each parameter, its state as a plain optimizer has it, and that nothing of it is divided.
+
+        To be called on all ranks. Owners send the states of this region to all.
+        """
+        own: dict[int, State] = {}
+        for index, place in enumerate(self._places):
+            own[place] = dict(self.updater.state(index))
+            if self.flat_params.masters is not None:
+                own[place][MASTER] = self._own[index].clone()
+        states: dict[int, State] = {}
+        for each in _of_all_ranks(own, self._group, self.flat_params.flat.device):
+            states |= each
+        for place, param in enumerate(self.flat_params.params):
+            yield param, states.get(place, {}), ()
+
+    def keep(self, place: int, state: State, divided: Collection[str]) -> None:
+        """Keep the state of a parameter for `use_kept`, if this rank owns it.
+
+        Args:
+            place: of the parameter.
+            state: of it, as a plain optimizer has it.
+            divided: not used.
+        """
+        if place not in self._places:
+            return
+        kept = dict(state)
+        master = kept.pop(MASTER, None)
+        if self.flat_params.masters is not None:
+            param = self.flat_params.params[place]
+            self._own[self._places.index(place)].copy_(param.detach() if master is None else master)
+            kept = {key: _widened(value) for key, value in kept.items()}
+        self._kept[place] = kept
+
+    def use_kept(self) -> None:
+        """Use the states that were kept, in place of all that there are."""
+        members = [(self._groups[place], own) for place, own in zip(self._places, self._own, strict=True)]
+        self.updater = Updater(self._param_groups, members)
+        for index, place in enumerate(self._places):
+            if self._kept.get(place):
+                self.updater.set_state(index, self._kept[place])
+        self._kept = {}
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _of_all_ranks(own: dict[int, State], group: dist.ProcessGroup, device: torch.device) -> Iterator[dict[int, State]]:
+    """Yield the states of every rank, whatever lies in them; to be called on all ranks."""
+    file = io.BytesIO()
+    torch.save(own, file)
+    sent = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)
+    sizes = collective.all_gather(torch.tensor([sent.numel()], device=device), group)
+    for rank, size in enumerate(int(each) for each in sizes):
+        row = sent if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
+        collective.broadcast(row, group, rank)
+        if rank == group.rank():
+            yield {place: {key: _copied(value) for key, value in state.items()} for place, state in own.items()}
+        else:
+            yield torch.load(io.BytesIO(row.cpu().numpy().tobytes()), map_location=device, weights_only=True)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
