@@ -60,7 +60,7 @@ LABELS: dict[str, str] = {
     "waiting for the other ranks": r"Work::wait|WorkGloo|engine/waiting|model/completion",
     "sending": r"ProcessGroupGloo|gloo::|engine/exchanges/|engine/collective|allreduce",
     "noticing gradients": r"engine/(ready|listening|feature|guard|unused|window)\.py|engine/autograd\.py",
-    "report and checks": r"engine/(report|messages|asking|votes|abilities)\.py|liveness/|gradients/",
+    "report and checks": r"engine/(report|messages|votes|abilities)\.py|liveness/|gradients/",
     "delivering gradients": r"engine/(delivery|averaging|buffer|memory|bucket|bucket_set)\.py",
     "forward": r"dpfuse/(wrapper|data_parallel)\.py|dpfuse/(model|ddp)/|nn/parallel/distributed\.py",
     "rest of the engine": r"dpfuse/|engine/",

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dpfuse.engine import votes
-from dpfuse.engine.asking import ask
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
@@ -28,6 +27,7 @@ from dpfuse.engine.waiting import board_of, leave
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.manual_plan import plan_groups
+from dpfuse.model.asking import ask
 
 __all__ = ["fused_allreduce_gradients"]
 

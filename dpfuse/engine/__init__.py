@@ -4,5 +4,6 @@ Read `plan` (sizes in, buckets out), `autograd` (ready hooks, the end of a backw
 bucket is sent), `bucket` with `protocols`, `buffer`, `delivery`, `feeds` and `exchanges` (what it is made of), and
 `collective`. `assembly` makes the buckets, `bucket_set` holds those in use, `listening` tells recorders too,
 and `sync` wires everything. `report` is what the ranks tell each other, and `unused` what follows for parameters
-without a gradient. `asking` finds out what a process group can do, and `abilities` keeps the answers.
+without a gradient. `abilities` keeps what
+process groups can do.
 """

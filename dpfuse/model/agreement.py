@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
-from dpfuse.engine.asking import ask
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.liveness.start import start_heartbeat
+from dpfuse.model.asking import ask
 from dpfuse.model.check import describe_model, describe_options, tensors_of
 from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.options import SyncOptions

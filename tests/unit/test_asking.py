@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import asking, collective
+from dpfuse.engine import collective
 from dpfuse.engine.abilities import Abilities, abilities_of, answers_of, backend_of
-from dpfuse.engine.asking import ask
+from dpfuse.model import asking
+from dpfuse.model.asking import ask
 
 CPU = torch.device("cpu")
 CUDA = SimpleNamespace(type="cuda")
