@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from time import monotonic
@@ -17,7 +18,7 @@ from typing import Any
 
 from bench.goals import Entry
 from bench.machine import ROOT, describe, machine_name
-from bench.record import entries_of, make_record, write_record
+from bench.record import entries_of, make_record, seconds_before, write_record
 
 __all__ = ["main"]
 
@@ -70,7 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "bench", *(sys.argv[1:] if arguments is None else arguments)])
     path, picture = options.results / f"{name}.json", options.out / f"{name}.png"
     record: dict[str, Any] = {}
-    for suite in [options.only] if options.only else list(limits):
+    planned = [options.only] if options.only else list(limits)
+    before = seconds_before(options.results, machine_name(gpu=options.gpu), quick=options.quick)
+    for number, suite in enumerate(planned):
+        print(_progress(planned, number, before), file=sys.stderr, flush=True)
         found, suites[suite] = _run(suite, options, limits[suite])
         entries += found
         record = make_record(
@@ -86,6 +90,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"record: {path}")
     _show(record, picture)
     return 0 if all(facts["passed"] for facts in suites.values()) else 1
+
+
+def _progress(planned: Sequence[str], number: int, before: Mapping[str, float]) -> str:
+    """Return the line before suite `number`, with the time to go if all suites to come were measured before."""
+    text = f"suite {number + 1} of {len(planned)}: {planned[number]}"
+    to_come = [before.get(suite) for suite in planned[number:]]
+    left = None if None in to_come else sum(filter(None, to_come))
+    return text if left is None else f"{text}, about {left:.0f} s to go"
 
 
 def _show(record: dict[str, Any], picture: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.goals import Entry, Outcome, judge
 
-__all__ = ["FORMAT", "entries_of", "make_record", "outcomes_of", "write_record"]
+__all__ = ["FORMAT", "entries_of", "make_record", "outcomes_of", "seconds_before", "write_record"]
 
 FORMAT = 1
 DIGITS = 4  # of a number; no measurement here is more precise
@@ -69,6 +69,24 @@ def make_record(
 def outcomes_of(record: Mapping[str, Any]) -> list[Outcome]:
     """Return the ratios of a record with their goals."""
     return [Outcome(**{key: row[key] for key in row if key != "met"}) for row in record["ratios"]]
+
+
+def seconds_before(results: Path, machine: str, *, quick: bool) -> dict[str, float]:
+    """Return how long each suite took when it last passed on such a machine.
+
+    Args:
+        results: the folder of the records.
+        machine: how the names of its records begin.
+        quick: whether to look at short runs.
+    """
+    found = [json.loads(path.read_text()) for path in results.glob(f"{machine}-*.json")]
+    records = [record for record in found if record.get("quick") is quick and "suites" in record]
+    return {
+        suite: facts["seconds"]
+        for record in sorted(records, key=lambda record: record["date"])
+        for suite, facts in record["suites"].items()
+        if facts["passed"]
+    }
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:

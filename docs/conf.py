@@ -43,6 +43,8 @@ python_maximum_signature_line_length = 88
 
 copybutton_prompt_text = "$ "
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
 html_theme_options = {
     "source_repository": "https://github.com/dpfuse/dpfuse/",
     "source_branch": "main",

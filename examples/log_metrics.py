@@ -10,6 +10,7 @@ TensorBoard and Weights & Biases need their packages, `tensorboard` and `wandb`.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 import torch
@@ -78,6 +79,8 @@ def main() -> None:
     parser.add_argument("--folder", default="runs")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("got no ranks; start it with `python -m dpfuse.launch --nproc_per_node 2 examples/log_metrics.py`")
     dpfuse.init_parallel_env()
     torch.manual_seed(0)
     model = dpfuse.DataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), metrics=EVERY)

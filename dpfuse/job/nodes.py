@@ -148,13 +148,15 @@ def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
         ValueError: flags contradict each other, a flag is missing, or a value makes no sense.
     """
     smallest, largest = _node_range(args.nnodes)
-    used = [way for way, flags in WAYS.items() if given.intersection(flags)]
+    written = {way: [f"--{flag}" for flag in flags if flag in given] for way, flags in WAYS.items()}
+    used = [way for way, flags in written.items() if flags]
     if args.started_port is not None and not {"--ips", "--cluster_node_ips"}.intersection(used):
         raise ValueError("--started_port: needs --ips or --cluster_node_ips; with --master write host:port")
     if not used:
         return None
     if len(used) > 1:
-        raise ValueError(f"{used[0]} and {used[1]} are two ways to describe the machines of a job; use one of them")
+        first, second = (" ".join(written[way]) for way in used[:2])
+        raise ValueError(f"{first} and {second} are two ways to describe the machines of a job; use one of them")
     torchruns = [name for name in TORCHRUNS_WAY if name in given]
     if torchruns:
         raise ValueError(

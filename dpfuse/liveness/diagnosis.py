@@ -208,7 +208,8 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
                 True,
                 blocked,
                 f"all ranks have waited for {limit:g} s, which is stall_timeout, but not for the same collective; "
-                "expected the same collectives in the same order on all ranks. Give all ranks the same number of steps",
+                "expected the same collectives in the same order on all ranks. Give all ranks the same number of "
+                "batches, or train inside `with model.join():` of DistributedDataParallel",
             )
     if waited >= min(WARN_AFTER, limit / 2):
         others = [rank for rank in states if rank not in waiting]

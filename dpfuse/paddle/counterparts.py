@@ -40,8 +40,10 @@ COUNTERPARTS: dict[str, str] = {
     "distributed.ReduceOp": "torch.distributed.ReduceOp",
     "distributed.alltoall": "torch.distributed.all_to_all",
     "distributed.alltoall_single": "torch.distributed.all_to_all_single",
+    "distributed.auto_parallel": "torch.distributed.tensor",
     "distributed.checkpoint": "torch.distributed.checkpoint",
     "distributed.communication": "torch.distributed",
+    "distributed.fleet.meta_parallel": "torch.distributed.tensor.parallel and torch.distributed.pipelining",
     "distributed.fleet.utils.recompute": "torch.utils.checkpoint.checkpoint",
     "distributed.fleet.recompute": "torch.utils.checkpoint.checkpoint",
     "distributed.get_group": "the group object itself",
@@ -54,10 +56,13 @@ COUNTERPARTS: dict[str, str] = {
     "distribution": "torch.distributions",
     "enable_static": "nothing: paddle.static's programs work beside eager modules",
     "fluid": "the same names of Paddle 2, for example paddle.static.Executor",
+    "geometric": "the package torch_geometric",
     "get_device": "tensor.device",
     "grad": "torch.autograd.grad",
+    "hapi": "paddle.Model",
     "hub": "torch.hub",
     "in_dynamic_mode": "nothing: modules always run eagerly",
+    "incubate": "torch.nn and torch.func",
     "inference": "torch.export",
     "io.BatchSampler": "torch.utils.data.BatchSampler",
     "io.RandomSampler": "torch.utils.data.RandomSampler",
@@ -78,6 +83,7 @@ COUNTERPARTS: dict[str, str] = {
     "optimizer.Momentum": "torch.optim.SGD(..., momentum=m)",
     "optimizer.lr": "torch.optim.lr_scheduler",
     "profiler": "torch.profiler",
+    "quantization": "the package torchao",
     "reader": "torch.utils.data.DataLoader",
     "regularizer": "the argument weight_decay of torch's optimizers",
     "seed": "torch.manual_seed",
@@ -149,7 +155,7 @@ class _Imports(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         name = fullname.removeprefix(f"{PACKAGE}.")
-        if name != fullname and name in COUNTERPARTS:
+        if name != fullname and not name.startswith("__") and _counterpart(name) is not None:
             # Without `name=`: Python would put its own text in place of this one for `from dpfuse.paddle import nn`.
             raise ModuleNotFoundError(text_of(name))
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -51,7 +51,8 @@ class ShardedOptimizer(Optimizer):
         param_groups, defaults: those of the plain optimizer; no defaults where groups name other classes.
 
     Raises:
-        TypeError: `model` is not wrapped by dpfuse, or an argument that `optimizer_class` does not take.
+        TypeError: `model` is not wrapped by dpfuse, `optimizer_class` is no class of an optimizer, or does not take an
+            argument.
         ValueError: the update of one tensor depends on others, a parameter that is trained is missing, or the
             wrapper has an option that needs whole gradients.
         DPFuseError: the ranks' optimizers differ, or one of them could not be made; raised on every rank.
@@ -90,6 +91,7 @@ class ShardedOptimizer(Optimizer):
         try:
             if gather not in ("step", "forward"):
                 raise ValueError(f"gather must be 'step' or 'forward', got {gather!r}; leave it out for 'step'")
+            _check_class(optimizer_class)
             if master_dtype not in (None, torch.float32):
                 raise ValueError(
                     f"master_dtype must be torch.float32 or None, got {master_dtype!r}; leave it out for None"
@@ -156,8 +158,14 @@ class ShardedOptimizer(Optimizer):
             The gradient, of the shape, dtype and device of the parameter; None if it has none.
 
         Raises:
+            TypeError: this is no parameter.
             DPFuseError: the gradient was not averaged by a backward of the wrapped model.
         """
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"full_gradient: got a {type(param).__name__}, expected a parameter of the model. Pass for example "
+                "model.module.get_parameter(name)."
+            )
         grad = param.grad if self._shards is None else self._shards.full_gradient(param)
         return None if grad is None else grad.clone()
 
@@ -188,8 +196,10 @@ class ShardedOptimizer(Optimizer):
         """Load what `state_dict` of this class or of the plain optimizer returned; to be called on all ranks.
 
         Raises:
-            ValueError: its parameter groups do not fit.
+            TypeError: this is no dict.
+            ValueError: it is not that of an optimizer, or its parameter groups do not fit.
         """
+        _check_state(state_dict)
         super().load_state_dict(state_dict)
         self._groups.use(self.param_groups, self.state)
         if self._shards is not None:
@@ -210,6 +220,34 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise DPFuseError("a ShardedOptimizer cannot be copied or pickled, expected its state_dict(); save that.")
+
+
+def _check_class(optimizer_class: Any) -> None:
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer):
+        return
+    if isinstance(optimizer_class, Optimizer):
+        name = type(optimizer_class).__name__
+        got, remedy = f"an instance of {name}", f"ShardedOptimizer(model, torch.optim.{name}, lr=...)"
+    else:
+        got, remedy = repr(optimizer_class), "ShardedOptimizer(model, torch.optim.AdamW, lr=...)"
+    raise TypeError(
+        f"optimizer_class: got {got}, expected the class of an optimizer, which is made here. Pass the class, and its "
+        f"arguments by keyword: {remedy}."
+    )
+
+
+def _check_state(state_dict: Any) -> None:
+    expected = "expected what state_dict() of this optimizer, or of a plain one, has returned"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"load_state_dict got a {type(state_dict).__name__}, {expected}. If this is a file, read it first: "
+            "load_state_dict(torch.load(path))."
+        )
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"load_state_dict got a dict without 'state' or 'param_groups', {expected}. Pass the state dict of an "
+            "optimizer, not that of a model or a whole checkpoint."
+        )
 
 
 class _InShards(defaultdict[Any, Any]):

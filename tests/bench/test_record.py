@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import _progress
 from bench.machine import describe, machine_name
 from bench.plot import main
-from bench.record import entries_of, make_record, outcomes_of, write_record
+from bench.record import entries_of, make_record, outcomes_of, seconds_before, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,6 +67,22 @@ def test_what_is_written_reads_back_with_four_digits(record, tmp_path):
     read = json.loads(path.read_text())
     assert read["measurements"][-1]["median"] == 1.346
     assert [outcome.met for outcome in outcomes_of(read)] == [False, False, True, True]
+
+
+def test_the_time_to_go_is_that_of_the_last_records_of_such_a_machine(record, tmp_path):
+    def written(name, date, quick, **suites):
+        facts = {suite: {"seconds": seconds, "passed": seconds > 0} for suite, seconds in suites.items()}
+        write_record(record | {"date": date, "quick": quick, "suites": facts}, tmp_path / f"{name}.json")
+
+    written("cpu2-2", "2026-01-02", False, step=60.0, clip=-1.0)
+    written("cpu2-1", "2026-01-01", False, step=50.0, clip=20.0)
+    written("cpu2-3", "2026-01-03", True, step=1.0)
+    written("cpu20-4", "2026-01-04", False, step=2.0)
+    before = seconds_before(tmp_path, "cpu2", quick=False)
+    assert before == {"step": 60.0, "clip": 20.0}
+    assert _progress(["step", "clip"], 0, before) == "suite 1 of 2: step, about 80 s to go"
+    assert _progress(["step", "clip"], 1, before) == "suite 2 of 2: clip, about 20 s to go"
+    assert _progress(["step", "wire"], 0, before) == "suite 1 of 2: step"
 
 
 def test_a_record_that_was_written_is_drawn_again(record, tmp_path):

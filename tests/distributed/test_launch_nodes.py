@@ -148,7 +148,7 @@ def test_a_host_name_that_is_loopback_at_home_is_not_the_machines_address(monkey
         (["--nnodes=0"], ["--nnodes: got '0'"]),
         (["--nnodes=3:2"], ["--nnodes: got '3:2'"]),
         ([f"--ips={TWO}", "--master=10.9.8.7:81"], ["--master and --ips are two ways", "use one of them"]),
-        ([f"--ips={TWO}", "--node_ip=10.9.8.7"], ["--cluster_node_ips and --ips are two ways"]),
+        ([f"--ips={TWO}", "--node_ip=10.9.8.7"], ["--node_ip and --ips are two ways", "use one of them"]),
         ([f"--ips={TWO}", "--master_port=81"], ["--ips cannot be mixed with --master_port", "torchrun's way"]),
         ([f"--ips={TWO}", "--nnodes=3"], ["--ips names 2 machine(s), but --nnodes is 3", "Leave --nnodes out"]),
         (["--master=10.9.8.7:81", "--node_rank=0", "--nnodes=2"], ["--master cannot be mixed with --node_rank"]),

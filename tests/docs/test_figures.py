@@ -1,20 +1,215 @@
-"""Figures of the README are those of the records that it names."""
+"""Figures of the pages are those of the records that they name, and no section has a figure without a source.
+
+A source is a record in bench/results, a command that measures, a test, an output that the tests compare, or the words
+that there is no record. `RECORDED` lists the rows that are made from a record again here: if the record changes, the
+test fails until the page has its figures.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
-from bench.summary import rows, table
+import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.summary import rows, table
+from tests.docs.pages import ROOT, pages
+
+RESULTS = ROOT / "bench/results"
+PERFORMANCE = ROOT / "docs/measurements/performance.md"
+COSTS = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
+RUNS = re.findall(r"`bench/results/([\w.-]+)\.json`", COSTS)  # of `make bench`
+SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-24-checks", "cpu2-2026-11-23-faults"
+DEEPSPEED, NEWER = "cpu2-2026-11-24-step-deepspeed", "cpu2-2026-11-24-step-torch-2.15"
+PAIRS = ("pair 1000 tiny", "pair 100 MB large", "pair CNN", "pair transformer")
+VIEWS, DROP_IN = "dpfuse views", "dpfuse private"
+
+FIGURE = re.compile(
+    r"(?<![\w.,/=(−-])(?:\d+(?:\.\d+)? ?%|[0-3]\.\d\d+(?![\w.])|\d+(?:\.\d+)? (?:µs|ms)\b)"
+    r"|\b\d+(?:\.\d+)? times (?:as|faster|smaller|larger)"
+)
+VERSION = re.compile(r"\b(?:Python|PyTorch|torch) \d+\.\d+(?:\.\d+)?")
+SOURCE = re.compile(
+    r"[\w./-]+\.json|bench/results|`(?:python|make|pytest) [^`]*`|`tests/[^`]*`|throw-away script|not recorded"
+    r"|^\$ python -m |^```output",
+    re.MULTILINE,
+)
+RECORD = re.compile(r"\b(?:alternating|cpu2|curves|demo|predictions|torch-suite)-[\w.-]*\.(?:json|txt)")
+
+
+def record(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def ratios(cases, what, runs=RUNS):
+    """Return the ratios of these cases whose text begins so, of all runs."""
+    found = [
+        ratio["value"]
+        for run in runs
+        for ratio in record(run)["ratios"]
+        if ratio["case"] in cases and ratio["what"].startswith(what)
+    ]
+    assert len(found) == len(cases) * len(runs), (cases, what)
+    return found
+
+
+def span(values):
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least}–{most}"
+
+
+def host(number):
+    def over(name, peer):
+        cases = [f"host {kind} {number}" for kind in ("chain", "fan", "linear")]
+        return span(ratios(cases, f"extra over bare, {name} / {peer}"))
+
+    goal = {10: "0.75", 100: "0.40", 1000: "0.25"}[number]
+    return [
+        *(over(VIEWS, "DDP default"), goal, over("sketch", "DDP default"), over(VIEWS, "the best peer")),
+        *(over(DROP_IN, "DDP default"), over(DROP_IN, "the best peer")),
+    ]
+
+
+def overlap(backward):
+    cases = [f"{latency} us, {backward} backward" for latency in (20, 100, 500, 2000)]
+    ours = [f"step, {name}" for name in (f"{VIEWS} with", f"{DROP_IN} with", "dpfuse planned / the best peer")]
+    return [span(ratios(cases, each)) for each in (*ours, f"step, {VIEWS} / Horovod's rule")]
+
+
+def against_best(case):
+    views, drop_in = (span(ratios([case], f"step, {name} / the best peer")) for name in (VIEWS, DROP_IN))
+    return [f"{views} views, {drop_in} drop-in"]
+
+
+def peers(run, other):
+    return [f"{value:.2f}" for case in PAIRS for value in ratios([case], f"step, {DROP_IN} / {other}", [run])]
+
+
+def deepspeed(stage):
+    """Return times over DeepSpeed's, which is no ratio of the record."""
+    found = {(row["case"], row["variant"]): row["median"] for row in record(DEEPSPEED)["measurements"]}
+    (peer,) = {variant for _, variant in found if f"stage {stage}" in variant}
+    return [f"{found[case, DROP_IN] / found[case, peer]:.2f}" for case in PAIRS]
+
+
+def sharded(name, peer):
+    cases = [case.removeprefix("pair ") for case in PAIRS]
+    return [f"{value:.2f}" for value in ratios(cases, f"training step, {name} / {peer}", [SHARDED])]
+
+
+def over_default():
+    cases = (PAIRS[1], PAIRS[0], *PAIRS[2:])
+    return [", ".join(span(ratios([case], f"step, {DROP_IN} / DDP default")) for case in cases)]
+
+
+LATE = "dpfuse sharded, gathered in forward"
+ZERO = "DDP with ZeroRedundancyOptimizer"
+# The cells of a row behind its first cells.
+RECORDED = {
+    ("10",): lambda: host(10),
+    ("100",): lambda: host(100),
+    ("1000",): lambda: host(1000),
+    ("two ranks, 100 MB in 25 layers, step / best peer ≤ 1.00",): lambda: against_best("pair 100 MB large"),
+    ("two ranks, 1000 parameters of 16 elements, / best peer ≤ 0.95",): lambda: against_best("pair 1000 tiny"),
+    ("two ranks, CNN of 4 MB, / best peer ≤ 0.95",): lambda: against_best("pair CNN"),
+    ("two ranks, transformer of 13 MB, / best peer ≤ 0.95",): lambda: against_best("pair transformer"),
+    ("the same four, drop-in / DDP default, no goal",): over_default,
+    ("2 backwards",): lambda: overlap(2),
+    ("1 backward",): lambda: overlap(1),
+    ("½ backward",): lambda: overlap(0.5),
+    ("¼ backward",): lambda: overlap(0.25),
+    (f"`{DEEPSPEED}.json`", "drop-in / DeepSpeed stage 0"): lambda: deepspeed(0),
+    (f"`{DEEPSPEED}.json`", "drop-in / DeepSpeed stage 1"): lambda: deepspeed(1),
+    (f"`{NEWER}.json`", "drop-in / DDP default"): lambda: peers(NEWER, "DDP default"),
+    (f"`{NEWER}.json`", "drop-in / the fastest peer"): lambda: peers(NEWER, "the best peer"),
+    ("DDP's faster mode, plain AdamW",): lambda: sharded("dpfuse sharded", "DDP views"),
+    ("DDP with `ZeroRedundancyOptimizer`",): lambda: sharded("dpfuse sharded", ZERO),
+    ("FSDP2's `fully_shard`, gathered once",): lambda: sharded("dpfuse sharded", "FSDP2"),
+}
+
+
+@pytest.mark.parametrize("begin", RECORDED, ids=" ".join)
+def test_a_row_of_the_page_on_performance_is_that_of_its_record(begin):
+    (line,) = re.findall(rf"^\| {re.escape(' | '.join(begin))} \| (.*) \|$", PERFORMANCE.read_text(), re.MULTILINE)
+    assert line.split(" | ") == RECORDED[begin]()
+
+
+def test_both_rows_of_the_late_gathering_are_those_of_the_record():
+    lines = re.findall(r'^\| the same, with `gather="forward"` \| (.*) \|$', PERFORMANCE.read_text(), re.MULTILINE)
+    assert [line.split(" | ") for line in lines] == [sharded(LATE, "DDP views"), sharded(LATE, ZERO)]
 
 
 def test_the_table_of_the_readme_is_made_from_the_records_that_it_names():
-    section = (ROOT / "README.md").read_text().partition("## What it costs")[2].partition("\n## ")[0]
-    names = re.findall(r"`(bench/results/[\w.-]+\.json)`", section)
-    assert len(names) == 2
-    records = [json.loads((ROOT / name).read_text()) for name in names]
+    assert len(RUNS) == 2
+    records = [record(run) for run in RUNS]
     assert all(record["machine"]["uncommitted_changes"] is False and not record["quick"] for record in records)
-    assert table(rows(records)) in section
+    assert table(rows(records)) in COSTS
+
+
+def test_the_first_sentences_of_the_readme_are_those_of_the_records():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    shown = [row.over_default for row in rows([record(run) for run in RUNS])]
+    least, most = min(map(min, shown)), max(map(max, shown))
+    assert f"takes {least:.2f} to {most:.2f} of DDP's in the five cases" in text
+    outcomes = {name: Counter() for name in ("dpfuse", "DDP")}
+    for row in record(FAULTS)["measurements"]:
+        outcomes[row["variant"]][row["info"]["outcome"]] += 1
+    handled = {name: found["right"] + found["named error"] for name, found in outcomes.items()}
+    assert f"of {outcomes['dpfuse'].total()} faults on real processes, dpfuse handles {handled['dpfuse']}" in text
+    silent = outcomes["DDP"]["silent corruption"]
+    assert f"torch's DDP and torchrun handle {handled['DDP']}, and in {silent} their gradients are wrong" in text
+
+
+def test_the_demo_of_the_readme_is_a_recorded_one():
+    shown = re.search(r"\$ make demo\n…\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    assert any(shown.strip() in path.read_text() for path in RESULTS.glob("demo-*.txt"))
+
+
+def test_what_metrics_cost_is_what_was_measured():
+    text = " ".join((ROOT / "docs/guide/observability.md").read_text().split())
+    part = {ratio["what"]: ratio["value"] for ratio in record(CHECKS)["ratios"] if ratio["case"] == "step of 5 ms"}
+    each, some = (part[f"part of the step that it takes, with metrics{of}"] for of in ("", " of every 20th"))
+    assert f"`True` takes {each:.0%} of the step, and `metrics=20` takes {some:.1%}".replace("%", " %") in text
+
+
+@pytest.mark.parametrize("version", sorted(path.stem for path in RESULTS.glob("torch-2*.txt")))
+def test_the_tests_under_a_release_of_torch_are_those_of_its_record(version):
+    page = (ROOT / "docs/guide/versions.md").read_text().replace(",", "")
+    last = (RESULTS / f"{version}.txt").read_text().strip().splitlines()[-1]
+    counts = re.search(r"\d+ passed \d+ skipped", last.replace(",", "")).group()
+    assert f"| {version.removeprefix('torch-')} | {counts} |" in page
+
+
+def without_code(text):
+    return re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def sections_without_source(text):
+    """Return the headings of the sections that have a figure, and no source there or above the first section."""
+    first, *rest = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    open_sections = [each for each in (first, *rest) if not (SOURCE.search(each) or SOURCE.search(first))]
+    with_figure = [each for each in open_sections if FIGURE.search(VERSION.sub("", without_code(each)))]
+    return [each.partition("\n")[0] for each in with_figure]
+
+
+PAGES = [page for page in pages() if "tutorials" not in page.parts]  # the tests run those, and compare what is printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(Path(page).relative_to(ROOT)))
+def test_no_figure_is_without_a_source(page):
+    assert sections_without_source(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_figure_without_a_source_is_seen():
+    page = "# A page\n\nFor torch 2.13.\n\n## One\n\nIt takes 0.81 of DDP's.\n\n## Two\n\n{}\n\n## Three\n\n`0.5 ms`"
+    assert sections_without_source(page.format("In 5 ms")) == ["## One", "## Two"]
+    assert sections_without_source(page.format("In 5 ms (`bench/results/a.json`).")) == ["## One"]
+    assert sections_without_source(page.format("3 times as fast, by a throw-away script")) == ["## One"]
+
+
+def test_every_record_that_a_page_names_exists():
+    named = {(page.name, name) for page in pages() for name in RECORD.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 15
+    assert [(page, name) for page, name in sorted(named) if not (RESULTS / name).exists()] == []

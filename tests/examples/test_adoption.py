@@ -157,6 +157,55 @@ def test_both_packages_of_lightning_know_the_strategy(file, trainer, fabric):
     assert run(sys.executable, "-c", STRATEGIES.format(file=file, trainer=trainer, fabric=fabric)).endswith("fine\n")
 
 
+TRACKER = """
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, on_main_process
+import dpfuse
+
+class Rows(GeneralTracker):
+    name, requires_logging_directory, tracker = "rows", False, None
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def store_init_configuration(self, values):
+        pass
+
+    @on_main_process
+    def log(self, values, step=None, **options):
+        self.rows.append((step, values))
+
+rows = Rows()
+with dpfuse.patch(metrics=2):
+    accelerator = Accelerator(cpu=True, log_with=rows)
+    accelerator.init_trackers("dpfuse")
+    net = torch.nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters()))
+for step in range(1, 4):
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log(model.metrics(), step=step)
+if accelerator.is_main_process:
+    assert [(step, values["step"]) for step, values in rows.rows] == [(1, 1), (2, 1), (3, 3)]
+    assert all(abs(values["grad_norm"] - 10**0.5) < 1e-5 for _, values in rows.rows)
+    print("fine")
+else:
+    assert rows.rows == []
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_tracker_of_accelerate_gets_the_metrics(tmp_path):
+    needs("accelerate")
+    (tmp_path / "tracked.py").write_text(TRACKER)
+    command = (sys.executable, "-m", "dpfuse.launch", "--nproc_per_node", "2", str(tmp_path / "tracked.py"))
+    assert run(*command).endswith("fine\n")
+
+
 @pytest.fixture
 def checklist(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """The examples' reporter, in a job of one rank."""

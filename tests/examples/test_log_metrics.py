@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.log_metrics import Averaged
+from examples.log_metrics import Averaged, main
 from tests.distributed.processes import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples/log_metrics.py"
@@ -24,6 +24,14 @@ def test_numbers_are_printed_on_one_rank():
         f"step {step}: exposed_seconds ({number}), grad_norm ({number}), noise_scale ({number})" for step in (1, 6, 11)
     ]
     assert re.fullmatch("\n".join(lines) + "\n", done.stdout)
+
+
+def test_without_ranks_it_says_how_to_start_it(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["log_metrics.py"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "python -m dpfuse.launch --nproc_per_node 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("package", "pattern"), [("tensorboard", "events.out.tfevents.*"), ("wandb", "**/*.wandb")])

@@ -6,8 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from dpfuse.errors import DPFuseError
-from tests.mistakes.mistakes import MISTAKES
+from tests.mistakes import mistakes, of_sharded_optimizer
 from tests.mistakes.two_ranks import MISTAKES as SHARED
+
+MISTAKES = mistakes.MISTAKES | of_sharded_optimizer.MISTAKES
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,8 @@ def test_an_attribute_that_is_not_here_names_its_counterpart(reads, says):
 @pytest.mark.parametrize(
     ("name", "missing"),
     [("nn", "nn"), ("nn.functional", "nn"), ("vision.transforms", "vision"), ("static.nn", "static.nn"),
-     ("fluid", "fluid"), ("distributed.checkpoint", "distributed.checkpoint")],
+     ("fluid", "fluid"), ("distributed.checkpoint", "distributed.checkpoint"), ("incubate.nn", "incubate"),
+     ("distributed.fleet.meta_parallel", "distributed.fleet.meta_parallel")],
 )  # fmt: skip
 def test_an_import_of_what_is_not_here_names_its_counterpart(name, missing):
     with pytest.raises(ModuleNotFoundError) as raised:
@@ -54,6 +55,12 @@ def test_an_import_of_what_is_not_here_names_its_counterpart(name, missing):
 def test_a_from_import_names_it_too():
     with pytest.raises(ModuleNotFoundError, match=r"use torch\.nn$"):
         from dpfuse.paddle import nn  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"use torch\.zeros$"):
+        from dpfuse.paddle import zeros  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"use torch\.distributed\.all_reduce$"):
+        from dpfuse.paddle.distributed import all_reduce  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"use torch\.fft$"):
+        importlib.import_module("dpfuse.paddle.fft")
     with pytest.raises(ImportError, match="cannot import name 'no_such_thing'"):
         from dpfuse.paddle import no_such_thing  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"No module named .dpfuse\.paddle\.no_such_module"):

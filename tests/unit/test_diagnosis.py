@@ -133,6 +133,7 @@ def test_all_ranks_stuck_in_different_collectives_is_a_deadlock():
     assert finding.fatal
     assert finding.ranks == (1,)
     assert "blocked in torch.distributed's barrier" in finding.text
+    assert "the same number of batches, or train inside `with model.join():`" in finding.text
 
 
 def test_a_collective_of_the_users_may_wait_for_a_rank_outside_the_group():
