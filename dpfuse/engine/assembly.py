@@ -110,6 +110,8 @@ class _Making:
 
     def buckets(self) -> list[GradBucket]:
         plan, make_report = self.plan, self.assembly.make_report
+        for feature in self.assembly.features:
+            feature.planned(plan)
         last = plan.buckets[-1]
         averaging = self._averaging(last)
         inside = (
@@ -307,11 +309,13 @@ class _Making:
     ) -> Buffer:
         averaging = self._averaging(bucket)
         room = 0 if report is None else report.numel
-        for old in () if self._is_renewed(bucket) else self.before:
+        zeros = usual = self._zeros(bucket.device)
+        for feature in self.assembly.features if params else ():
+            zeros = feature.memory(bucket.device, zeros)
+        for old in () if self._is_renewed(bucket) or zeros is not usual else self.before:
             if old.parts.buffer.serves(bucket, params, averaging.dtype, room, format):
                 old.parts.buffer.averaging = averaging
                 return old.parts.buffer
-        zeros = self._zeros(bucket.device)
         return Buffer(bucket, params, names, averaging, zeros=zeros, room=room, format=format)
 
     def _zeros(self, device: str) -> Zeros:

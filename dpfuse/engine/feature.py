@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer, Format
+from dpfuse.engine.buffer import Buffer, Format, Zeros
 from dpfuse.engine.exchanges.ordered import Rounding
-from dpfuse.engine.plan import Bucket
+from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream
@@ -29,6 +29,13 @@ class Feature:
     def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
         """Return what keeps the rounding errors of sums of this bucket. It is called before `step`."""
         return None
+
+    def planned(self, plan: BucketPlan) -> None:
+        """Note that the buckets of this plan are made now. An error raised here keeps those in use."""
+
+    def memory(self, device: str, usual: Zeros) -> Zeros:
+        """Return what allocates the buffer of the next dense bucket: the `usual` function, or another one."""
+        return usual
 
     def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format | None:
         """Return how the gradients of these parameters lie in their buffer, if it divides them among the ranks."""

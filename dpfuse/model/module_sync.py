@@ -68,6 +68,7 @@ class Dividing(Feature):
     """Lets each rank receive only its part of the averaged gradients."""
 
     divides = True
+    in_backward = False  # whether gradients are used up when a backward returns
 
     def gradients(self) -> Measurable:
         """Return the parts of all ranks as one."""
@@ -264,6 +265,11 @@ class ModuleSync:
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
+        if self._dividing is not None and self._dividing.in_backward:
+            raise DPFuseError(
+                f"rank {self.group.rank()}: a GradScaler was made for a model whose ShardedOptimizer has "
+                "step_in_backward=True, expected one of the two: it could skip no step. Leave one of them out."
+            )
         if not self.factors.attached and self.reducer.phase is IDLE:  # else once what is in flight has been drained
             self.factors.attached = True
             self.grads.add_feature(self.factors)
@@ -350,8 +356,8 @@ class ModuleSync:
             )
         return ""
 
-    def check_divisible(self) -> None:
-        """Raise ValueError if the gradients cannot be divided among the ranks."""
+    def check_divisible(self, *, in_backward: bool = False) -> None:
+        """Raise ValueError if gradients cannot be divided among the ranks, or be used up when a backward returns."""
         what = self._options.of_whole_gradients
         if self.hook is not None:
             what = "a communication hook"
@@ -367,6 +373,19 @@ class ModuleSync:
             raise ValueError(
                 f"a ShardedOptimizer was made with {what}, expected one of the two: each rank has only a part of the "
                 "gradients. Leave out one of them."
+            )
+        if not in_backward:
+            return
+        if self.factors.attached:
+            what = "a GradScaler"
+        elif self._options.common["accumulate_in_buckets"]:
+            what = "accumulate_in_buckets=True"
+        elif self._options.find_unused_parameters:
+            what = "find_unused_parameters=True"
+        if what:
+            raise ValueError(
+                f"a ShardedOptimizer was made with {what} and step_in_backward=True, expected one of the two: "
+                "parameters are updated before backward has ended. Leave out one of them."
             )
 
     def divide(self, dividing: Dividing) -> None:

@@ -33,6 +33,8 @@ class ShardedDelivery(Delivery):
         grads: what `.grad` becomes, by place.
     """
 
+    in_backward = False  # whether the gradients are used up when a backward returns
+
     def __init__(self, buffer: Buffer, regions: Sequence[Region], group: dist.ProcessGroup) -> None:
         self.buffer = buffer
         self.regions = regions
@@ -44,7 +46,7 @@ class ShardedDelivery(Delivery):
             # Without the padding behind the last gradient: the norm is then bitwise that of whole gradients.
             last = max(min(end, region.begin + region.length), begin)
             address = flat.data_ptr() + region.begin * flat.element_size()
-            part = RegionPart(flat[begin:last], address, len(region.places), group)
+            part = RegionPart(flat[begin:last], address, len(region.places), group, self.in_backward)
             self.parts.append(part)
             for place in region.places:
                 slot = buffer.gradients.slots[place]

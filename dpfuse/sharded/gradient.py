@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfuse.engine import collective
 from dpfuse.errors import DPFuseError
 
-__all__ = ["RegionPart", "ShardedGradient"]
+__all__ = ["RegionPart", "ShardedGradient", "used_up"]
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -27,12 +27,14 @@ class RegionPart:
         address: of the memory of the whole region.
         count: of the gradients.
         group: the ranks.
+        in_backward: whether the gradients are used up when a backward returns.
     """
 
     part: Tensor
     address: int
     count: int
     group: dist.ProcessGroup
+    in_backward: bool = False
 
 
 class ShardedGradient(Tensor):
@@ -72,14 +74,24 @@ class ShardedGradient(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         found = [*_found_in([*args, *(kwargs or {}).values()])]
+        what = str(func).removeprefix("aten.").partition(".")[0]
+        if found[0].region.in_backward:
+            raise used_up(f"parameter {found[0].name_of_param!r}: {what} was called on its gradient")
         if func is UNSCALE and len(found) == len(args[0]):
             return _unscale(found, args[1], args[2])
-        what = str(func).removeprefix("aten.").partition(".")[0]
         raise DPFuseError(
             f"parameter {found[0].name_of_param!r}: {what} was called on its gradient, expected no use of .grad: after "
             "a backward with a ShardedOptimizer each rank has one part of it. Clip with model.clip_grad_norm_(), read "
             "with optimizer.full_gradient(parameter), and call optimizer.zero_grad() before the next backward."
         )
+
+
+def used_up(what: str) -> DPFuseError:
+    """Return the error for the use of a gradient that was used up in backward."""
+    return DPFuseError(
+        f"{what}, expected no use of .grad: with step_in_backward=True, backward has updated the parameters with it. "
+        "Clip with clip_by_last_norm, and call optimizer.step() and optimizer.zero_grad() before the next backward."
+    )
 
 
 def _unscale(grads: Sequence[ShardedGradient], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -14,7 +14,7 @@ from dpfuse.engine import collective
 from dpfuse.engine.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import clipping_factor, refuse_nonfinite
-from dpfuse.sharded.gradient import ShardedGradient
+from dpfuse.sharded.gradient import ShardedGradient, used_up
 from dpfuse_kernels.squared_norm import row_norms
 
 __all__ = ["ShardedGradients"]
@@ -99,6 +99,8 @@ def sharded_gradient(name: str, param: Tensor, group: dist.ProcessGroup) -> Shar
         DPFuseError: it was not averaged by a backward of the wrapped model.
     """
     grad = param.grad
+    if isinstance(grad, ShardedGradient) and grad.region.in_backward:
+        raise used_up(f"rank {group.rank()}: the gradient of parameter {name!r} was asked for")
     if grad is None or isinstance(grad, ShardedGradient):
         return grad
     raise DPFuseError(

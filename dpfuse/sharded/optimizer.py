@@ -44,6 +44,11 @@ class ShardedOptimizer(Optimizer):
             travel in the order in which the forward needs them, and the first use of one waits for its bucket.
         master_dtype: torch.float32 keeps a float32 copy of each parameter in 16 bits. The optimizer updates this
             rank's part of it, with states in float32, and rounds it to the parameter. None keeps no copy.
+        step_in_backward: update the parameters of a bucket as soon as its gradients have landed, while backward runs.
+            Then few buckets have memory for gradients. Each backward that synchronises is an update, and `step()` only
+            waits for the parameters; an error in such a backward leaves them half updated.
+        clip_by_last_norm: with `step_in_backward`, multiply gradients by what `clip_grad_norm_` with this norm would
+            have multiplied those of the step before with. The first step is not clipped.
         defaults: hyperparameters, by keyword, as `optimizer_class` takes them.
 
     Attributes:
@@ -82,6 +87,8 @@ class ShardedOptimizer(Optimizer):
         *,
         gather: Literal["step", "forward"] = "step",
         master_dtype: torch.dtype | None = None,
+        step_in_backward: bool = False,
+        clip_by_last_norm: float | None = None,
         **defaults: Any,
     ) -> None:
         sync = sync_of(model, "ShardedOptimizer")
@@ -96,19 +103,26 @@ class ShardedOptimizer(Optimizer):
                 raise ValueError(
                     f"master_dtype must be torch.float32 or None, got {master_dtype!r}; leave it out for None"
                 )
-            if master_dtype is not None and sync is None:
+            if sync is None and (master_dtype is not None or step_in_backward):
+                option = "step_in_backward=True" if master_dtype is None else f"master_dtype={master_dtype}"
                 raise ValueError(
-                    "master_dtype was given without a process group, expected one, also for one rank: the plain "
-                    "optimizer keeps no copies. Call dpfuse.init_parallel_env() before the model is wrapped."
+                    f"{option} was given without a process group, expected one, also for one rank: only the plain "
+                    "optimizer is used. Call dpfuse.init_parallel_env() before the model is wrapped."
+                )
+            if clip_by_last_norm is not None and not (step_in_backward and clip_by_last_norm > 0):
+                raise ValueError(
+                    f"clip_by_last_norm must be above 0 and needs step_in_backward=True, got {clip_by_last_norm} and "
+                    f"{step_in_backward}; without the latter, call model.clip_grad_norm_()."
                 )
             groups = ParamGroups(optimizer_class, model.parameters() if params is None else params, defaults)
             super().__init__(groups.groups, {})
             self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
             if sync is not None:
-                sync.check_divisible()
+                sync.check_divisible(in_backward=step_in_backward)
                 refuse_missing(sync, groups)
                 groups.try_out(master_dtype)
-                facts = f"{_facts_of(groups, model)}\ngather={gather}\nmaster_dtype={master_dtype}"
+                options = f"gather={gather}\nmaster_dtype={master_dtype}\nstep_in_backward={step_in_backward}"
+                facts = f"{_facts_of(groups, model)}\n{options}\nclip_by_last_norm={clip_by_last_norm}"
         except Exception as error:
             if sync is not None:
                 votes.report_failure(error, sync.group, WHAT)
@@ -119,7 +133,14 @@ class ShardedOptimizer(Optimizer):
             groups.use(self.param_groups, self.state)
             return
         votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
-        self._shards = Shards(sync, groups, late=gather == "forward", masters=self._masters)
+        self._shards = Shards(
+            sync,
+            groups,
+            late=gather == "forward",
+            masters=self._masters,
+            in_backward=step_in_backward,
+            largest_norm=clip_by_last_norm,
+        )
         self.state = _InShards(self._shards)
 
     @torch.no_grad()
@@ -142,9 +163,17 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         if self._shards is None:
             self._groups.step()
+        elif self._shards.in_backward is not None:
+            self._shards.step_after_backward()
         else:
             self._shards.step()
         return loss
+
+    @property
+    def last_norm(self) -> Tensor | None:
+        """The norm of the gradients of the last step before they were clipped, with `clip_by_last_norm`, [] float32."""
+        shards = self._shards
+        return None if shards is None or shards.in_backward is None else shards.in_backward.norm
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return a copy of the averaged gradient of a parameter, between backward and `zero_grad()`.

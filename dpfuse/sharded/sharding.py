@@ -9,21 +9,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer, Format
-from dpfuse.engine.plan import Bucket
+from dpfuse.engine.buffer import Buffer, Format, Zeros
+from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
 from dpfuse.engine.sync import names_of
 from dpfuse.engine.waiting import BETWEEN, READ, Doing
+from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.division import Division, Region
 from dpfuse.sharded.groups import ParamGroups
+from dpfuse.sharded.in_backward import DEPTH, DeliveryInBackward, InBackward, SumInBackward
 from dpfuse.sharded.norm import ShardedGradients
 from dpfuse.sharded.owners import assign_owners
 from dpfuse.sharded.part_sum import Incoming, PartSum
+from dpfuse.sharded.ring import Ring
 
-__all__ = ["Sharding"]
+__all__ = ["Sharding", "ShardingInBackward"]
 
 
 class Sharding(Dividing):
@@ -102,6 +105,55 @@ class Sharding(Dividing):
 
     def finish(self) -> None:
         self._finish()
+
+
+class ShardingInBackward(Sharding):
+    """As `Sharding`, for gradients that are used up when a backward returns: few buckets have memory.
+
+    Args:
+        sync: of the model.
+        finish: waits for parameters that are on their way.
+        in_backward: lands the buckets.
+    """
+
+    eager = False  # the memory of a bucket is that of others until it is sent
+    in_backward = True
+
+    def __init__(self, sync: ModuleSync, finish: Callable[[], None], in_backward: InBackward) -> None:
+        super().__init__(sync, finish)
+        self._in_backward = in_backward
+        self._specs = sync.plan.specs
+        self._ring = Ring(sync.plan, self._group.size(), DEPTH)
+
+    def planned(self, plan: BucketPlan) -> None:
+        if plan.specs != self._specs:
+            raise DPFuseError(
+                f"rank {self._group.rank()}: the parameters of the model have changed, with step_in_backward=True, "
+                "expected those with which the ShardedOptimizer was made. Leave step_in_backward out if parameters "
+                "are added, replaced or unfrozen while training."
+            )
+        self._ring = Ring(plan, self._group.size(), DEPTH)
+
+    def memory(self, device: str, usual: Zeros) -> Zeros:
+        ring = self._ring
+        return lambda numel, dtype: ring.take(numel, dtype, device)
+
+    def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
+        return SumInBackward(buffer, _regions_of(buffer), self._group, self._incoming, self._in_backward)
+
+    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+        return DeliveryInBackward(buffer, _regions_of(buffer), self._group, self._in_backward)
+
+    def opened(self, *, sync: bool, announced: bool) -> None:
+        super().opened(sync=sync, announced=announced)
+        if sync:
+            self._in_backward.opens()
+
+    def delivered(self) -> None:
+        self._in_backward.ended()
+
+    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
+        self._in_backward.spoil(alarm)
 
 
 def _regions_of(buffer: Buffer) -> Sequence[Region]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.sync import names_of
 from dpfuse.engine.waiting import READ, STEP, board_of, finish
 from dpfuse.errors import DPFuseError
+from dpfuse.gradients.norm import refuse_running
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.elementwise_shard import ElementwiseShard
 from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.groups import ParamGroups, State
+from dpfuse.sharded.in_backward import InBackward
 from dpfuse.sharded.norm import sharded_gradient
 from dpfuse.sharded.pending import Pending
-from dpfuse.sharded.sharding import Sharding
+from dpfuse.sharded.sharding import Sharding, ShardingInBackward
 from dpfuse.sharded.whole_shard import WholeShard
 
 __all__ = ["Shards", "refuse_missing"]
@@ -35,9 +41,23 @@ class Shards:
         groups: the parameter groups; each class was tried out.
         late: whether `step` returns while parameters are gathered; the first use of one waits for its bucket.
         masters: whether 16-bit parameters have float32 copies.
+        in_backward: whether parameters are updated while backward runs.
+        largest_norm: then, of the gradients; as for `InBackward`.
+
+    Attributes:
+        in_backward: lands the buckets, if parameters are updated while backward runs.
     """
 
-    def __init__(self, sync: ModuleSync, groups: ParamGroups, *, late: bool, masters: bool) -> None:
+    def __init__(
+        self,
+        sync: ModuleSync,
+        groups: ParamGroups,
+        *,
+        late: bool = False,
+        masters: bool = False,
+        in_backward: bool = False,
+        largest_norm: float | None = None,
+    ) -> None:
         self._sync = sync
         self._groups = groups
         self._late = late
@@ -45,7 +65,14 @@ class Shards:
         self._pending: list[Pending] = []
         self._shards: list[Shard] = []
         self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
-        self._sharding = Sharding(sync, self.finish)
+        self._settings: list[dict[str, Any]] = []  # of the groups, in the step or backward that runs
+        self._failure: Exception | None = None  # why this rank could not update a part
+        self.in_backward = InBackward(sync.group, self, largest_norm) if in_backward else None
+        self._sharding = (
+            Sharding(sync, self.finish)
+            if self.in_backward is None
+            else ShardingInBackward(sync, self.finish, self.in_backward)
+        )
         self._sharding.own(groups)
         sync.divide(self._sharding)
         self._follow(self._sharding.deliveries())
@@ -57,29 +84,91 @@ class Shards:
         self._take_zeros()
         sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
-        settings = self._groups.settings()
-        board, failure = board_of(sync.group), None
+        self._settings = self._groups.settings()
         for shard in reversed(self._shards):  # the first layers first
-            try:
-                shard.flat_params.take()
-                shard.step(settings)
-            except Exception as error:
-                failure = failure or error  # the peers wait for this rank's part
+            self._update(shard, late=self._late)
+        self._end_step()
+
+    def step_after_backward(self) -> None:
+        """As `step`, where backward has updated the parameters: wait for them unless they may come late."""
+        assert self.in_backward is not None
+        refuse_running(self._sync.reducer, self._sync.group.rank())
+        with self._sharding.telling(STEP):
+            owed = self.in_backward.step()
+        if not owed:
+            self._step_with_zeros()
+        for name, param in zip(names_of(self._sync.plan), self._sync.params, strict=True):
+            if not (owed and isinstance(param.grad, ShardedGradient)):
+                sharded_gradient(name, param, self._sync.group)
+        self._end_step()
+
+    def _step_with_zeros(self) -> None:
+        """Make the states by a step with gradients of zeros, as torch.distributed.checkpoint asks for."""
+        self._settings = self._groups.settings()
+        for shard in self._shards:
             params = shard.flat_params
-            wait = partial(finish, params.start_gather(), board, params.flat.device.type)
-            self._pending.append(Pending(params.params if self._late else (), wait))
+            grads = [param.grad for param in params.params if param.grad is not None]
+            if grads and all(type(grad) is Tensor and not grad.any() for grad in grads):
+                params.delivery.parts[params.number].part.zero_()
+                self._update(shard, late=False)
+                for param in params.params:
+                    param.grad = None
+
+    def begin(self) -> None:
+        """As that of `Updates`, for each backward that synchronises."""
+        self.finish()
+        self._settings = self._groups.settings()
+        now = self._sharding.deliveries()
+        if {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}:
+            self._follow(now)
+
+    def update(self, buffer: Buffer, *, sent: bool) -> None:
+        """As that of `Updates`, for a bucket that has landed while backward runs."""
+        assert self.in_backward is not None
+        for shard in self._shards:
+            params = shard.flat_params
+            if params.delivery.buffer is buffer:
+                if sent:
+                    self.in_backward.clip(params.delivery.parts[params.number].part)
+                    self._update(shard, late=True)
+                else:
+                    self._gather(shard, late=True)
+                increment_version(params.params)  # a graph that still needs the old values must not get the new ones
+
+    def spoil(self, alarm: Tensor) -> None:
+        """As that of `Updates`."""
+        for shard in self._shards:
+            flat = shard.flat_params.flat
+            flat.add_(torch.where(alarm, math.nan, 0.0).to(flat))
+
+    def _update(self, shard: Shard, *, late: bool) -> None:
+        try:
+            shard.flat_params.take()
+            shard.step(self._settings)
+        except Exception as error:
+            self._failure = self._failure or error  # the peers wait for this rank's part
+        self._gather(shard, late=late)
+
+    def _gather(self, shard: Shard, *, late: bool) -> None:
+        params = shard.flat_params
+        wait = partial(finish, params.start_gather(), board_of(self._sync.group), params.flat.device.type)
+        self._pending.append(Pending(params.params if late else (), wait))
+
+    def _end_step(self) -> None:
+        sync, failure = self._sync, self._failure
         now = self._sharding.deliveries()
         buckets_changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
         if failure is not None or buckets_changed or not self._late or sync.is_compiled:
             with self._sharding.telling(STEP):
                 self.finish()
         if failure is not None:
+            self._failure = None
             raise DPFuseError(
                 f"rank {sync.group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
                 f"expected no error: {type(failure).__name__}: {failure}. The parameters may be half updated: load a "
                 "checkpoint."
             ) from failure
-        self._take_settings(settings)
+        self._take_settings(self._settings)
         if buckets_changed:
             self._follow(now)
 
@@ -121,6 +210,8 @@ class Shards:
 
     def load(self, states: Mapping[Tensor, State]) -> None:
         """Use these states, as the plain optimizer has them, in place of all that there are."""
+        if self.in_backward is not None:
+            self.in_backward.begin_again()
         like = {key for param, state in states.items() if param.dim() for key in state if _is_like(state[key], param)}
         numbers = {key for param, state in states.items() if param.dim() for key in state}.difference(like) | {"step"}
         self._aside = {

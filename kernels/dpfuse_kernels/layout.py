@@ -98,6 +98,11 @@ class Layout:
         for buffer, values in zip(buffers, kept, strict=True):
             buffer[self._gaps] = values
 
+    def clear_gaps(self) -> None:
+        """Fill the elements between the slots of `flat` with zeros."""
+        if self._gaps is not None:
+            self.flat.data[self._gaps] = 0
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which the scale is applied: float64 if either side is float64, else float32."""

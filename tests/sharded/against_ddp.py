@@ -57,6 +57,7 @@ def trained_beside(
     peer: Any = DDP,
     micro: int = 1,
     gather: str = "step",
+    extra: dict[str, Any] | None = None,
     around: Callable[[int, nn.Module, torch.optim.Optimizer], None] = lambda step, model, optimizer: None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     **settings: Any,
@@ -64,6 +65,7 @@ def trained_beside(
     """Train two copies, and return the steps after which their bits differ on this rank.
 
     Args:
+        extra: arguments of the sharded optimizer alone.
         around: called for each copy between its backward and its step.
     """
     rank = dist.get_rank()
@@ -74,7 +76,7 @@ def trained_beside(
     ours = face(copy.deepcopy(theirs.module), **sizes | (options or {}))
     plain = kind(theirs.parameters() if groups is None else groups(theirs.module), **settings)
     sharded = dpfuse.ShardedOptimizer(
-        ours, kind, None if groups is None else groups(ours.module), gather=gather, **settings
+        ours, kind, None if groups is None else groups(ours.module), gather=gather, **(extra or {}), **settings
     )
     schedulers = [] if scheduler is None else [scheduler(plain), scheduler(sharded)]
     differing = []
