@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,9 @@ __all__ = ["adamw_step", "adamw_step_reference"]
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
 
-# Four tensors are read, and up to four written: a thread that moved 16 elements of each would hold twice the registers.
+# Four tensors are read, and up to four written. A thread that moved 16 elements of each would take 140 to 154 registers,
+# and only one program of 8 warps would fit on an SM. With 8 elements it takes at most 84. Not yet chosen by measurement:
+# `python -m bench --gpu --only kernels`.
 SHAPE = LaunchShape(chunk=2048, warps=8)
 
 
@@ -333,10 +336,12 @@ def _numbers(
     if step < 1:
         raise ValueError(f"step is {step}, expected 1 for the first step, and then one more each time. Count from 1.")
     for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= number:
+        if math.isnan(number) or number < 0:
             raise ValueError(f"{name} is {number}, expected 0 or more. Correct it.")
     if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas are {betas}, expected two numbers from 0 to below 1, such as (0.9, 0.999). Correct it.")
+        raise ValueError(
+            f"betas are {betas}, expected two numbers from 0 to below 1, such as (0.9, 0.999). Correct it."
+        )
     beta1, beta2 = betas
     weight = torch.tensor(1 - beta1, dtype=torch.float32).item()
     return _Numbers(

@@ -161,7 +161,9 @@ def test_each_step_is_within_two_ulp_of_torchs_own_optimizer(kind: type[torch.op
         assert ((exp_avg_sq - state["exp_avg_sq"]).abs() <= 2 * ulp * state["exp_avg_sq"] + slack).all()
         # One ulp of the parameter, and of the update what the two averages, its root and its quotients have.
         root = (1 - own["betas"][1] ** step) ** 0.5
-        update = own["lr"] / (1 - own["betas"][0] ** step) * largest / (exp_avg_sq.sqrt() / root + options.get("eps", 0))
+        update = (
+            own["lr"] / (1 - own["betas"][0] ** step) * largest / (exp_avg_sq.sqrt() / root + options.get("eps", 0))
+        )
         assert ((ours - theirs.detach()).abs() <= ulp * old.abs() + 4 * ulp * update).all()
         for mine, its in ((ours, theirs.detach()), (exp_avg, state["exp_avg"]), (exp_avg_sq, state["exp_avg_sq"])):
             mine.copy_(its)
@@ -218,7 +220,10 @@ def tensors(**others: Tensor | None) -> dict[str, Any]:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "grad dtype": ({"grad": torch.zeros(6).double()}, r"grad is torch\.float64, expected torch\.float32 or .*Convert"),
-    "state dtype": ({"exp_avg": torch.zeros(6).half()}, r"exp_avg is torch\.float16, expected torch\.float32\. Convert"),
+    "state dtype": (
+        {"exp_avg": torch.zeros(6).half()},
+        r"exp_avg is torch\.float16, expected torch\.float32\. Convert",
+    ),
     "narrow without master": (
         {"param": torch.zeros(6).bfloat16()},
         r"param is torch\.bfloat16, expected torch\.float32 without master\. Pass a float32 master",
