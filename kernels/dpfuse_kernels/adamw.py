@@ -21,9 +21,8 @@ __all__ = ["adamw_step", "adamw_step_reference"]
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
 
-# Four tensors are read, and up to four written. A thread that moved 16 elements of each would take 140 to 154 registers,
-# and only one program of 8 warps would fit on an SM. With 8 elements it takes at most 84. Not yet chosen by measurement:
-# `python -m bench --gpu --only kernels`.
+# Four tensors are read, and up to four written. With 16 elements of each, a thread would take 140 to 154 registers, and
+# one program of 8 warps would fill an SM. With 8 elements it takes at most 84. Not yet chosen by measurement.
 SHAPE = LaunchShape(chunk=2048, warps=8)
 
 
