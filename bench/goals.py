@@ -329,6 +329,13 @@ def _kernels_suite(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]
             value = ratio(contenders["unflatten with squares"].median, contenders[name].median)
             yield Outcome("kernels", case, f"time, unflatten with squares / {name}", value, None)
         return
+    if case.startswith("adamw"):
+        ours = contenders["adamw_step"].median
+        value = ratio(ours, contenders["torch's fused AdamW"].median)
+        yield Outcome("kernels", case, "time, adamw_step / torch's fused AdamW", value, None)
+        value = ratio(contenders["copy_ of the same bytes"].median, ours)
+        yield Outcome("kernels", case, "copy_ of the same bytes / adamw_step, times", value, None, True)
+        return
     shapes = {name: entry for name, entry in contenders.items() if "elements" in name}
     best = min(shapes, key=lambda name: shapes[name].median)
     usual = next(entry for entry in shapes.values() if entry.info["default"])

@@ -4,11 +4,12 @@ Read `layout` first, which says which tensor lies where in a buffer. `pointer_ta
 runs kernels on a GPU (with `address_ring` and `bound`), `host_plan` runs torch's operations on the CPU. Then read
 `flatten`, a whole example of a kernel with its reference, and `unflatten`. `backend` chooses between the two, and
 `checks` looks at the tensors that they get.
-The other kernels are `squared_norm`, `multiply`, `spoil`, `sum_parts`, and for eight-bit blocks `quantize`,
-`dequantize` and `sum_quantized`, which use the files `mx*`.
+The other kernels are `squared_norm`, `multiply`, `spoil`, `sum_parts`, `adamw`, and for eight-bit blocks
+`quantize`, `dequantize` and `sum_quantized`, which use the files `mx*`.
 """
 
 from dpfuse_kernels.backend import (
+    adamw_step,
     dequantize,
     flatten,
     multiply,
@@ -30,6 +31,7 @@ __all__ = [
     "PointerTable",
     "Slot",
     "SpoilTable",
+    "adamw_step",
     "dequantize",
     "flatten",
     "multiply",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.adamw import adamw_step as adamw_step_triton
+from dpfuse_kernels.adamw import adamw_step_reference
 from dpfuse_kernels.dequantize import dequantize as dequantize_triton
 from dpfuse_kernels.dequantize import dequantize_reference
 from dpfuse_kernels.flatten import check_options, count_nonfinite, flatten_reference, product
@@ -31,6 +33,7 @@ from dpfuse_kernels.unflatten import unflatten as unflatten_triton
 from dpfuse_kernels.unflatten import unflatten_reference
 
 __all__ = [
+    "adamw_step",
     "dequantize",
     "flatten",
     "multiply",
@@ -288,3 +291,49 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
         tensor([258.,  12.], dtype=torch.bfloat16)
     """
     (sum_parts_triton if _choose(out.device) else sum_parts_reference)(parts, out, residual)
+
+
+def adamw_step(
+    grad: Tensor,
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decoupled: bool = True,
+    maximize: bool = False,
+    master: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> None:
+    """Do one step of AdamW, or of Adam, on flat tensors, each of which is read and written once.
+
+    Arguments, result and errors are those of `dpfuse_kernels.adamw.adamw_step`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import adamw_step
+        >>> param, exp_avg, exp_avg_sq = torch.tensor([4.0, 8.0]), torch.zeros(2), torch.zeros(2)
+        >>> settings = {"lr": 0.5, "betas": (0.75, 0.75), "eps": 0.0, "weight_decay": 0.5}
+        >>> adamw_step(torch.tensor([2.0, -4.0]), param, exp_avg, exp_avg_sq, step=1, **settings)
+        >>> param
+        tensor([2.5000, 6.5000])
+    """
+    (adamw_step_triton if _choose(grad.device) else adamw_step_reference)(
+        grad,
+        param,
+        exp_avg,
+        exp_avg_sq,
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        maximize=maximize,
+        master=master,
+        factor=factor,
+    )

@@ -10,13 +10,14 @@ import torch.distributed as dist
 import triton
 from torch import nn
 
-from bench import kernel_time
+from bench import kernel_time, update_time
 from bench.__main__ import GPU_SUITES, main
 from bench.baselines import wire_wrappers
 from bench.equality import prove_gradients
 from bench.goals import Entry, judge
 from bench.kernel_time import LAUNCHES, MEASURES, SHAPES, label, time_launches, time_measures, time_shapes
 from bench.pack_time import CEILING
+from bench.update_time import FUSED, UPDATES, time_updates
 from dpfuse_kernels import launcher
 
 
@@ -72,6 +73,34 @@ def test_the_unpack_that_measures_is_timed_beside_two_that_find_the_same(interpr
         "time, unflatten with squares / unflatten": 1.5,
         "time, unflatten with squares / unflatten, then squared_norm": 0.75,
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_of_adamw_is_timed_beside_torchs_own_and_a_copy_of_as_many_bytes(interpreter, dtype):
+    found = time_updates(3000, dtype, torch.bfloat16, "cpu", rounds=2)
+    assert list(found) == list(UPDATES)
+    assert all(len(result["seconds"]) == 2 for result in found.values())
+    moved = 3000 * (26 if dtype == torch.float32 else 28)
+    for result in found.values():
+        assert result["bytes_per_second"] == pytest.approx(2 * moved / sum(result["seconds"]))
+    outcomes = judge(
+        Entry("kernels", "adamw float32, gradient float32", name, time, time, 0.0, 9, {})
+        for name, time in zip(UPDATES, (4.0, 8.0, 3.0), strict=True)
+    )
+    assert {outcome.what: outcome.value for outcome in outcomes} == {
+        f"time, adamw_step / {FUSED}": 0.5,
+        "copy_ of the same bytes / adamw_step, times": 0.75,
+    }
+
+
+def test_an_update_that_differs_is_caught(interpreter, monkeypatch):
+    def forgetful(*arguments, **options):
+        real(*arguments, **{**options, "step": 2})
+
+    real = update_time.adamw_step
+    monkeypatch.setattr(update_time, "adamw_step", forgetful)
+    with pytest.raises(AssertionError, match="adamw_step: the value differs from the reference"):
+        time_updates(64, torch.float32, torch.float32, "cpu", rounds=1)
 
 
 @pytest.mark.parametrize(("seconds", "bound", "met"), [(3e-6, 99, True), (5e-6, 99, False), (3e-6, 0, False)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from dpfuse_kernels import PointerTable, Slot, flatten, squared_norm, sum_parts, unflatten
+from dpfuse_kernels import PointerTable, Slot, adamw_step, flatten, squared_norm, sum_parts, unflatten
+from dpfuse_kernels.adamw import GRADS, NARROW, adamw_step_reference
 from dpfuse_kernels.flatten import flatten_reference
 from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten_reference
@@ -217,3 +220,47 @@ def test_parts_are_added_up_as_on_the_cpu(rows: int, dtype: torch.dtype) -> None
         sum_parts_reference(parts, wanted)
         sum_parts(parts.cuda(), out)
         assert same_bits(out.cpu(), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"decoupled": False, "maximize": True, "betas": (0.4, 0.9)}])
+@pytest.mark.parametrize("narrow", [None, *NARROW])
+@pytest.mark.parametrize("wire", GRADS)
+def test_a_step_of_adamw_has_the_bits_of_the_cpu(
+    wire: torch.dtype, narrow: torch.dtype | None, options: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for numel in NUMELS:
+        for shift in (0, 1):
+            value, exp_avg, exp_avg_sq = torch.randn(3, numel + shift, generator=generator)
+            exp_avg_sq.square_()
+            grad = torch.randn(numel + shift, generator=generator).to(wire)
+            param = value if narrow is None else torch.zeros(numel + shift, dtype=narrow)
+            there = [tensor.cuda() for tensor in (grad, param, exp_avg, exp_avg_sq, value)]
+            results = []
+            for update, tensors in (
+                (adamw_step_reference, [grad, param, exp_avg, exp_avg_sq, value]),
+                (adamw_step, there),
+            ):
+                parts = [tensor[shift:] for tensor in tensors]
+                factor = torch.tensor(0.7, device=grad.device if update is adamw_step_reference else "cuda")
+                master = None if narrow is None else parts[4]
+                for step in (1, 2):
+                    update(*parts[:4], step=step, master=master, factor=factor, **options)
+                results.append([tensor.cpu() for tensor in (tensors if narrow is not None else tensors[:4])])
+            assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_captured_step_of_adamw_replays_with_the_factor_of_that_moment() -> None:
+    grad, param, exp_avg, exp_avg_sq = torch.ones(4, 5000, device="cuda")
+    factor = torch.ones((), device="cuda")
+    adamw_step(grad, param, exp_avg, exp_avg_sq, step=2, factor=factor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        adamw_step(grad, param, exp_avg, exp_avg_sq, step=2, factor=factor)
+    for number in (0.5, 2.0):
+        wanted = [tensor.cpu() for tensor in (param, exp_avg, exp_avg_sq)]
+        adamw_step_reference(grad.cpu(), *wanted, step=2, factor=torch.tensor(number))
+        factor.fill_(number)
+        graph.replay()
+        for got, want in zip((param, exp_avg, exp_avg_sq), wanted, strict=True):
+            assert same_bits(got.cpu(), want)

@@ -1,6 +1,6 @@
 """Compiles kernels for one GPU that is not here. Run as a program: prints one JSON object per compilation.
 
-The first argument says what is compiled: `copies` is all that copies, measures, scales or adds, `shapes` the shapes
+The first argument says what is compiled: `copies` is all that copies, measures, scales, adds or updates, `shapes` those
 that `bench/bench_kernels.py` measures, `spoil` the kernel that fills with NaN, `mx` the kernels of eight-bit blocks.
 The second argument is the architecture: 90 for sm_90, gfx942 for AMD's. The third and the fourth say which part of how
 many it compiles, so that several processes can share the work: 0 2 is every other one from the first.
@@ -39,6 +39,14 @@ MOVERS = ("flatten", "unflatten", "unflatten accumulate")
 MEASURING = ("unflatten squares", "unflatten accumulate squares")
 KERNELS = (*MOVERS, *FLATTENS, *MEASURING, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
+ADAMW_KERNELS = ("adamw decoupled", "adamw coupled factor maximize")
+ADAMW_PAIRS = [  # of the parameter, which has a float32 master where it is narrow, and of the gradient
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float16", "float16"),
+]
 MX_KERNELS = (
     "quantize",
     "quantize count factor residual",
@@ -108,6 +116,22 @@ def compile_sum(architecture: int | str, dtype: str, *, residual: bool = False) 
     arguments = dict.fromkeys(names, "i64")
     row = {"kernel": "sum_parts residual" if residual else "sum_parts", "dtype": dtype, "wire": dtype}
     return row | _compiled(_sum_parts_kernel, arguments, constants, architecture, DEFAULT.chunk, DEFAULT.warps)
+
+
+def compile_adamw(kernel: str, architecture: int | str, dtype: str, wire: str) -> dict[str, object]:
+    import triton.language as tl
+
+    from dpfuse_kernels.adamw import SHAPE, _adamw_kernel
+
+    given = kernel.split()
+    options = ("FACTOR", "MAXIMIZE", "DECOUPLED", "COUPLED")
+    constants = {"WIRE": getattr(tl, wire), "PARAM": getattr(tl, dtype), "MASTER": dtype != "float32"}
+    constants |= {option: option.lower() in given for option in options}
+    constants["CHUNK"] = SHAPE.chunk
+    types = {"tl.int64": "i64", "tl.float32": "fp32"}
+    arguments = {name: types[kind] for name, kind in _adamw_kernel.__annotations__.items() if kind in types}
+    row = {"kernel": kernel, "dtype": dtype, "wire": wire}
+    return row | _compiled(_adamw_kernel, arguments, constants, architecture, SHAPE.chunk, SHAPE.warps)
 
 
 def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
@@ -223,6 +247,8 @@ def every_copy(architecture: int | str) -> Iterator[Compilation]:
         yield partial(compile_sum, architecture, dtype)
         if dtype != "float64":
             yield partial(compile_sum, architecture, dtype, residual=True)
+    for kernel, (dtype, wire) in product(ADAMW_KERNELS, ADAMW_PAIRS):
+        yield partial(compile_adamw, kernel, architecture, dtype, wire)
 
 
 def every_shape(architecture: int | str) -> Iterator[Compilation]:

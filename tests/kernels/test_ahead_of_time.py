@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compile_kernels import (
+    ADAMW_KERNELS,
+    ADAMW_PAIRS,
     AMD,
     FLATTENS,
     KERNELS,
@@ -306,5 +308,50 @@ def test_parts_are_added_up_in_full_precision_at_64_bit_addresses(
     assert sum(2 if kind.endswith("x2") else 1 for kind in additions) == 2 * chunk // (warps * 32)
     assert {kind.removesuffix("x2") for kind in additions} == {wide}
     assert not re.search(r"\bfma\.", assembly)
+    assert not narrow_products_in_addresses(assembly)
+    assert not re.findall(r"\bshl\.b32[^\n]*;\n[^\n]*cvt\.[su]64\.[su]32", assembly)
+
+
+every_adamw = pytest.mark.parametrize(
+    ("kernel", "dtype", "wire"), [(kernel, *pair) for kernel in ADAMW_KERNELS for pair in ADAMW_PAIRS]
+)
+
+
+@every_adamw
+@every_architecture
+def test_a_step_of_adamw_moves_128_bits_at_a_time_without_spills(
+    compiled: Compiled, kernel: str, architecture: int | str, dtype: str, wire: str
+) -> None:
+    row = compiled[kernel, architecture, dtype, wire]
+    assembly = str(row["assembly"])
+    loads = accesses(row, wire) + 3 * accesses(row, "float32")  # the gradient, the value and two averages
+    stores = 3 * accesses(row, "float32") + (0 if dtype == "float32" else accesses(row, dtype))
+    if architecture in AMD:
+        # A thread has half as many elements there. Those of 16 bits make a load or store of 64 bits.
+        assert len(re.findall(WIDE_AMD.format("load"), assembly)) >= loads
+        assert len(re.findall(WIDE_AMD.format("store"), assembly)) >= stores
+    else:
+        assert len(re.findall(WIDE_NVIDIA.format("ld"), assembly)) == loads
+        assert len(re.findall(WIDE_NVIDIA.format("st"), assembly)) == stores
+        # Two programs fit into the 65536 registers of a multiprocessor: one computes while the other waits for memory.
+        assert row["registers"] <= 65536 // (2 * 32 * row["shape"][1])  # type: ignore[operator,index]
+    assert row["spilled"] == 0
+
+
+@every_adamw
+@every_nvidia
+def test_a_step_of_adamw_rounds_each_operation_at_64_bit_addresses(
+    compiled: Compiled, kernel: str, architecture: int, dtype: str, wire: str
+) -> None:
+    row = compiled[kernel, architecture, dtype, wire]
+    assembly = str(row["assembly"])
+    chunk, warps = row["shape"]  # type: ignore[misc]
+    each = 2 * chunk // (warps * 32)  # elements of a thread, on both paths
+    assert len(re.findall(r"\bdiv\.rn\.f32\b", assembly)) == 2 * each
+    assert len(re.findall(r"\bsqrt\.rn\.f32\b", assembly)) == each
+    assert not re.search(r"\b(?:div|sqrt|rcp)\.(?!rn\.f32)", assembly)
+    assert not re.search(r"\bfma\.", assembly)
+    assert ".ftz" not in assembly
+    assert ".f64" not in assembly
     assert not narrow_products_in_addresses(assembly)
     assert not re.findall(r"\bshl\.b32[^\n]*;\n[^\n]*cvt\.[su]64\.[su]32", assembly)
