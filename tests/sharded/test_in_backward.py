@@ -95,7 +95,7 @@ def clipped_weights(rank, size, largest):
 
 def memory(rank, size):
     """Bytes of all memory for gradients, over those of the views of torch's DDP."""
-    net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(60)))
+    net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(120)))
     bytes_of_ddp = sum(param.nbytes for param in net.parameters())
     model = dpfuse.DataParallel(net, comm_buffer_size=0.04, last_comm_buffer_size=0.04, plan="greedy")
     optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, **EXTRA)
