@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.groups import MASTER, ParamGroups, State, Updater
+from dpfuse.sharded.one_pass import step_in_one_pass, takes_one_pass
 
 __all__ = ["ElementwiseShard", "Run"]
 
@@ -68,14 +69,26 @@ class ElementwiseShard:
         touched = [param.grad is not None for param in flat_params.params]
         self._separate(touched)
         masters, gradients = flat_params.masters, flat_params.gradients
-        if masters is not None:
-            masters.follow()
         grads: list[Tensor | None] = []
         for run in self.runs:
             begin = run.begin - flat_params.begin
             grads.append(gradients[begin : begin + run.own.numel()] if touched[run.first] else None)
-        self.updater.step(settings, grads)
-        if masters is not None:
+        if masters is None:
+            self.updater.step(settings, grads)
+            return
+        masters.follow()
+        rest: list[Tensor | None] = []
+        for index, (run, grad) in enumerate(zip(self.runs, grads, strict=True)):
+            if grad is not None and takes_one_pass(self.updater.kind(index), settings[run.group], grad.device):
+                state = self.updater.state(index)
+                param = flat_params.flat[run.begin : run.begin + run.own.numel()]
+                step_in_one_pass(state, settings[run.group], run.own, param, grad)
+                self.updater.set_state(index, state)
+                rest.append(None)
+            else:
+                rest.append(None if grad is None else grad.float())
+        self.updater.step(settings, rest)
+        if any(grad is not None for grad in rest):
             masters.write()
 
     def whole_states(self) -> Iterator[tuple[Tensor, State, Collection[str]]]:

@@ -59,10 +59,9 @@ class FlatParams:
 
     @property
     def gradients(self) -> Tensor:
-        """The gradients of this rank's part, [elements], in the dtype of `own`."""
+        """The gradients of this rank's part, [elements], in the dtype of the parameters."""
         region, flat = self.region, self.delivery.buffer.flat
-        own = flat[region.begin + self.begin : region.begin + self.end]
-        return own if self.masters is None else own.float()
+        return flat[region.begin + self.begin : region.begin + self.end]
 
     @property
     def sharded_gradients(self) -> list[ShardedGradient]:

@@ -192,6 +192,10 @@ class Updater:
         found: State = self._of[index].state.get(self._members[index][1], {})
         return found
 
+    def kind(self, index: int) -> type[Optimizer]:
+        """Return the class of the optimizer that updates a tensor."""
+        return type(self._of[index])
+
     def set_state(self, index: int, state: State) -> None:
         """Use this state of a tensor."""
         self._of[index].state[self._members[index][1]] = state

@@ -60,6 +60,7 @@ class WholeShard:
         masters, gradients = flat_params.masters, flat_params.gradients
         if masters is not None:
             masters.follow()
+            gradients = gradients.float()
         grads: list[Tensor | None] = []
         for place in self._places:
             slot = flat_params.slots[place]

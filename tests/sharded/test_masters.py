@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn, optim
 
 import dpfuse
+from dpfuse.sharded import elementwise_shard
+from dpfuse.sharded import one_pass as one_pass_module
+from dpfuse.sharded.one_pass import step_in_one_pass
+from dpfuse_kernels.adamw import adamw_step_reference
 from tests.sharded.against_ddp import DDP, bits_differ
 from tests.sharded.test_sizes import MADE, Kept, nbytes_of
 
@@ -102,6 +108,42 @@ class _Both:
 @pytest.mark.parametrize("options", [{}, {"gather": "forward"}], ids=str)
 def test_updates_in_float32_have_the_bits_of_ddp_and_copies_by_hand(ranks, muon, options):
     assert ranks(beside_ddp, muon, options) == [([], False)] * 2
+
+
+def in_one_pass(rank, size):
+    """The largest distance of copies and states from those of torch's operations, in units of the last digit."""
+    found = []
+    for one_pass in (False, True):
+        calls = []
+
+        def stepped(*args, calls=calls):
+            calls.append(1)
+            step_in_one_pass(*args)
+
+        with (
+            mock.patch.object(elementwise_shard, "takes_one_pass", lambda *_, one_pass=one_pass: one_pass),
+            mock.patch.object(elementwise_shard, "step_in_one_pass", stepped),
+            mock.patch.object(one_pass_module, "adamw_step", adamw_step_reference),
+        ):
+            model = wrapped(Narrow())
+            optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, **SETTINGS, master_dtype=torch.float32)
+            for step in range(5):
+                backward(model, step, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert bool(calls) == one_pass
+            state = optimizer.state_dict()["state"]
+            narrow = [0, 1, 4]  # in bfloat16
+            weights = [param.detach() for param in model.module.parameters() if param.dtype == torch.bfloat16]
+            masters = [state[index]["master_param"] for index in narrow]
+            assert not bits_differ(weights, [master.bfloat16() for master in masters])
+            found.append([*masters, *(state[i][key] for i in narrow for key in ("step", "exp_avg", "exp_avg_sq"))])
+    return max(((one - other).abs() / (other.abs() + 1e-8)).max().item() for one, other in zip(*found, strict=True))
+
+
+def test_one_pass_does_what_the_optimizer_of_torch_does(ranks):
+    for largest in ranks(in_one_pass):
+        assert largest < 1e-2  # one digit of a weight in 16 bits changes the next gradients
 
 
 def memory(rank, size):
