@@ -216,6 +216,11 @@ class ModuleSync:
             self._dividing.finish()
 
     @property
+    def is_changing(self) -> bool:
+        """Whether this rank's module has changed, and the ranks have not agreed on that yet."""
+        return bool(self._follower.change)
+
+    @property
     def is_compiled(self) -> bool:
         """Whether a part of the module was compiled."""
         compiled = (module._compiled_call_impl is not None for module in self._module.modules())

@@ -59,14 +59,14 @@ class ElementwiseShard:
         self.updater: Updater
         self.use_kept()
 
-    def step(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Update this rank's part with its gradients; a parameter whose `.grad` is None stays as it is.
+    def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
+        """Update this rank's part with its gradients.
 
         Args:
             settings: the hyperparameters of each parameter group.
+            touched: whether a parameter has a gradient, by place; one without stays as it is.
         """
         flat_params = self.flat_params
-        touched = [param.grad is not None for param in flat_params.params]
         self._separate(touched)
         masters, gradients = flat_params.masters, flat_params.gradients
         grads: list[Tensor | None] = []

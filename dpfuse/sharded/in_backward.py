@@ -83,6 +83,7 @@ class InBackward:
         self._begun = False  # whether a backward has updated parameters, and has not ended well
         self._owed = False  # whether a step is owed to the last backward
         self._unused: list[str] = []
+        self._lost: Exception | None = None  # why a bucket did not land
 
     def opens(self) -> None:
         """Note that a backward that synchronises begins.
@@ -140,6 +141,7 @@ class InBackward:
         """Forget what has happened: a state was loaded."""
         self._begun = self._owed = False
         self._flights.clear()
+        self._lost = None
         self.norm, self._unused, self._squares = None, [], []
 
     def spoil(self, alarm: Tensor) -> None:
@@ -177,8 +179,14 @@ class InBackward:
         return owed
 
     def _land_oldest(self) -> None:
+        if self._lost is not None:
+            raise self._lost  # without waiting once more
         flight = self._flights[0]
-        finish(flight.work, board_of(self._group), flight.buffer.flat.device.type)
+        try:
+            finish(flight.work, board_of(self._group), flight.buffer.flat.device.type)
+        except Exception as error:
+            self._lost = error
+            raise
         self._flights.popleft()
         self._updates.update(flight.buffer, sent=flight.sent)
 

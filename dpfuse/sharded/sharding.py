@@ -122,17 +122,20 @@ class ShardingInBackward(Sharding):
     def __init__(self, sync: ModuleSync, finish: Callable[[], None], in_backward: InBackward) -> None:
         super().__init__(sync, finish)
         self._in_backward = in_backward
-        self._specs = sync.plan.specs
+        self._known = frozenset(map(id, sync.params))
         self._ring = Ring(sync.plan, self._group.size(), DEPTH)
 
     def planned(self, plan: BucketPlan) -> None:
-        if plan.specs != self._specs:
+        self._ring = Ring(plan, self._group.size(), DEPTH)
+
+    def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format:
+        if not self._known.issuperset(map(id, params)):
             raise DPFuseError(
                 f"rank {self._group.rank()}: the parameters of the model have changed, with step_in_backward=True, "
                 "expected those with which the ShardedOptimizer was made. Leave step_in_backward out if parameters "
                 "are added, replaced or unfrozen while training."
             )
-        self._ring = Ring(plan, self._group.size(), DEPTH)
+        return super().format(bucket, params)
 
     def memory(self, device: str, usual: Zeros) -> Zeros:
         ring = self._ring

@@ -86,7 +86,7 @@ class Shards:
         self._find_gradients()
         self._settings = self._groups.settings()
         for shard in reversed(self._shards):  # the first layers first
-            self._update(shard, late=self._late)
+            self._update(shard, [param.grad is not None for param in shard.flat_params.params], late=self._late)
         self._end_step()
 
     def step_after_backward(self) -> None:
@@ -110,7 +110,7 @@ class Shards:
             grads = [param.grad for param in params.params if param.grad is not None]
             if grads and all(type(grad) is Tensor and not grad.any() for grad in grads):
                 params.delivery.parts[params.number].part.zero_()
-                self._update(shard, late=False)
+                self._update(shard, [param.grad is not None for param in params.params], late=False)
                 for param in params.params:
                     param.grad = None
 
@@ -119,7 +119,8 @@ class Shards:
         self.finish()
         self._settings = self._groups.settings()
         now = self._sharding.deliveries()
-        if {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}:
+        changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
+        if changed and not self._sync.is_changing:  # else the ranks will refuse the change
             self._follow(now)
 
     def update(self, buffer: Buffer, *, sent: bool) -> None:
@@ -130,7 +131,8 @@ class Shards:
             if params.delivery.buffer is buffer:
                 if sent:
                     self.in_backward.clip(params.delivery.parts[params.number].part)
-                    self._update(shard, late=True)
+                    # Which parameters other ranks have not used, none knows yet. All are to be used, or frozen.
+                    self._update(shard, [param.requires_grad for param in params.params], late=True)
                 else:
                     self._gather(shard, late=True)
                 increment_version(params.params)  # a graph that still needs the old values must not get the new ones
@@ -141,10 +143,10 @@ class Shards:
             flat = shard.flat_params.flat
             flat.add_(torch.where(alarm, math.nan, 0.0).to(flat))
 
-    def _update(self, shard: Shard, *, late: bool) -> None:
+    def _update(self, shard: Shard, touched: Sequence[bool], *, late: bool) -> None:
         try:
             shard.flat_params.take()
-            shard.step(self._settings)
+            shard.step(self._settings, touched)
         except Exception as error:
             self._failure = self._failure or error  # the peers wait for this rank's part
         self._gather(shard, late=late)

@@ -50,11 +50,12 @@ class WholeShard:
         self.updater: Updater
         self.use_kept()
 
-    def step(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Update what this rank owns; a parameter whose `.grad` is None stays as it is.
+    def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
+        """Update what this rank owns.
 
         Args:
             settings: the hyperparameters of each parameter group.
+            touched: whether a parameter has a gradient, by place; one without stays as it is.
         """
         flat_params = self.flat_params
         masters, gradients = flat_params.masters, flat_params.gradients
@@ -65,8 +66,7 @@ class WholeShard:
         for place in self._places:
             slot = flat_params.slots[place]
             offset = gradients.storage_offset() + slot.offset - flat_params.begin
-            touched = flat_params.params[place].grad is not None
-            grads.append(gradients.as_strided(slot.shape, slot.stride, offset) if touched else None)
+            grads.append(gradients.as_strided(slot.shape, slot.stride, offset) if touched[place] else None)
         self.updater.step(settings, grads)
         if masters is not None:
             masters.write()

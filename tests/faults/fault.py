@@ -58,7 +58,7 @@ class Fault:
         limit: seconds after which whoever is left is killed.
         slow: run in `make test-all` only.
         cable: for a fault of the network: what is done to the cable between two machines, as `network.CABLES` has it.
-        sharded: expected of dpfuse with a sharded optimizer, where that is something else.
+        elsewhere: expected with other wrappers, by their name, where that is something else.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Fault:
     limit: float = 60.0
     slow: bool = False
     cable: str = ""
-    sharded: Expected | None = None
+    elsewhere: Mapping[str, Expected] = field(default_factory=dict)
 
     def on(self, face: str) -> Fault:
         """The same fault, with what is expected with this wrapper."""
-        return replace(self, expected=self.sharded) if face == "sharded" and self.sharded is not None else self
+        return replace(self, expected=self.elsewhere.get(face, self.expected))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.faults import job
 from tests.faults.fault import RIGHT, Fault, named
 from tests.faults.programs import changes, differ, paths, silences, tensors
 
@@ -116,6 +117,27 @@ SHARDED = {
     "sparse": REFUSED,
 }
 
-FAULTS = [replace(fault, sharded=SHARDED.get(fault.name)) for fault in FAULTS]
+# While parameters are updated in backward, an update cannot be taken back.
+CHANGED = named("the parameters of the model have changed, with step_in_backward=True")
+USED_UP = named("call optimizer.step() and optimizer.zero_grad() before the next backward")
+UNUSED = named("no rank has used parameter")
+SECOND = named("a second backward began before optimizer.step()")
+UPDATED = SHARDED | {
+    "unused_everywhere": UNUSED,
+    "no_sync_one_rank": USED_UP,
+    "param_replaced": CHANGED,
+    "param_added": CHANGED,
+    "unfrozen_after_wrap": CHANGED,
+    "module_converted": USED_UP,
+    "two_backwards": SECOND,
+    "fp16_large": SECOND,
+    "no_sync_unused": named("find_unused_parameters=True and step_in_backward=True"),
+    "zeroed_to_none": USED_UP,
+}
+ELSEWHERE = {job.SHARDED: SHARDED, job.IN_BACKWARD: UPDATED}
+FAULTS = [
+    replace(fault, elsewhere={face: own[fault.name] for face, own in ELSEWHERE.items() if fault.name in own})
+    for fault in FAULTS
+]
 BY_NAME = {fault.name: fault for fault in FAULTS}
 assert len(BY_NAME) == len(FAULTS)

@@ -16,17 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 
-__all__ = ["DDP", "FACES", "SHARDED", "WIDTH", "Job", "Net", "Run", "plain_loss"]
+__all__ = ["DDP", "FACES", "IN_BACKWARD", "SHARDED", "WIDTH", "Job", "Net", "Run", "plain_loss"]
 
 WIDTH = 64
 RATE = 0.01
 BUCKET_MB = 0.017  # about one layer of Net: a model of several buckets
 DDP = "DDP"
 SHARDED = "sharded"  # as DataParallel, and each rank keeps one part of the optimizer
+IN_BACKWARD = "in_backward"  # likewise, and updates it while backward runs
 FACES: dict[str, Callable[..., nn.Module]] = {
     "dpfuse": dpfuse.DistributedDataParallel,
     "DataParallel": dpfuse.DataParallel,
     SHARDED: dpfuse.DataParallel,
+    IN_BACKWARD: dpfuse.DataParallel,
     DDP: DistributedDataParallel,
 }
 
@@ -72,6 +74,7 @@ class Job:
         self.number = 0  # of the next step
         self._options = {} if face == DDP else options
         self._optimizers: dict[int, dpfuse.ShardedOptimizer] = {}  # by the id of the wrapped module
+        self._before: dict[int, dict[str, Tensor]] = {}  # the weights before a step, by the id of the module
         self._told = open(folder / f"told-{rank}", "a", buffering=1)  # noqa: SIM115  # lives as long as the process
 
     def tell(self, **facts: Any) -> None:
@@ -90,8 +93,12 @@ class Job:
         else:
             make = partial(make, bucket_cap_mb=bucket_mb)
         model = make(net, **options, **self._options)
-        if self.face == SHARDED:
-            self._optimizers[id(net)] = dpfuse.ShardedOptimizer(model, torch.optim.SGD, net.parameters(), lr=RATE)
+        if self.face in (SHARDED, IN_BACKWARD):
+            # With a rate of 1 an update is the gradient, to as many digits as the weights have.
+            options = {"step_in_backward": True, "lr": 1.0} if self.face == IN_BACKWARD else {"lr": RATE}
+            made = dpfuse.ShardedOptimizer(model, torch.optim.SGD, net.parameters(), **options)
+            self._optimizers[id(net)] = made
+            self._note(net)
         return model
 
     def batch(self, rank: int | None = None, number: int | None = None) -> Tensor:
@@ -123,7 +130,13 @@ class Job:
         optimizer = self._optimizers.get(id(net))
         for name, param in net.named_parameters():
             if name in truth:
-                grad = param.grad if optimizer is None else optimizer.full_gradient(param)
+                grad: Tensor | None
+                if optimizer is None:
+                    grad = param.grad
+                elif self.face == IN_BACKWARD:
+                    grad = _updated_by(self._before[id(net)][name], param.detach(), truth[name])
+                else:
+                    grad = optimizer.full_gradient(param)
                 worst = max(worst, _distance(grad, truth[name]))
         self.tell(off=worst, step=self.number)
 
@@ -140,16 +153,30 @@ class Job:
         self.number += 1
         if id(net) in self._optimizers:
             self._optimizers[id(net)].step()
+            self._note(net)
             return
         with torch.no_grad():
             for param in net.parameters():
                 if param.grad is not None:
                     param.add_(param.grad, alpha=-RATE)
 
+    def _note(self, net: nn.Module) -> None:
+        if self.face == IN_BACKWARD:
+            self._before[id(net)] = {name: param.detach().clone() for name, param in net.named_parameters()}
+
     def steps(self, model: Any, count: int = 3, run: Run = plain_loss) -> None:
         """So many of them."""
         for _ in range(count):
             self.step(model, run)
+
+
+def _updated_by(before: Tensor, after: Tensor, expected: Tensor | None) -> Tensor:
+    """The gradient that an update with a rate of 1 has used: `expected`, where the weights have no more digits."""
+    grad = before - after
+    if expected is None:
+        return grad
+    digits = 4 * torch.finfo(before.dtype).eps * torch.maximum(before.abs(), after.abs())
+    return torch.where((grad - expected).abs() <= digits, expected, grad)
 
 
 def _distance(got: Tensor | None, expected: Tensor | None) -> float:

@@ -24,7 +24,9 @@ WRONG = {
 
 
 FIRST = ("dpfuse",)
-EACH_TIME = dict.fromkeys(("kill_mid_backward", "freeze_rank", "nan_one_rank", "uneven_steps"), (*FIRST, "sharded"))
+EACH_TIME = dict.fromkeys(
+    ("kill_mid_backward", "freeze_rank", "nan_one_rank", "uneven_steps"), (*FIRST, "sharded", "in_backward")
+)
 
 
 def plays() -> list[object]:
