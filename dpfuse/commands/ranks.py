@@ -58,7 +58,8 @@ def run_on_ranks(function: Callable[..., Any], args: Sequence[Any], count: int |
         if error.failure is None or not error.failure.error.startswith(ANNOUNCED):
             raise
         # Its text says all, and the traceback would show the lines of this command.
-        raise DPFuseError(f"rank {error.failure.rank}: {error.failure.error.removeprefix(ANNOUNCED)}") from error
+        text, rank = error.failure.error.removeprefix(ANNOUNCED), error.failure.rank
+        raise DPFuseError(text if f"failed on rank {rank}:" in text else f"rank {rank}: {text}") from error
     return context.return_queues[0].get()
 
 
