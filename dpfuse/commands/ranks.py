@@ -58,7 +58,10 @@ def run_on_ranks(function: Callable[..., Any], args: Sequence[Any], count: int |
         if error.failure is None or not error.failure.error.startswith(ANNOUNCED):
             raise
         # Its text says all, and the traceback would show the lines of this command.
-        raise DPFuseError(f"rank {error.failure.rank}: {error.failure.error.removeprefix(ANNOUNCED)}") from error
+        text = error.failure.error.removeprefix(ANNOUNCED)
+        # What ranks have told each other names the rank that failed, and is the same on all of them.
+        named = "failed on rank" in text.partition("\n")[0]
+        raise DPFuseError(text if named else f"rank {error.failure.rank}: {text}") from error
     return context.return_queues[0].get()
 
 

@@ -19,7 +19,7 @@ from dpfuse.engine import collective
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.window import Field, Window
 
-__all__ = ["ALL_WELL", "Outcome", "Reading", "Report"]
+__all__ = ["ALL_WELL", "SLOTS", "Outcome", "Reading", "Report"]
 
 RANK_BITS = 16  # of the number of a rank that failed or has changed
 HASH_BITS = 16  # of the set of frozen parameters
@@ -180,6 +180,16 @@ class Report:
     def write_slot(self, packed: Tensor, name: str, value: Tensor) -> None:
         """Write into what is packed, [numel], a number that only the device may know, [], unscaled."""
         packed[self._places.slots + SLOTS.index(name)].copy_(value)
+
+    def write_numbers(self, packed: Tensor, first: str, values: Sequence[float]) -> None:
+        """Write into what is packed, [numel], numbers that the host knows, from the slot `first` on, unscaled."""
+        start = self._places.slots + SLOTS.index(first)
+        packed[start : start + len(values)].copy_(torch.tensor(values, dtype=torch.float64))
+
+    def slots(self) -> Tensor:
+        """Return the sums of the numbers of all slots over the ranks, [slots], on the device, without waiting."""
+        assert self._landing is not None
+        return self._landing.view[self._places.slots : self._places.flags]
 
     def slot(self, name: str) -> Tensor:
         """Return the sum of that number over the ranks, [], on the device, without waiting."""

@@ -82,7 +82,7 @@ class Gradients:
         Raises:
             DPFuseError: it is NaN or infinite, and `error_if_nonfinite`.
         """
-        norm = self._norm_of_two() if order == 2 else self._norm(order)
+        norm = self.squares().sqrt().to(self._kind()) if order == 2 else self._norm(order)
         return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
 
     @torch.no_grad()
@@ -110,7 +110,9 @@ class Gradients:
         for group in _grouped(loose):
             torch._foreach_mul_([_stored(grad) for grad in group], factor.to(group[0].device))
 
-    def _norm_of_two(self) -> Tensor:
+    @torch.no_grad()
+    def squares(self) -> Tensor:
+        """The sum of their squares, a scalar in float64 on their device."""
         squares: list[Tensor] = []
         loose = self._loose
         for grads, table, measured in self._parts:
@@ -123,7 +125,7 @@ class Gradients:
                 loose = [*loose, *_present(grads)]
         for group in _grouped(loose):
             squares.append(row_norms([_real_numbers(grad) for grad in group]).square().sum())
-        return self._total(squares).sum().sqrt().to(self._kind())
+        return squares[0] if len(squares) == 1 else self._total(squares).sum()
 
     def _norm(self, order: float) -> Tensor:
         kind = self._kind()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,10 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import Reducer
-from dpfuse.engine.report import Report
+from dpfuse.engine.report import SLOTS, Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.window import Window
-from dpfuse.gradients.local_squares import LocalSquares
+from dpfuse.gradients.local_squares import LocalSquares, host_knows
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.communication_times import CommunicationTimes
@@ -26,15 +26,13 @@ from dpfuse.model.step_times import StepTimes
 
 __all__ = ["Metrics", "noise_of"]
 
-SLOTS = ("squares", "measured", "nonfinite_values", "weight", "weighing")  # what is read of the report
-
 
 class _Measured(NamedTuple):
     """One synchronised backward."""
 
     step: int
     times: CommunicationTimes
-    values: Tensor  # the squared norm of the delivered gradients, then SLOTS; float64 on their device
+    values: Tensor  # the squared norm of the delivered gradients, then SLOTS of the report; float64 on their device
     scale: float  # what averaging multiplies the sum of the ranks with
 
 
@@ -68,7 +66,7 @@ class Metrics(Feature):
         self._reducer = reducer
         self._hooked = hooked
         self._times = CommunicationTimes()
-        self._sent: list[tuple[Tensor, Tensor]] = []  # sums of squares, and numbers of values that are not finite
+        self._sent: list[tuple[Any, Any]] = []  # sums of squares, and numbers of values that are not finite
         self._report: Report | None = None
         self._last: _Measured | None = None
         self._numbers: dict[str, float] = {}  # of it, once they were read
@@ -101,18 +99,24 @@ class Metrics(Feature):
         """Whether the backward that is running is measured."""
         return self._measures
 
-    def add(self, squares: Tensor, nonfinite: Tensor) -> None:
-        """Take what some gradients of this rank come to."""
+    def add(self, squares: Tensor | float, nonfinite: Tensor | float) -> None:
+        """Take what some gradients of this rank come to: tensors on a GPU, numbers on a CPU."""
         self._sent.append((squares, nonfinite))
 
     def tell(self, report: Report, packed: Tensor) -> None:
         """Write the sums of this rank into the report, as it is packed."""
         self._report = report
-        squares, nonfinite = (torch.stack(numbers).sum() for numbers in zip(*self._sent, strict=True))
         weight = self._weight.in_use
+        if host_knows(packed):
+            total, wrong = (float(sum(numbers)) for numbers in zip(*self._sent, strict=True))
+            known = 1.0 if weight is None else float(weight)
+            takes_part = known > 0 if weight is not None else not self._window.elsewhere
+            # What is sent is weight times gradient: divided once, the weighted square is left.
+            report.write_numbers(packed, "squares", [total / known if known > 0 else 0.0, takes_part, wrong])
+            return
+        squares, nonfinite = (torch.stack(numbers).sum() for numbers in zip(*self._sent, strict=True))
         measured = torch.full_like(squares, not self._window.elsewhere)
         if weight is not None:
-            # What is sent is weight times gradient: divided once, the weighted square is left.
             measured = (weight > 0).double()
             squares = torch.where(weight > 0, squares / weight.double(), 0.0)
         report.write_slot(packed, "squares", squares)
@@ -124,8 +128,8 @@ class Metrics(Feature):
         reducer, report = self._reducer(), self._report
         if report is None or not self._measures:
             return
-        norm = Gradients(reducer.buckets, ()).norm(2.0).double()
-        values = torch.stack([norm.square(), *(report.slot(name).double() for name in SLOTS)])
+        squares = Gradients(reducer.buckets, ()).squares()
+        values = torch.cat([squares.view(1), report.slots().double()])
         averaging = reducer.buckets[0].averaging
         self._last = _Measured(reducer.completed, self._times, values, averaging.pre_scale * averaging.post_scale)
         self._report, self._numbers = None, {}
@@ -139,8 +143,12 @@ class Metrics(Feature):
     def _computed(self, last: _Measured) -> dict[str, float]:
         step, times, values, scale = last
         times.finish()
-        square, squares, ranks, nonfinite, weights, weighing = values.tolist()
-        batch = weights if weighing else ranks
+        square, *numbers = values.tolist()
+        told = dict(zip(SLOTS, numbers, strict=True))
+        squares, ranks, nonfinite, weighing = (
+            told[name] for name in ("squares", "measured", "nonfinite_values", "weighing")
+        )
+        batch = told["weight"] if weighing else ranks
         mean = square if weighing or not ranks else square / (scale * ranks) ** 2
         signal, variance = (math.nan, math.nan) if self._hooked() else noise_of(squares, mean, ranks, batch)
         return {

@@ -189,14 +189,25 @@ def row_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor
         >>> row_norms([torch.tensor([3.0, 4.0]), torch.ones(ROW + 4)]).tolist()
         [5.0, 22.627416610717773, 2.0]
     """
+    if len(tensors) == 1 and tensors[0].numel() > ROW:  # a whole buffer: each operation less counts
+        parts = _norms_of_rows(_in_memory_order(tensors[0]), dtype)
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
     small = [tensor for tensor in tensors if tensor.numel() <= ROW]
     parts = [torch.stack(torch._foreach_norm(small, 2.0, dtype=dtype or _widened(small[0].dtype)))] if small else []
     for flat in _joined([tensor for tensor in tensors if tensor.numel() > ROW]):
-        end = flat.numel() // ROW * ROW
-        wide = dtype or _widened(flat.dtype)
-        parts.append(torch.linalg.vector_norm(flat[:end].view(-1, ROW), dim=1, dtype=wide))
-        parts.append(torch.linalg.vector_norm(flat[end:], dtype=wide).view(1))
+        parts += _norms_of_rows(flat, dtype)
     return torch.cat(parts).double() if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _norms_of_rows(flat: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the norms of the rows of ROW elements, and that of what is left behind them."""
+    wide = dtype or _widened(flat.dtype)
+    rest = flat.numel() % ROW
+    if not rest:
+        return [torch.linalg.vector_norm(flat.view(-1, ROW), dim=1, dtype=wide)]
+    end = flat.numel() - rest
+    rows = torch.linalg.vector_norm(flat[:end].view(-1, ROW), dim=1, dtype=wide)
+    return [rows, torch.linalg.vector_norm(flat[end:], dtype=wide).view(1)]
 
 
 def _joined(tensors: list[Tensor]) -> Iterator[Tensor]:

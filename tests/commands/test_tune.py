@@ -112,6 +112,14 @@ def test_a_factory_that_fails_on_one_rank_is_an_error_on_all(ranks):
     ranks(build_that_fails)
 
 
+def test_the_command_names_the_rank_of_such_a_factory_once(tmp_path, capsys):
+    place = f"{PLACE}:breaks_on_rank_1"
+    assert main(["tune", place, "--out", str(tmp_path), "--nproc_per_node", "2"]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"dpfuse tune: the model of {place} failed on rank 1: {place}: the factory"
+    )
+
+
 def endless(rank, size):
     target = build_on_all_ranks(f"{PLACE}:build")
     model = dpfuse.DataParallel(target.module)

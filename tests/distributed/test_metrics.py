@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ CASES = {
     "checked": (dpfuse.DataParallel, {"check_finite": "warn", "grad_norm_in_backward": True}),
     "in place": (dpfuse.DistributedDataParallel, {}),
     "copied": (dpfuse.DistributedDataParallel, {}),
+    "unread": (dpfuse.DataParallel, {}),
+    "unread eight bits": (dpfuse.DataParallel, {"wire_dtype": torch.float8_e4m3fn}),
 }
 LARGE = {"in place": ALL, "copied": NONE}  # bytes from which gradients are reduced in their own memory, as on a GPU
-CLOSE = {"half wire": 2e-2, "eight bits": 1e-1}  # what a narrow wire rounds away
+CLOSE = {"half wire": 2e-2, "eight bits": 1e-1, "unread eight bits": 1e-1}  # what a narrow wire rounds away
 
 
 def reference(net, batches, weight):
@@ -45,8 +48,18 @@ def reference(net, batches, weight):
     return math.sqrt(big), 2 * big - small, (small - big) * total
 
 
+@contextmanager
+def unread():
+    """The host reads no tensor, as on a GPU."""
+    with ExitStack() as stack:
+        for module in ("gradients.local_squares", "model.metrics"):
+            stack.enter_context(patch(f"dpfuse.{module}.host_knows", return_value=False))
+        yield
+
+
 def compared(rank, size, case, weighted):
-    with large_from(LARGE[case]) if case in LARGE else nullcontext():
+    place = large_from(LARGE[case]) if case in LARGE else unread() if "unread" in case else nullcontext()
+    with place:
         return measured(rank, *CASES[case], weighted)
 
 
@@ -84,17 +97,21 @@ def test_norm_and_noise_are_those_of_the_reference(ranks, case, weighted):
             assert metrics["nonfinite_values"] == 0
             assert 0 <= metrics["exposed_seconds"] < 10
             assert 0 <= metrics["communication_seconds"] < 10
-            assert metrics["bytes_sent"] >= 51823 * {"half wire": 2, "eight bits": 1}.get(case, 4)
+            assert metrics["bytes_sent"] >= 51823 * {"half wire": 2, "eight bits": 1, "unread eight bits": 1}.get(
+                case, 4
+            )
 
 
-def spoilt(rank, size):
-    model = dpfuse.DataParallel(nn.Linear(4, 2), metrics=True)
-    model(torch.full((1, 4), math.inf if rank else 1.0)).sum().backward()
-    return model.metrics()["nonfinite_values"]
+def spoilt(rank, size, place):
+    with place():
+        model = dpfuse.DataParallel(nn.Linear(4, 2), metrics=True)
+        model(torch.full((1, 4), math.inf if rank else 1.0)).sum().backward()
+        return model.metrics()["nonfinite_values"]
 
 
-def test_values_that_are_not_finite_are_counted_over_all_ranks(ranks):
-    assert ranks(spoilt) == [8, 8]
+@pytest.mark.parametrize("place", [nullcontext, unread])
+def test_values_that_are_not_finite_are_counted_over_all_ranks(ranks, place):
+    assert ranks(spoilt, place) == [8, 8]
 
 
 def refused(rank, size):

@@ -167,6 +167,15 @@ def test_the_demo_of_the_readme_is_a_recorded_one():
     assert any(shown.strip() in path.read_text() for path in RESULTS.glob("demo-*.txt"))
 
 
+def test_the_readme_shows_the_lines_that_the_tests_print():
+    shown = re.search(r"\$ make test\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    assert re.fullmatch(
+        r"…\nAll checks passed!\n…\nSuccess: no issues found in \d+ source files\n…\n"
+        r"=+ \d+ passed, \d+ skipped(, \d+ warnings?)? in \d+\.\d\ds \(\d+:\d\d:\d\d\) =+\n",
+        shown,
+    )
+
+
 def test_what_metrics_cost_is_what_was_measured():
     text = " ".join((ROOT / "docs/guide/observability.md").read_text().split())
     part = {ratio["what"]: ratio["value"] for ratio in record(CHECKS)["ratios"] if ratio["case"] == "step of 5 ms"}
