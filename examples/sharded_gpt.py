@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class AdamW(torch.optim.AdamW):
     A program that needs no count passes `torch.optim.AdamW` itself.
     """
 
-    instances: weakref.WeakSet[AdamW] = weakref.WeakSet()
+    instances: ClassVar[weakref.WeakSet[AdamW]] = weakref.WeakSet()
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -52,7 +52,7 @@ def state_bytes() -> int:
 
 def tutorial(file: str) -> types.ModuleType:
     """Return a program of the tutorial's page as a module, which other programs of the page can import."""
-    block = re.search(rf"^```python\n(# {re.escape(file)}\n.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    block = re.search(rf"^```python\n(# {re.escape(file)}\n.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.M)
     if block is None:
         raise ValueError(f"{PAGE} has no block that begins with '# {file}', expected one")
     module = types.ModuleType(file.removesuffix(".py"))
@@ -83,11 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit("start it with: python -m dpfuse.launch --nproc_per_node 2 examples/sharded_gpt.py")
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), dpfuse.ParallelEnv().device_type
     torch.manual_seed(0)
-    model = dpfuse.DataParallel(gpt.GPT(options.layers).to(device), comm_buffer_size=1)
+    net = gpt.GPT(options.layers).to(device)
+    # Buckets that never change: from the first step on, both optimizers add up the norm in the same order.
+    model = dpfuse.DataParallel(net, plan=dpfuse.plan_buckets(net, comm_buffer_size=1))
     if options.plain:
-        optimizer: torch.optim.Optimizer = AdamW(groups(model.module), lr=2e-3)
+        optimizer: torch.optim.Optimizer = AdamW(groups(net), lr=2e-3)
     else:
-        optimizer = dpfuse.ShardedOptimizer(model, AdamW, groups(model.module), lr=2e-3, gather="forward")  # [1]
+        optimizer = dpfuse.ShardedOptimizer(model, AdamW, groups(net), lr=2e-3, gather="forward")  # [1]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     first = 0
@@ -114,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1}: loss {losses[-1]:.3f}", flush=True)
         if options.checkpoints is not None and ((step + 1) % options.every == 0 or step + 1 == options.steps):
-            saved = {"step": step + 1, "scheduler": scheduler}
-            dpfuse.save_checkpoint(options.checkpoints, model, optimizer, **saved)  # [3] on all ranks
+            # [3] on all ranks: each has a part of the state
+            dpfuse.save_checkpoint(options.checkpoints, model, optimizer, step=step + 1, scheduler=scheduler)
 
     nbytes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(world_size)]
     dist.all_gather(nbytes, torch.tensor(state_bytes(), device=device))
