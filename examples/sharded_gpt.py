@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import types
@@ -72,7 +73,7 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
 
 def rate(step: int) -> float:
     """Return the factor of the learning rate: it rises to 1, then falls with the square root of the step."""
-    return min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
+    return min((step + 1) / WARM_UP, math.sqrt(WARM_UP / (step + 1)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
