@@ -26,6 +26,8 @@ SECONDS = 240
 # What each needs beside dpfuse's demo, and how many checks it prints.
 EXAMPLES = {
     "with_accelerate.py": ("accelerate", 4),
+    "with_sharded_accelerate.py": ("accelerate", 4),
+    "with_sharded_lightning.py": ("lightning", 5),
     "with_trainer.py": ("transformers", 3),
     "with_lightning.py": ("lightning", 4),
     "with_fabric.py": ("lightning", 2),
