@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -222,9 +223,13 @@ class ModuleSync:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a part of the module was compiled."""
-        compiled = (module._compiled_call_impl is not None for module in self._module.modules())
-        return any(compiled) or any(hasattr(module, "_orig_mod") for module in self._module.modules())
+        """Whether a part of the module was compiled, by torch.compile or TorchScript."""
+        return any(
+            module._compiled_call_impl is not None
+            or hasattr(module, "_orig_mod")
+            or isinstance(module, torch.jit.ScriptModule)
+            for module in self._module.modules()
+        )
 
     def before_forward(self) -> None:
         """To be called before a forward with gradients enabled.

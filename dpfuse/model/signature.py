@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 __all__ = ["ModelSignature"]
 
 _requires_grad = attrgetter("requires_grad")
-_address = Tensor.data_ptr
 
 
 class _Known(NamedTuple):
@@ -77,7 +76,7 @@ class ModelSignature:
             not now.untold
             and _same(now.tables, now.copies)
             and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
-            and [*map(_address, now.samples)] == now.addresses
+            and _addresses(now.samples) == now.addresses
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
 
@@ -146,8 +145,14 @@ class ModelSignature:
             untold=any(map(is_lazy, module.parameters()))
             or any(type(child).__eq__ is not object.__eq__ for child in children),
             samples=samples,
-            addresses=[*map(_address, samples)],
+            addresses=_addresses(samples),
         )
+
+
+def _addresses(samples: Sequence[Tensor]) -> list[int]:
+    # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
+    with torch._C.DisableTorchFunctionSubclass():
+        return [*map(Tensor.data_ptr, samples)]
 
 
 def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from dpfuse.engine import collective
 from dpfuse.engine.waiting import board_of, finish
@@ -79,8 +80,10 @@ class FlatParams:
             begin, size = self.flat.data_ptr(), self.flat.element_size()
             for param, slot in zip(self.params, self.slots, strict=True):
                 if param.data_ptr() != begin + size * slot.offset:
-                    view = self.flat.as_strided(slot.shape, slot.stride, slot.offset)
-                    param.data = view.copy_(param)
+                    view = self.flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(param)
+                    # With a storage of its own over this memory: programs that save a model take tensors with one
+                    # storage for copies of each other.
+                    param.data = from_dlpack(view)
 
     def start_gather(self) -> dist.Work:
         """Start to send this rank's part to all, and to receive theirs."""

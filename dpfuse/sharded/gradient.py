@@ -82,7 +82,8 @@ class ShardedGradient(Tensor):
         raise DPFuseError(
             f"parameter {found[0].name_of_param!r}: {what} was called on its gradient, expected no use of .grad: after "
             "a backward with a ShardedOptimizer each rank has one part of it. Clip with model.clip_grad_norm_(), read "
-            "with optimizer.full_gradient(parameter), and call optimizer.zero_grad() before the next backward."
+            "with optimizer.full_gradient(parameter), and call optimizer.zero_grad() before the next backward (without "
+            "set_to_none=False)."
         )
 
 

@@ -292,6 +292,12 @@ class _InShards(defaultdict[Any, Any]):
     def __bool__(self) -> bool:
         return self._shards.has_states
 
+    def __missing__(self, key: Any) -> Any:
+        raise DPFuseError(
+            "the state of a parameter was looked up in a ShardedOptimizer, expected no such use: each rank has one "
+            'part of it. Call state_dict() on every rank, and read its "state".'
+        )
+
 
 def _facts_of(groups: ParamGroups, model: nn.Module) -> str:
     """Describe an optimizer for the comparison with the other ranks, one fact per line."""

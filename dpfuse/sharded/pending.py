@@ -15,7 +15,7 @@ __all__ = ["Pending"]
 _ATTRIBUTES = ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "is_cuda", "grad_fn")
 _HARMLESS = {
     getattr(getattr(Tensor, name), how) for name in _ATTRIBUTES for how in ("__get__", "__set__", "__delete__")
-} | {Tensor.data_ptr, Tensor.numel, Tensor.size, Tensor.dim, Tensor.__hash__}
+} | {Tensor.numel, Tensor.size, Tensor.dim, Tensor.__hash__}
 
 
 class Pending:
@@ -23,7 +23,8 @@ class Pending:
 
     As long as the gathering runs, each is a `_PendingParameter`, which torch asks before it does anything with it. So
     every operation, in a forward, an evaluation, a copy or a state dict, waits first. What gets a parameter's memory
-    without torch's functions is not noticed: an extension in C++ that is called with the parameter itself.
+    without `__torch_function__` is not noticed: an extension in C++, a scripted function or a transform of
+    `torch.func` that is called with the parameter itself.
 
     Args:
         params: all of one bucket, or none, if no program can use them before `finish` is called.

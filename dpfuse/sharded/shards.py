@@ -208,7 +208,8 @@ class Shards:
         """Return the state of each parameter that has one, as the plain optimizer has it; to be called on all ranks."""
         with self._sharding.telling(READ):
             found = {param: state for shard in self._shards for param, state, _ in shard.whole_states() if state}
-        return {param: state for param, (state, _) in self._aside.items()} | found
+        found |= {param: state for param, (state, _) in self._aside.items()}
+        return {param: found[param] for group in self._groups.groups for param in group["params"] if param in found}
 
     def load(self, states: Mapping[Tensor, State]) -> None:
         """Use these states, as the plain optimizer has them, in place of all that there are."""

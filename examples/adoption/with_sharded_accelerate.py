@@ -2,7 +2,7 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/adoption/with_sharded_accelerate.py
 
-The lines are [1] to [5]. The program accumulates, has a schedule, clips, saves its state and loads it. It also runs
+The lines are [1] to [4]. The program accumulates, has a schedule, clips, saves its state and loads it. It also runs
 with torch's DDP and the plain optimizer. Losses and weights must be equal bit by bit, except where gradients are
 clipped: the last digit of a norm depends on the order of its sum.
 """
@@ -70,8 +70,7 @@ def resumed(folder: Path) -> list[Tensor]:
     """Return the losses of a second epoch: after a first one, and in another training that has loaded its state."""
     first, second = (Training(sharded=True, clip=math.inf) for _ in range(2))
     first.epoch()
-    # [5] In a safetensors file accelerate keeps one of the parameters that share memory, and those of a bucket do.
-    first.accelerator.save_state(str(folder), safe_serialization=False)
+    first.accelerator.save_state(str(folder))
     second.accelerator.load_state(str(folder))
     return [training.epoch()[0] for training in (first, second)]
 

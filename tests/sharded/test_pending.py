@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import pickle
 import time
@@ -13,8 +14,9 @@ import torch
 from torch import nn, optim
 
 import dpfuse
+from dpfuse.errors import DPFuseError
 from dpfuse.sharded.pending import Pending
-from tests.sharded.against_ddp import batch, network
+from tests.sharded.against_ddp import batch, bits_differ, network
 
 LATE = 0.2  # seconds by which rank 1 begins its step later
 
@@ -148,3 +150,84 @@ def test_a_gathering_that_fails_is_raised_by_the_first_use_and_leaves_parameters
     with pytest.raises(RuntimeError, match="planted"):
         layer(torch.ones(1, 3))
     assert type(layer.weight) is nn.Parameter
+
+
+def scripted(rank, size, make):
+    """Whether each forward of TorchScript, which reads in C++, had the weights of the plain optimizer."""
+    losses = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 8))
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))
+        model = dpfuse.DataParallel(torch.jit.script(net) if make == "script" else torch.jit.trace(net, x))
+        optimizer = (
+            dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1, gather="forward")
+            if sharded
+            else optim.SGD(model.parameters(), lr=0.1)
+        )
+        found = []
+        for _ in range(5):
+            loss = model(x).square().mean()
+            found.append(loss.item())
+            loss.backward()
+            if rank and sharded:
+                time.sleep(LATE / 10)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+    return losses
+
+
+@pytest.mark.parametrize("make", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_waits_for_all_parameters(ranks, make):
+    for ours, theirs in ranks(scripted, make):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def addressed(rank, size):
+    """The numbers at the address of a weight, which a kernel would read, and the weight after all have come."""
+    model = dpfuse.DataParallel(network())
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1, gather="forward")
+    loss = model(batch(0, rank, torch.float32)).square().mean()
+    loss.backward()
+    if rank:
+        time.sleep(LATE)
+    optimizer.step()
+    weight = model.module.second.weight
+    nbytes = 4 * 300 * 177
+    found = torch.frombuffer(bytearray(ctypes.string_at(weight.data_ptr(), nbytes)), dtype=torch.float32)
+    return bits_differ([found], [weight.detach().flatten()])
+
+
+def test_who_takes_an_address_waits(ranks):
+    assert ranks(addressed) == [False, False]
+
+
+def saved_by_others(rank, size, folder):
+    """The names in the file of a library that leaves out tensors which share a storage."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = dpfuse.DataParallel(network())
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    model(batch(0, rank, torch.float32)).square().mean().backward()
+    optimizer.step()
+    path = f"{folder}/{rank}.safetensors"
+    safetensors.save_model(model.module, path)
+    loaded = safetensors.load_file(path)
+    return bits_differ([*model.module.state_dict().values()], [loaded[key] for key in model.module.state_dict()])
+
+
+def test_each_parameter_has_a_storage_of_its_own(ranks, tmp_path):
+    pytest.importorskip("safetensors")
+    assert ranks(saved_by_others, str(tmp_path)) == [False, False]
+
+
+def looked_up(rank, size):
+    model = dpfuse.DataParallel(network())
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    with pytest.raises(DPFuseError, match=r"state of a parameter was looked up .*Call state_dict\(\) on every rank"):
+        optimizer.state[model.module.scale]
+
+
+def test_a_state_is_not_looked_up_in_vain(ranks):
+    ranks(looked_up)
