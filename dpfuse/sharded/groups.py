@@ -87,7 +87,7 @@ class ParamGroups:
 
     Raises:
         TypeError: an argument is wrong, as torch says.
-        ValueError: likewise.
+        ValueError: as torch says.
     """
 
     def __init__(self, kind: type[Optimizer], params: Iterable[Any], keywords: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class WholeShard:
         self._group = group
         own, begin = flat_params.own, flat_params.begin
         self._places: list[int] = []  # of what this rank owns
-        self._own: list[Tensor] = []  # likewise, each in the shape of its parameter
+        self._own: list[Tensor] = []  # what it owns, each in the shape of its parameter
         for place, slot in enumerate(flat_params.slots):
             if slot.numel and flat_params.begin <= slot.offset < flat_params.end:
                 offset = own.storage_offset() + slot.offset - begin

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn, optim
 
 import dpfuse
+from dpfuse.engine import collective
 from tests.sharded.against_ddp import DDP, batch, bits_differ, network
 from tests.sharded.test_sizes import nbytes_of
 
@@ -166,3 +168,44 @@ def shares(rank, size):
 def test_each_rank_has_its_share_of_equal_matrices(ranks, size):
     for share in ranks(shares, size=size):
         assert share == pytest.approx(1 / size, rel=0.01)
+
+
+def bytes_sent(rank, size, extra):
+    """Bytes that this rank sends in a step, and those of all parameters."""
+    model = dpfuse.DataParallel(network(), comm_buffer_size=0.1, last_comm_buffer_size=0.02)
+    optimizer = sharded(model, model.module, **extra)
+    train(model, optimizer, range(2), rank)
+    sent = []
+
+    def to_all(parts, flat, group, lengths=()):
+        own = lengths[rank] if lengths else flat.numel() // size
+        sent.append((flat.numel() - own) * flat.element_size())
+        return all_to_all(parts, flat, group, lengths)
+
+    def of_part(flat, bounds, group):
+        sent.append((size - 1) * (bounds[rank + 1] - bounds[rank]) * flat.element_size())
+        return gather_parts(flat, bounds, group)
+
+    def of_equal_parts(flat, part, group):
+        sent.append((size - 1) * part.nbytes)
+        return gather_into(flat, part, group)
+
+    all_to_all, gather_parts = collective.start_all_to_all, collective.start_all_gather_parts
+    gather_into = collective.start_all_gather_into
+    counted = {
+        "start_all_to_all": to_all,
+        "start_all_gather_parts": of_part,
+        "start_all_gather_into": of_equal_parts,
+    }
+    with mock.patch.multiple(collective, **counted):
+        train(model, optimizer, [2], rank)
+    assert len(sent) > 2 * len(model.bucket_plan.buckets)  # a bucket with both kinds travels in two pieces
+    return sum(sent), sum(param.nbytes for param in model.module.parameters())
+
+
+@pytest.mark.parametrize("extra", [{}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_as_many_bytes_travel_as_in_an_all_reduce(ranks, size, extra):
+    found = ranks(bytes_sent, extra, size=size)
+    in_a_ring = 2 * (size - 1) * found[0][1]  # of all ranks together
+    assert sum(sent for sent, _ in found) / in_a_ring == pytest.approx(1, abs=0.02)  # and padding
