@@ -17,6 +17,7 @@ class Abilities(NamedTuple):
     on_streams: bool = False  # waiting for a collective blocks only the current stream, never the host
     coalesces: bool = False  # several collectives start as one
     multiplies: bool = False  # an all-reduce can multiply by a factor while it reads
+    scatters: bool = False  # each rank can get its part of a sum in its place, without memory for what others send
 
     def __str__(self) -> str:
         return ", ".join(name.replace("_", " ") for name, can in self._asdict().items() if can) or "nothing special"

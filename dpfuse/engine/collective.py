@@ -35,6 +35,7 @@ __all__ = [
     "start_all_gather_parts",
     "start_all_to_all",
     "start_broadcast",
+    "start_reduce_scatter",
     "together",
 ]
 
@@ -268,6 +269,20 @@ def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, leng
     """
     received = [lengths[group.rank()]] * group.size() if lengths else []
     return group.alltoall_base(parts, flat, received, list(lengths), dist.AllToAllOptions())
+
+
+def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `own`, this rank's place in `flat`, with the sum of what all ranks have there.
+
+    Args:
+        own: flat; of `1 / ranks` of the elements of `flat`.
+        flat: the other places keep this rank's numbers.
+        group: the ranks; they can do that with tensors on this device.
+
+    Returns:
+        The work, which must be waited for.
+    """
+    return group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
 
 
 def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> dist.Work:

@@ -53,19 +53,28 @@ def _tried(group: dist.ProcessGroup, device: torch.device) -> Abilities:
         # Switches do not multiply. They are expected to save more than a pass over memory costs.
         multiplies=_gives(FACTOR * size, device, lambda one: collective.all_reduce_multiplied(one, FACTOR, group))
         and not _adds_in_switches(device),
+        scatters=_scatters(group, device),
     )
     votes = torch.tensor(found, dtype=torch.float32, device=device)
     collective.all_reduce(votes, group).wait(NO_LIMIT)
     return Abilities(*(vote == size for vote in votes.tolist()))
 
 
-def _gives(expected: float, device: torch.device, start: Callable[[Tensor], dist.Work]) -> bool:
-    one = torch.ones(1, device=device)
+def _gives(
+    expected: float, device: torch.device, start: Callable[[Tensor], dist.Work], result: Tensor | None = None
+) -> bool:
+    one = torch.ones(1, device=device) if result is None else result
     try:
         start(one).wait(NO_LIMIT)
         return one.tolist() == [expected]
     except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # what back ends raise for what they lack
         return False
+
+
+def _scatters(group: dist.ProcessGroup, device: torch.device) -> bool:
+    flat = torch.ones(group.size(), device=device)
+    own = flat[group.rank() : group.rank() + 1]
+    return _gives(group.size(), device, lambda _: collective.start_reduce_scatter(own, flat, group), own)
 
 
 def _adds_in_switches(device: torch.device) -> bool:

@@ -198,6 +198,11 @@ class ModuleSync:
         return self._options.wire.dtype
 
     @property
+    def deterministic(self) -> bool:
+        """Whether sums are formed in the order of the ranks."""
+        return bool(self._options.common["deterministic"])
+
+    @property
     def track(self) -> Track:
         """Tells the heartbeat how far this rank has come."""
         return self.grads.track

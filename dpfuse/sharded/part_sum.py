@@ -27,9 +27,13 @@ class Incoming:
 
     Before new memory is taken, the oldest bucket that has landed is added up, and its memory is used again. So a fast
     network needs the memory of few buckets.
+
+    Args:
+        scatters: whether equal parts are added up by the back end, in their places, and need no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, scatters: bool) -> None:
+        self._scatters = scatters
         self._idle: list[Tensor] = []  # [bytes] uint8, all of the size that the largest bucket so far needs
         self._nbytes = 0
         self._flying: deque[_PartWork] = deque()
@@ -40,11 +44,12 @@ class Incoming:
             with suppress(RuntimeError):  # its own wait raises this again
                 self._flying.popleft().wait()
         size, rank = group.size(), group.rank()
-        nbytes = size * sum(region.lengths[rank] for region in regions) * flat.element_size()
+        received = (region.lengths[rank] for region in regions if region.whole or not self._scatters)
+        nbytes = size * sum(received) * flat.element_size()
         if nbytes > self._nbytes:
             self._idle, self._nbytes = [], nbytes
         memory = self._idle.pop() if self._idle else torch.empty(self._nbytes, dtype=torch.uint8, device=flat.device)
-        work = _PartWork(flat, regions, memory, group, self)
+        work = _PartWork(flat, regions, memory, group, self, scatters=self._scatters)
         self._flying.append(work)
         return work
 
@@ -55,9 +60,10 @@ class Incoming:
 
 
 class PartSum(Exchange):
-    """All-to-all of parts, and a sum in the order of the ranks. The rest of the buffer keeps this rank's own numbers.
+    """Each rank gets the sum of its part of a buffer. The rest of the buffer keeps this rank's own numbers.
 
-    On gloo this is faster than its reduce-scatter, and no bit depends on the layout of the bucket.
+    An all-to-all of parts and a sum in the order of the ranks: on gloo this is faster than its reduce-scatter, and no
+    bit depends on the layout of the bucket. NCCL scatters equal parts.
 
     Args:
         group: the ranks.
@@ -84,6 +90,8 @@ class _PartWork(dist.Work):
         memory: Tensor,
         group: dist.ProcessGroup,
         incoming: Incoming,
+        *,
+        scatters: bool,
     ) -> None:
         super().__init__()
         self._memory: Tensor | None = memory
@@ -94,6 +102,10 @@ class _PartWork(dist.Work):
         self._sums: list[tuple[Tensor, Tensor]] = []  # what each rank has sent here, [ranks, part], and the part
         works, begin = [], 0
         for region in regions:
+            own = flat[region.bounds[rank] : region.bounds[rank + 1]]
+            if scatters and not region.whole:
+                works.append(collective.start_reduce_scatter(own, flat[region.begin : region.end], group))
+                continue
             end = begin + size * region.lengths[rank] * flat.element_size()
             parts = memory[begin:end].view(flat.dtype)
             works.append(
@@ -102,7 +114,6 @@ class _PartWork(dist.Work):
                 else collective.start_all_to_all(parts, flat[region.begin : region.end], group)
             )
             if begin < end:
-                own = flat[region.bounds[rank] : region.bounds[rank + 1]]
                 self._sums.append((parts.view(size, -1), own))
             begin = end
         self._exchange = works[0] if len(works) == 1 else collective.together(works)

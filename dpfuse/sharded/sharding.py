@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from dpfuse.engine.abilities import abilities_of
 from dpfuse.engine.buffer import Buffer, Format, Zeros
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
@@ -45,7 +46,9 @@ class Sharding(Dividing):
         self._sync = sync
         self._group = sync.group
         self._finish = finish
-        self._incoming = Incoming()
+        device = sync.params[0].device
+        scatters = abilities_of(sync.group, device).scatters and not sync.deterministic
+        self._incoming = Incoming(scatters=scatters)
         self._owners: dict[int, int] = {}  # the rank of a parameter that is needed whole, by its id; it never changes
         self._loads = [0.0] * sync.group.size()  # what the updates of each rank's whole tensors cost
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import dpfuse
+from dpfuse.engine.abilities import Abilities, answers_of
 from tests.distributed.test_wire_bytes import bytes_on_the_wire
 from tests.sharded.against_ddp import bits_differ, trained_beside
 
@@ -83,3 +84,22 @@ def test_each_rank_has_its_share_of_the_states_and_as_many_bytes_travel(ranks, s
     for memory, wire in ranks(memory_and_bytes, size=size):
         assert memory == pytest.approx(1 / size, rel=0.01)
         assert wire == pytest.approx(1, abs=0.01)
+
+
+def scattered(rank, size):
+    """The largest distance of weights where the back end scatters sums, and the memory for what others send."""
+    answers_of(dist.group.WORLD)["cpu"] = Abilities(scatters=True)
+    try:
+        _, theirs, ours, _, _ = trained_beside(optim.SGD, 20, lr=0.1)
+    finally:
+        answers_of(dist.group.WORLD).clear()
+    pairs = zip(theirs.module.parameters(), ours.module.parameters(), strict=True)
+    idle = ours._sync._dividing._incoming._idle
+    return max((one - other).abs().max().item() for one, other in pairs), sum(memory.nbytes for memory in idle)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_back_end_that_scatters_sums_needs_no_memory_for_them(ranks, size):
+    for largest, nbytes in ranks(scattered, size=size):
+        assert largest < 1e-5
+        assert nbytes == 0

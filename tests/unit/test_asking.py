@@ -33,7 +33,7 @@ class Work:
 class Group:
     """Sums over `size` ranks that all send the same; can what it is told."""
 
-    def __init__(self, clock, size=2, *, blocks=False, coalesces=True, multiplies=True, others=None):
+    def __init__(self, clock, size=2, *, blocks=False, coalesces=True, multiplies=True, scatters=True, others=None):
         self.clock, self.ranks, self.blocks, self.coalesces, self.multiplies = (
             clock,
             size,
@@ -41,6 +41,7 @@ class Group:
             coalesces,
             multiplies,
         )
+        self.scatters = scatters
         self.others = others  # what the other ranks have found, where they differ
         self.open = False
 
@@ -64,6 +65,12 @@ class Group:
         else:
             tensor.mul_(factor * self.ranks)
         return Work(self.clock.finish if self.blocks else None)
+
+    def _reduce_scatter_base(self, out, flat, options):
+        if self.scatters == "raises":
+            raise RuntimeError("does not support reduce-scatter")
+        out.mul_(self.ranks if self.scatters else 1)
+        return Work()
 
     def _start_coalescing(self, device):
         if not self.coalesces:
@@ -99,13 +106,15 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        ({}, Abilities(True, True, True)),
-        ({"blocks": True}, Abilities(False, True, True)),
-        ({"coalesces": False}, Abilities(True, False, True)),
-        ({"multiplies": "raises"}, Abilities(True, True, False)),
-        ({"multiplies": False}, Abilities(True, True, False)),  # it takes the factor and ignores it
-        ({"size": 1}, Abilities(True, True, True)),
-        ({"others": (0.0, 1.0, 1.0)}, Abilities(False, True, True)),  # another rank is held up
+        ({}, Abilities(True, True, True, True)),
+        ({"blocks": True}, Abilities(False, True, True, True)),
+        ({"coalesces": False}, Abilities(True, False, True, True)),
+        ({"multiplies": "raises"}, Abilities(True, True, False, True)),
+        ({"multiplies": False}, Abilities(True, True, False, True)),  # it takes the factor and ignores it
+        ({"scatters": "raises"}, Abilities(True, True, True, False)),
+        ({"scatters": False}, Abilities(True, True, True, False)),  # it adds nothing up
+        ({"size": 1}, Abilities(True, True, True, True)),
+        ({"others": (0.0, 1.0, 1.0, 1.0)}, Abilities(False, True, True, True)),  # another rank is held up
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -139,7 +148,7 @@ def test_a_torch_that_cannot_tell_of_switches_multiplies(clock, monkeypatch):
 
 
 def test_a_group_is_asked_once_and_the_answer_is_logged(clock, monkeypatch, caplog):
-    group = Group(clock, coalesces=False, multiplies=False, blocks=False)
+    group = Group(clock, coalesces=False, multiplies=False, scatters=False)
     with caplog.at_level("INFO", logger="dpfuse"):
         ask(group, CUDA)
         ask(group, CUDA)
