@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import optim
 
 from bench import training
-from bench.interleave import cuda_clock, interleave, one_thread, wall_clock
+from bench.interleave import Clock, cuda_clock, interleave, one_thread, wall_clock
 from bench.models import CUDA_MODELS, PAIR_MODELS, Workload, layers
 from bench.network import simulated_network
 from bench.playback import play_back, played_back, remembered
@@ -100,8 +100,8 @@ NETWORKS = {
 }
 
 
-def _time(name: str, effort: Effort, device: str = "cpu") -> dict[str, dict[str, Any]]:
-    """Prove and time a case. Call it on every rank."""
+def _time(name: str, effort: Effort, several: int, device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """Prove and time a case, with `several` steps for each measurement. Call it on every rank."""
     case, cuda = (PAIRS | CUDA)[name], device == "cuda"
     torch.manual_seed(dist.get_rank())  # every rank has its own data
     with torch.device(device):
@@ -120,7 +120,7 @@ def _time(name: str, effort: Effort, device: str = "cpu") -> dict[str, dict[str,
             for each, one in trained.items():
                 # On a GPU, dpfuse's kernel may update the states in place of an optimizer.
                 facts[each] |= {} if cuda else training.memory_of(one)
-        times = _in_turns(trained, effort, device, cuda_clock if cuda else wall_clock, seed=rebuild)
+        times = _in_turns(trained, effort, several, cuda_clock if cuda else wall_clock, device, seed=rebuild)
         for each, found in times.items():
             seconds[each] += found
         del trained
@@ -128,7 +128,7 @@ def _time(name: str, effort: Effort, device: str = "cpu") -> dict[str, dict[str,
     return _results(seconds, facts)
 
 
-def _time_network(latency: float, load: float, effort: Effort) -> dict[str, dict[str, Any]]:
+def _time_network(latency: float, load: float, effort: Effort, several: int) -> dict[str, dict[str, Any]]:
     """Time the contenders that one rank can have, where all bytes travel for `load` backwards."""
     with one_thread(), simulated_network() as network:
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def _time_network(latency: float, load: float, effort: Effort) -> dict[str, dict
         trained = {each: train(copy.deepcopy(workload)) for each, train in IN_NETWORKS.items()}
         CLOSE(trained)
         network.cost = CostTable.affine(latency, nbytes / (load * backward))
-        seconds = _in_turns(trained, effort, "cpu", _clock)
+        seconds = _in_turns(trained, effort, several, _clock)
     facts = {"bytes": nbytes, "latency": latency, "backward": backward}
     return _results(seconds, dict.fromkeys(IN_NETWORKS, facts))
 
@@ -146,16 +146,16 @@ def _time_network(latency: float, load: float, effort: Effort) -> dict[str, dict
 def _in_turns(
     trained: Mapping[str, Trained],
     effort: Effort,
-    device: str,
-    clock: Callable[[Callable[[], object]], tuple[float, float]],
+    several: int,
+    clock: Clock,
+    device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, list[float]]:
     """Return the seconds of a step by contender."""
-    count = SEVERAL[device]
-    steps = {each: partial(_several, one, count) for each, one in trained.items()}
+    steps = {each: partial(_several, one, several) for each, one in trained.items()}
     rounds = affordable(steps, effort, device)
     times = interleave(steps, clock, rounds=rounds, warmup=WARMUP, seed=seed)
-    return {each: [seconds / count for seconds, _ in pairs] for each, pairs in times.items()}
+    return {each: [seconds / several for seconds, _ in pairs] for each, pairs in times.items()}
 
 
 def _several(trained: Trained, count: int) -> None:
@@ -185,11 +185,12 @@ def _backward_seconds(workload: Workload) -> float:
 
 @remembered
 def _measured(case: str, quick: bool) -> Any:
-    if case in NETWORKS:
-        return _time_network(*NETWORKS[case], Effort(2, 1, 2) if quick else Effort(7, 1, 25))
     device = "cuda" if case in CUDA else "cpu"
+    several = 1 if quick else SEVERAL[device]
+    if case in NETWORKS:
+        return _time_network(*NETWORKS[case], Effort(2, 1, 2) if quick else Effort(7, 1, 25), several)
     ranks = max(1, torch.cuda.device_count()) if case in CUDA else 2
-    return on_ranks(ranks, device, _time, case, QUICK if quick else (PAIRS | CUDA)[case].effort, device)
+    return on_ranks(ranks, device, _time, case, QUICK if quick else (PAIRS | CUDA)[case].effort, several, device)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
