@@ -392,7 +392,7 @@ def _sharded(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     if case == "Muon":
         goals = {"DDP with ZeroRedundancyOptimizer": None, plain: SHARDED_MUON_GOAL}  # each rank has half of the work
     elif case.startswith("cuda"):
-        goals = dict.fromkeys(goals)  # one rank updates all parameters
+        goals = dict.fromkeys(goals)  # on one GPU, a rank updates all parameters
     elif case.startswith("network"):
         goals = {plain: SHARDED_NETWORK_GOAL if case.endswith((" 1 backward", " 2 backward")) else SHARDED_GOAL}
     for name in [name for name in contenders if name.startswith("dpfuse sharded")]:
