@@ -110,6 +110,7 @@ PIECES = {
                 _suite("health", 30),
                 _suite("clip", 30),
                 _suite("forward", 25),
+                _suite("sharded", 50),
             )
         ),
     ),

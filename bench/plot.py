@@ -63,6 +63,16 @@ HEALTH_COLOURS = {
     "dpfuse scaler": "tab:blue",
     "torch clip + unscale": "tab:red",
 }
+SHARDED_COLOURS = {
+    "DDP views": "tab:orange",
+    "DDP with ZeroRedundancyOptimizer": "tab:blue",
+    "FSDP2 sharded, gathered once": "rosybrown",
+    "DeepSpeed stage 1": "pink",
+    "dpfuse": "0.75",
+    "dpfuse sharded": "tab:green",
+    "dpfuse sharded, gathered in forward": "yellowgreen",
+    "dpfuse sharded, stepped in backward": "tab:olive",
+}
 PACK_COLOURS = {
     "dpfuse": "tab:green",
     "_foreach_copy_ + mul_": "tab:blue",
@@ -153,6 +163,17 @@ def _draw_wires(axis: Axes, cases: Cases) -> None:
     axis.set_title("Steps by wire format")
 
 
+def _draw_sharded(axis: Axes, cases: Cases) -> None:
+    def relative(rows: dict[str, Row], name: str) -> float:
+        return float(rows[name]["median"] / rows[PEER]["median"]) if name in rows else 0.0
+
+    colours = {name: colour for name, colour in SHARDED_COLOURS.items() if any(name in rows for rows in cases.values())}
+    _draw_bars(axis, cases, colours, relative)
+    axis.axhline(1, color="tab:red", linewidth=0.8)
+    axis.set_ylabel(f"training step over that of {PEER}\n(lower is better)")
+    axis.set_title("Training steps with the optimizer on every rank, and in shards")
+
+
 def _draw_health(axis: Axes, cases: Cases) -> None:
     _draw_bars(axis, cases, HEALTH_COLOURS, lambda rows, name: float(rows[name]["info"]["extra"] * 1e6))
     axis.set_yscale("log")
@@ -189,6 +210,7 @@ PANELS: dict[str, Callable[[Axes, Cases], None]] = {
     "overlap": _draw_overlap,
     "wire": _draw_wires,
     "health": _draw_health,
+    "sharded": _draw_sharded,
 }
 
 

@@ -161,8 +161,8 @@ def test_every_bfloat16_contender_sends_bfloat16(ranks):
         assert names == [*(f"torch.bfloat16 {name}" for name in bare), *(f"None {name}" for name in (*bare, *wired))]
 
 
-def test_a_gpu_has_ten_minutes_for_tests_and_benchmarks():
-    assert sum(GPU_SUITES.values()) <= 450
+def test_a_gpu_has_ten_minutes_for_benchmarks():
+    assert sum(GPU_SUITES.values()) <= 510
 
 
 @pytest.mark.parametrize(("words", "says"), [(["kernels"], "with --gpu only"), (["forward", "--bogus"], "bogus")])
