@@ -52,6 +52,15 @@ KINDS = {
 }
 
 
+# The others are updated in the same way, and tried in the long run.
+FIRST = ("momentum", "AdamW", "Lion")
+
+
+def with_marks(names, first):
+    """Names of cases; those that are not among the first are slow."""
+    return [pytest.param(name, marks=() if name in first else pytest.mark.slow) for name in names]
+
+
 def differing(rank, size, kind, settings, steps=STEPS, how=None, buckets=3):
     steps, _, ours, plain, sharded = trained_beside(kind, steps, **(how or {}), **settings)
     expected, found = plain.state_dict(), sharded.state_dict()
@@ -65,7 +74,7 @@ def differing(rank, size, kind, settings, steps=STEPS, how=None, buckets=3):
     return steps
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", with_marks(KINDS, FIRST))
 def test_two_ranks_have_the_bits_of_ddp(ranks, name):
     assert ranks(differing, *KINDS[name]) == [[], []]
 
