@@ -14,20 +14,21 @@ from dpfuse.errors import DPFuseError
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.in_backward import DEPTH
 from tests.sharded.against_ddp import batch, bits_differ, network, trained_beside
-from tests.sharded.test_elementwise import HOWS, KINDS, differing
+from tests.sharded.test_elementwise import HOWS, KINDS, differing, with_marks
 from tests.sharded.test_whole_tensors import ADAMW, halves
 
 EXTRA = {"step_in_backward": True}
 
 
-@pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW", "Adagrad", "Lion"])
+@pytest.mark.parametrize("name", with_marks(["SGD", "momentum", "AdamW", "Adagrad", "Lion"], ["AdamW", "Lion"]))
 def test_two_ranks_have_the_bits_of_ddp(ranks, name):
     assert ranks(differing, *KINDS[name], 100, {"extra": EXTRA}) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "how", ["accumulation", "groups and a scheduler", "float64", "bfloat16", "gathered in forward"]
-)
+PROGRAMS = ["accumulation", "groups and a scheduler", "float64", "bfloat16", "gathered in forward"]
+
+
+@pytest.mark.parametrize("how", with_marks(PROGRAMS, PROGRAMS[:2]))
 def test_programs_have_the_bits_of_ddp(ranks, how):
     assert ranks(differing, *KINDS["Adam"], 60, HOWS[how] | {"extra": EXTRA}) == [[], []]
 

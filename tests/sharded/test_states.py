@@ -173,7 +173,7 @@ def compared_with_ddp(rank, skips):
     return differ or bits_differ(expected, found), steps
 
 
-@pytest.mark.parametrize("cached", [1 << 20, 400, 4])
+@pytest.mark.parametrize("cached", [1 << 20, 400, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_parameter_that_no_rank_uses_keeps_its_state(ranks, cached):
     """Also where the elements of a parameter are updated a hundred, or one, at a time."""
     both, one, none = {0, 1}, {1}, set()

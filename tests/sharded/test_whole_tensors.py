@@ -80,9 +80,10 @@ def beside_ddp(rank, size, options, steps, micro, peer):
     return differing, bits_differ(*values)
 
 
-@pytest.mark.parametrize(
-    ("options", "micro"), [({}, 1), ({}, 3), ({"gather": "forward"}, 1)], ids=["step", "accumulated", "forward"]
-)
+LATE = pytest.param({"gather": "forward"}, 1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("options", "micro"), [({}, 1), ({}, 3), LATE], ids=str)
 def test_muon_and_adamw_have_the_bits_of_ddp_on_two_ranks(ranks, options, micro):
     assert ranks(beside_ddp, options, 200 if micro == 1 else 40, micro, "ddp") == [([], False)] * 2
 
