@@ -72,8 +72,8 @@ def _in_bfloat16(build: Callable[[], Workload]) -> Workload:
 
 
 def _matrices() -> Workload:
-    """Return 16 matrices of 256 x 256, whose gradients have the rank 32."""
-    return layers(16, 256, rows=32)
+    """Return 8 matrices of 512 x 512, whose gradients have the rank 32."""
+    return layers(8, 512, rows=32)
 
 
 EFFORT, CUDA_EFFORT, QUICK = Effort(25, 3, 45), Effort(15, 1, 5), Effort(5, 1, 2)
