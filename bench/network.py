@@ -103,11 +103,11 @@ class Network(dist.ProcessGroup):
         self, output: Tensor, ours: Tensor, _output_sizes: list[int], _sizes: list[int], opts: Any
     ) -> dist.Work:
         """Send this tensor, and copy it to the output."""
-        return self._send([output.copy_(ours)], HALF)
+        return self._send([_filled(output, ours)], HALF)
 
     def _allgather_base(self, output: Tensor, ours: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
         """Send this tensor, and copy it to the output."""
-        return self._send([output.copy_(ours)], HALF)
+        return self._send([_filled(output, ours)], HALF)
 
     def barrier(self, opts: dist.BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Send an empty message, which also takes its time."""
@@ -124,6 +124,11 @@ class Network(dist.ProcessGroup):
         future = self._link.carry(list(tensors), seconds)
         work: dist.Work = _create_work_from_future(future)
         return work
+
+
+def _filled(output: Tensor, ours: Tensor) -> Tensor:
+    """Copy `ours` to the output, unless this is the same memory, and return the output."""
+    return output if output.data_ptr() == ours.data_ptr() else output.copy_(ours)
 
 
 class _Sleeper:

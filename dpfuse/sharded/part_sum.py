@@ -45,7 +45,7 @@ class Incoming:
                 self._flying.popleft().wait()
         size, rank = group.size(), group.rank()
         received = (region.lengths[rank] for region in regions if region.whole or not self._scatters)
-        nbytes = size * sum(received) * flat.element_size()
+        nbytes = size * sum(received) * flat.element_size() if size > 1 else 0
         if nbytes > self._nbytes:
             self._idle, self._nbytes = [], nbytes
         memory = self._idle.pop() if self._idle else torch.empty(self._nbytes, dtype=torch.uint8, device=flat.device)
@@ -106,13 +106,10 @@ class _PartWork(dist.Work):
             if scatters and not region.whole:
                 works.append(collective.start_reduce_scatter(own, flat[region.begin : region.end], group))
                 continue
-            end = begin + size * region.lengths[rank] * flat.element_size()
-            parts = memory[begin:end].view(flat.dtype)
-            works.append(
-                collective.start_all_to_all(parts, flat[region.begin : region.end], group, region.lengths)
-                if region.whole
-                else collective.start_all_to_all(parts, flat[region.begin : region.end], group)
-            )
+            sent = flat[region.begin : region.end]
+            end = begin + size * region.lengths[rank] * flat.element_size() if size > 1 else begin
+            parts = memory[begin:end].view(flat.dtype) if size > 1 else sent  # one rank has nothing to add up
+            works.append(collective.start_all_to_all(parts, sent, group, region.lengths if region.whole else ()))
             if begin < end:
                 self._sums.append((parts.view(size, -1), own))
             begin = end
