@@ -94,9 +94,27 @@ def deepspeed(stage):
     return [f"{found[case, DROP_IN] / found[case, peer]:.2f}" for case in PAIRS]
 
 
-def sharded(name, peer):
-    cases = [case.removeprefix("pair ") for case in PAIRS]
-    return [f"{value:.2f}" for value in ratios(cases, f"training step, {name} / {peer}", [SHARDED])]
+def trained(cases, *peers):
+    """Return the times of training steps with a sharded optimizer over the first of these peers that there is."""
+    found = []
+    for name in TRAINED:
+        texts = [f"training step, {name} / {peer}" for peer in peers]
+        rows = [row for row in record(SHARDED)["ratios"] if row["case"] in cases and row["what"] in texts]
+        assert len(rows) == len(cases), (cases, name)
+        found.append(span([row["value"] for row in rows]))
+    return found
+
+
+def over_plain(*cases):
+    return trained(cases, "DDP default", "DDP views")  # the record has the faster one
+
+
+def over_zero(*cases):
+    return trained(cases, "DDP with ZeroRedundancyOptimizer")
+
+
+def networks(backward):
+    return over_plain(*(f"network {latency} us, {backward} backward" for latency in (20, 100, 500, 2000)))
 
 
 def over_default():
@@ -104,8 +122,7 @@ def over_default():
     return [", ".join(span(ratios([case], f"step, {DROP_IN} / DDP default")) for case in cases)]
 
 
-LATE = "dpfuse sharded, gathered in forward"
-ZERO = "DDP with ZeroRedundancyOptimizer"
+TRAINED = ("dpfuse sharded", "dpfuse sharded, gathered in forward", "dpfuse sharded, stepped in backward")
 # The cells of a row behind its first cells.
 RECORDED = {
     ("10",): lambda: host(10),
@@ -124,9 +141,20 @@ RECORDED = {
     (f"`{DEEPSPEED}.json`", "drop-in / DeepSpeed stage 1"): lambda: deepspeed(1),
     (f"`{NEWER}.json`", "drop-in / DDP default"): lambda: peers(NEWER, "DDP default"),
     (f"`{NEWER}.json`", "drop-in / the fastest peer"): lambda: peers(NEWER, "the best peer"),
-    ("DDP's faster mode, plain AdamW",): lambda: sharded("dpfuse sharded", "DDP views"),
-    ("DDP with `ZeroRedundancyOptimizer`",): lambda: sharded("dpfuse sharded", ZERO),
-    ("FSDP2's `fully_shard`, gathered once",): lambda: sharded("dpfuse sharded", "FSDP2"),
+    ("AdamW, 1000 tiny", "DDP"): lambda: over_plain("1000 tiny"),
+    ("AdamW, 100 MB", "DDP"): lambda: over_plain("100 MB large"),
+    ("AdamW, CNN", "DDP"): lambda: over_plain("CNN"),
+    ("AdamW, transformer", "DDP"): lambda: over_plain("transformer"),
+    ("the four", "DDP with `ZeroRedundancyOptimizer`"): lambda: over_zero(
+        "1000 tiny", "100 MB large", "CNN", "transformer"
+    ),
+    ("float32 copies, transformer in bfloat16", "DDP, copies by hand"): lambda: over_plain("transformer in bfloat16"),
+    ("Muon, 8 matrices of 512 × 512", "DDP"): lambda: over_plain("Muon"),
+    ("Muon", "DDP with `ZeroRedundancyOptimizer`"): lambda: over_zero("Muon"),
+    ("AdamW, networks, 2 backwards", "DDP"): lambda: networks("2"),
+    ("AdamW, networks, 1 backward", "DDP"): lambda: networks("1"),
+    ("AdamW, networks, ½ backward", "DDP"): lambda: networks("0.5"),
+    ("AdamW, networks, ¼ backward", "DDP"): lambda: networks("0.25"),
 }
 
 
@@ -134,11 +162,6 @@ RECORDED = {
 def test_a_row_of_the_page_on_performance_is_that_of_its_record(begin):
     (line,) = re.findall(rf"^\| {re.escape(' | '.join(begin))} \| (.*) \|$", PERFORMANCE.read_text(), re.MULTILINE)
     assert line.split(" | ") == RECORDED[begin]()
-
-
-def test_both_rows_of_the_late_gathering_are_those_of_the_record():
-    lines = re.findall(r'^\| the same, with `gather="forward"` \| (.*) \|$', PERFORMANCE.read_text(), re.MULTILINE)
-    assert [line.split(" | ") for line in lines] == [sharded(LATE, "DDP views"), sharded(LATE, ZERO)]
 
 
 def test_the_table_of_the_readme_is_made_from_the_records_that_it_names():
