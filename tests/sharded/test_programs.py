@@ -266,7 +266,7 @@ def differs(rank: int, size: int, kind: type[Program], gather: str) -> bool:
     return bits_differ(list(found), list(expected))
 
 
-@pytest.mark.parametrize("gather", ["step", "forward"])
+@pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "forward"])
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
 def test_a_program_has_the_bits_of_the_plain_optimizer(ranks, kind, gather):
     assert ranks(differs, kind, gather) == [False, False]
