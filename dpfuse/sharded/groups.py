@@ -51,6 +51,8 @@ class Trainer:
         """
         needs = set()
         for group in self.plain.param_groups:
+            if not group["params"]:
+                continue
 
             def make(params: list[Tensor], group: Mapping[str, Any] = group) -> Optimizer:
                 return self.kind([{"params": params, **settings_of(group)}], **self._keywords)
@@ -91,6 +93,7 @@ class ParamGroups:
     """
 
     def __init__(self, kind: type[Optimizer], params: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+        self._kind = kind
         given = list(params)
         kinds = [_class_in(each, kind) for each in given] if given and isinstance(given[0], dict) else [kind]
         if kinds == [kind] * len(kinds):  # also if there are no groups: the class knows what to say
@@ -119,8 +122,8 @@ class ParamGroups:
             trainer.try_out(dtype)
 
     def add(self, group: dict[str, Any]) -> None:
-        """Add a parameter group, of the class that it names, or of that of the first group."""
-        kind = _class_in(group, self.trainers[0].kind)
+        """Add a parameter group; it may name a class, as those that were given."""
+        kind = _class_in(group, self._kind)
         found = [trainer for trainer in self._all if trainer.kind is kind]
         if not found:
             known = ", ".join(trainer.kind.__name__ for trainer in self._all)

@@ -171,8 +171,9 @@ class InBackward:
                 "Freeze them (requires_grad_(False)), or leave step_in_backward out."
             )
         if self._owed and self._largest is not None:
-            device = collective.group_device(self._group)
-            total = torch.cat(self._squares).sum() if self._squares else torch.zeros((), device=device)
+            total = torch.zeros((), dtype=torch.float64, device=collective.group_device(self._group))
+            if self._squares:  # this rank's parts may be empty
+                total = torch.cat(self._squares).sum(dtype=torch.float64)
             finish(collective.all_reduce(total, self._group), board_of(self._group), total.device.type)
             self.norm = total.sqrt().float()
         owed, self._squares, self._owed = self._owed, [], False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine import collective
+from dpfuse.errors import DPFuseError
 from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.groups import MASTER, ParamGroups, State, Updater
 
@@ -120,7 +122,11 @@ def _widened(value: Any) -> Any:
 
 
 def _of_all_ranks(own: dict[int, State], group: dist.ProcessGroup, device: torch.device) -> Iterator[dict[int, State]]:
-    """Yield the states of every rank, whatever lies in them; to be called on all ranks."""
+    """Yield the states of every rank, whatever lies in them; to be called on all ranks.
+
+    Raises:
+        DPFuseError: torch's loader of weights refuses something in them; raised on every rank.
+    """
     file = io.BytesIO()
     torch.save(own, file)
     sent = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)
@@ -128,11 +134,11 @@ def _of_all_ranks(own: dict[int, State], group: dist.ProcessGroup, device: torch
     for rank, size in enumerate(int(each) for each in sizes):
         row = sent if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
         collective.broadcast(row, group, rank)
-        if rank == group.rank():
-            yield {place: {key: _copied(value) for key, value in state.items()} for place, state in own.items()}
-        else:
+        try:  # also on the rank that has sent them, so that all ranks fail together
             yield torch.load(io.BytesIO(row.cpu().numpy().tobytes()), map_location=device, weights_only=True)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+        except pickle.UnpicklingError as error:
+            first, _, _ = str(error).partition("\n")
+            raise DPFuseError(
+                f"rank {group.rank()}: rank {rank} has a state of a whole tensor that cannot be sent, expected "
+                f"tensors, numbers, texts, lists and dicts: {first}. Let the optimizer keep only those."
+            ) from error

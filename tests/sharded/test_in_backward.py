@@ -94,6 +94,20 @@ def clipped_weights(rank, size, largest):
     return [param.detach() for param in model.module.parameters()]
 
 
+def tiny(rank, size):
+    """The norm of four gradients, of which most ranks have none."""
+    model = dpfuse.DataParallel(nn.Linear(2, 2, bias=False))
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1, clip_by_last_norm=1.0, **EXTRA)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    return optimizer.last_norm.item()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_rank_without_elements_takes_part_in_the_norm(ranks, size):
+    assert ranks(tiny, size=size) == [6.0] * size  # four times 3, squared
+
+
 def memory(rank, size):
     """Bytes of all memory for gradients, over those of the views of torch's DDP."""
     net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(120)))

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import dpfuse
 from dpfuse.engine import collective
+from dpfuse.errors import DPFuseError
 from tests.sharded.against_ddp import DDP, batch, bits_differ, network
 from tests.sharded.test_sizes import nbytes_of
 
@@ -139,6 +140,57 @@ def resumed(rank, size, folder):
 @pytest.mark.parametrize("size", [2, 3])
 def test_states_of_whole_tensors_are_saved_and_loaded(ranks, size, tmp_path):
     assert ranks(resumed, str(tmp_path), size=size) == [False] * size
+
+
+def grown(rank, size):
+    """Groups that are added to an optimizer whose first group is another class's."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].requires_grad_(False)
+    net[2].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    muon = {"params": [net[0].weight], "optimizer_class": optim.Muon}
+    optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, [muon, {"params": [net[0].bias]}], **ADAMW)
+    net[1].requires_grad_(True)
+    optimizer.add_param_group({"params": [*net[1].parameters()]})
+    net[2].requires_grad_(True)
+    optimizer.add_param_group({"params": [net[2].weight], "optimizer_class": optim.Muon})
+    optimizer.add_param_group({"params": [net[2].bias]})
+    with pytest.raises(ValueError, match="got SGD, expected one of Muon, AdamW, with which the ShardedOptimizer was"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "optimizer_class": optim.SGD})
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    return [sorted(state[index]) for index in range(6)]
+
+
+def test_an_added_group_is_of_the_class_of_the_optimizer_unless_it_names_another(ranks):
+    muon, adamw = ["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]
+    assert ranks(grown) == [[muon, adamw, adamw, adamw, muon, adamw]] * 2
+
+
+class Odd(Factored):
+    """Keeps an object of its own class in its state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["odd"] = Odd
+
+
+def odd_state(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(8, 8))
+    optimizer = dpfuse.ShardedOptimizer(model, Odd, lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(DPFuseError, match=f"rank {rank}: rank 0 has a state of a whole tensor that cannot be sent"):
+        optimizer.state_dict()
+
+
+def test_a_state_that_cannot_be_sent_is_an_error_on_every_rank(ranks):
+    ranks(odd_state)
 
 
 MADE = []
