@@ -71,6 +71,7 @@ def resumed(folder: Path) -> list[Tensor]:
     first, second = (Training(sharded=True, clip=math.inf) for _ in range(2))
     first.epoch()
     first.accelerator.save_state(str(folder))
+    first.accelerator.wait_for_everyone()  # rank 0 writes the files
     second.accelerator.load_state(str(folder))
     return [training.epoch()[0] for training in (first, second)]
 
