@@ -131,7 +131,7 @@ class Shards:
             if params.delivery.buffer is buffer:
                 if sent:
                     self.in_backward.clip(params.delivery.parts[params.number].part)
-                    # Which parameters other ranks have not used, none knows yet. All are to be used, or frozen.
+                    # No rank knows yet which parameters the others have used. Each must be used, or frozen.
                     self._update(shard, [param.requires_grad for param in params.params], late=True)
                 else:
                     self._gather(shard, late=True)

@@ -200,7 +200,7 @@ def addressed(rank, size):
     return bits_differ([found], [weight.detach().flatten()])
 
 
-def test_who_takes_an_address_waits(ranks):
+def test_a_read_of_an_address_waits(ranks):
     assert ranks(addressed) == [False, False]
 
 
@@ -229,5 +229,5 @@ def looked_up(rank, size):
         optimizer.state[model.module.scale]
 
 
-def test_a_state_is_not_looked_up_in_vain(ranks):
+def test_a_lookup_of_a_state_is_an_error(ranks):
     ranks(looked_up)

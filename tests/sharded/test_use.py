@@ -50,7 +50,7 @@ def scaled(rank, size, ours):
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "dpfuse"])
-def test_a_scaler_skips_on_all_ranks_alike(ranks, ours):
+def test_a_scaler_skips_on_all_ranks(ranks, ours):
     # The scale is a power of two: it changes no bit of float32.
     assert ranks(scaled, ours) == [0.0, 0.0]
 
