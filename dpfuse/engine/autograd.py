@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +17,11 @@ from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
 
-__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "hooks_on"]
+__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "backward_runs", "hooks_on"]
 
+# What each backward that Python starts, and each backward of a user's autograd function, goes through.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_OWN_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
 
 
@@ -79,6 +84,11 @@ def hooks_on(param: Tensor) -> list[ReadyHooks]:
 _all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()
 
 
+def backward_runs() -> bool:
+    """Whether the autograd engine runs a backward in this thread, of this module or of another one."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class BackwardListener(Protocol):
     """Is told when the outermost backward begins, ends, or dies of an exception."""
 
@@ -89,7 +99,7 @@ class BackwardListener(Protocol):
         """The backward has ended. The argument returns whether it accumulated gradients into leaves."""
 
     def abandon(self) -> None:
-        """The backward died of an exception."""
+        """The backward died of an exception; if it was not opened, a parameter was ready before any output."""
 
 
 class _Task:
@@ -125,17 +135,30 @@ class BackwardWatch:
         self.reached = reached
         self.listener: BackwardListener | None = None
         self._task: weakref.ref[_Task] | None = None
+        self._waiting: weakref.ref[_Task] | None = None  # to open a backward at its end
+        self._leaves: list[RemovableHandle] = []
 
     def watch(self, outputs: Any, note: int = 0) -> bool:
         """Watch all tensors in the outputs of a forward; return whether there is any.
 
         `outputs` may be nested sequences, mappings and dataclasses. `reached` is called with `note`.
         """
+        if self._leaves:
+            self.forget_leaves()
         announcer = _Announcer(self, note)
         if isinstance(outputs, Tensor):
             return announcer.watch(outputs)
         # Every tensor is watched, not only those up to the first.
         return sum(map(announcer.watch, _tensors_in(outputs))) > 0
+
+    def watch_leaf(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook` with the gradient of an output that is a parameter or an input, until the next forward."""
+        self._leaves.append(leaf.register_hook(hook))
+
+    def forget_leaves(self) -> None:
+        """Take the hooks off the outputs that are leaves, which would keep them for ever."""
+        while self._leaves:
+            self._leaves.pop().remove()
 
     def begin(self, *, announced: bool = False) -> None:
         """Open the backward that is running, unless it is open already."""
@@ -163,6 +186,37 @@ class BackwardWatch:
 
     leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
 
+    def begin_at_end(self) -> None:
+        """Open the running backward when it ends, if no output announces it before.
+
+        A parameter is ready, and a forward waits for its backward. Only its outputs tell whether this is that backward:
+        a parameter may itself be an output, or the loss may use it directly.
+        """
+        if self._waiting is not None or self._task is not None:
+            return
+        node = torch._C._current_autograd_node()
+        if node is None:  # compiled autograd, which calls no callback
+            self.begin()
+            return
+        task = _Task(self._begin_late, node)
+        self._waiting = weakref.ref(task, self._died_early)
+        torch.autograd.Variable._execution_engine.queue_callback(task)
+
+    leave_untraced(begin_at_end, calls=True, reason=WHY_UNTRACED)
+
+    def _begin_late(self, reached_leaves: Callable[[], bool]) -> None:
+        self._waiting = None
+        # The backward around a reentrant one goes on, and may still reach an output.
+        if self._task is None and self.listener is not None and not _is_nested():
+            self.listener.open(announced=False)
+            self.listener.close(reached_leaves)
+
+    def _died_early(self, reference: weakref.ref[_Task]) -> None:
+        if self._waiting is reference:
+            self._waiting = None
+            if self._task is None and self.listener is not None:
+                self.listener.abandon()
+
     def _end(self, reached_leaves: Callable[[], bool]) -> None:
         self._task = None
         if self.listener is not None:
@@ -188,8 +242,9 @@ class _Announcer:
     def watch(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:
             return False
-        # A leaf would keep the hook for ever. A parameter that is an output announces itself by its ready mark.
-        if not tensor.is_leaf:
+        if tensor.is_leaf:
+            self._watch.watch_leaf(tensor, self)
+        else:
             put_hook(tensor, self)
         return True
 
@@ -200,6 +255,19 @@ class _Announcer:
         self._watch.begin(announced=True)
 
     leave_untraced(__call__, calls=True, reason=WHY_UNTRACED)
+
+
+def _is_nested() -> bool:
+    """Whether the running backward began inside another one, as that of a reentrant checkpoint does."""
+    frame: FrameType | None = sys._getframe(1)
+    engines = 0
+    while frame is not None:
+        engines += frame.f_code is _ENGINE
+        # On a GPU a thread of the engine runs the outer backward, and has no frame of its caller.
+        if engines > 1 or (engines and frame.f_code is _OWN_BACKWARD):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _reaches_leaves(node: Any) -> bool:

@@ -44,6 +44,7 @@ class BucketSet:
         self.params, self.names, self.marks = params, names, marks
         self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], seen) for b in buckets]
         self.recorded: list[Tensor] = []
+        self._early: set[int] = set()  # ids of parameters that are known to be ready before any output is reached
         self._indices = {id(param): index for index, param in enumerate(params)}
 
     def index_of(self, param: Tensor) -> int:
@@ -60,14 +61,26 @@ class BucketSet:
         return [self.names[self._indices[id(param)]] for param in params]
 
     def entries(self) -> list[Tensor]:
-        """Return what is in the ready lists."""
-        return [param for ready in self.ready for param in ready.entries]
+        """Return what became ready, in the ready lists or before there are any."""
+        return [*self.recorded, *(param for ready in self.ready for param in ready.entries)]
 
     def clear(self) -> None:
         """Forget what became ready."""
         self.recorded.clear()
         for ready in self.ready:
             ready.clear()
+
+    def doubt_early(self) -> None:
+        """Doubt the entries that came before an output was reached, except those of parameters known for that."""
+        for ready in self.ready:
+            if ready.entries and not self._early.issuperset(map(id, ready.entries)):
+                ready.uncertain = len(ready.entries)
+
+    def learn_early(self) -> None:
+        """Know from now on the parameters whose early entries were right, since their buckets became complete."""
+        for ready in self.ready:
+            if ready.uncertain:
+                self._early.update(map(id, ready.early()))
 
     def wait_for_all_but(self, frozen: Iterable[int]) -> None:
         """Do not wait for these parameters from now on; registration indices."""

@@ -34,15 +34,17 @@ class ReadyList:
     Attributes:
         entries: the list.
         sent: how many entries there were when the bucket was sent; -1 before.
+        uncertain: how many entries came before the backward was opened, so that they may be of an earlier backward.
         sentinel: the parameter whose hook checks whether the bucket is complete; None without parameters.
         held_up: number of backwards at whose end other buckets waited for this one.
     """
 
-    __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel")
+    __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel", "uncertain")
 
     def __init__(self, params: Sequence[Tensor], marks: Sequence[int], recorded: Sequence[Tensor] = ()) -> None:
         self.entries: list[Tensor] = []
         self.sent = -1
+        self.uncertain = 0
         self.held_up = 0
         self._params = params
         self._marks = [max(1, count) for count in marks]
@@ -63,7 +65,7 @@ class ReadyList:
     def is_complete(self) -> bool:
         """Whether every parameter that the bucket waits for became ready as often as expected."""
         entries, order = self.entries, self._order
-        if len(entries) != len(order):
+        if len(entries) != len(order) or self.uncertain:
             return False
         if all(map(is_, entries, order)):
             return True
@@ -71,6 +73,14 @@ class ReadyList:
             return False
         self._order = list(entries)
         return True
+
+    def early(self) -> list[Tensor]:
+        """Return the uncertain entries if the bucket became complete all the same: they are of this backward.
+
+        They are known from then on, if the next backward sees them before it is opened, too.
+        """
+        found, self.uncertain = self.entries[: self.uncertain], 0
+        return found if self.is_complete else []
 
     def missing(self) -> list[Tensor]:
         """Return the parameters that did not become ready, frozen ones included."""
@@ -103,6 +113,7 @@ class ReadyList:
         """Forget the entries, at the end of a backward or when a new one begins."""
         self.entries.clear()
         self.sent = -1
+        self.uncertain = 0
 
 
 class Watched(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfuse.engine import messages
+from dpfuse.engine.autograd import backward_runs
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
@@ -48,6 +49,7 @@ class Calls:
 
     Args:
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
+        open_at_end: called instead where outputs may still announce it; must call `open` and `close` if none does.
         rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
             returns the error that every rank is to raise.
         decline: called instead on a rank that cannot go on, so that the peers do not wait.
@@ -57,6 +59,7 @@ class Calls:
     """
 
     open_backward: Callable[[], None]
+    open_at_end: Callable[[], None]
     rebuild: Callable[[list[int], list[int]], DPFuseError | None]
     decline: Callable[[], None]
     check_group: Callable[[], None]
@@ -283,7 +286,7 @@ class Reducer:
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise, also inside `no_sync()`; name and argument are torch's."""
-        self.record_forward(True)
+        self.record_forward(True, outputs_watched=False)
 
     @property
     def owes_backward(self) -> bool:
@@ -293,16 +296,25 @@ class Reducer:
     def settle_unaveraged(self) -> None:
         """Forget ready gradients of a backward that went through no output and reached no sentinel.
 
-        It is called while no backward runs.
+        It is called while no backward is open. If one runs all the same, they may be its own, and are kept.
 
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
-        for ready in self._in_use.ready:
-            if ready.entries:
-                self.refuse(self._in_use.entries())
-                self._wiring.window.backward_ends()
-                return
+        if self._any_ready() and not backward_runs():
+            self.refuse(self._in_use.entries())
+            self._wiring.window.backward_ends()
+
+    def _settle_early(self) -> None:
+        """An output is reached. What is ready already may be of this backward, or of one that nothing announced.
+
+        All of it is averaged now. But a bucket is not complete by entries of a backward before, so it waits for the
+        end of this one, until it is known which parameters are usually that early.
+        """
+        if backward_runs():
+            self._in_use.doubt_early()
+        else:
+            self.settle_unaveraged()
 
     def unaveraged(self) -> list[Tensor]:
         """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
@@ -359,7 +371,7 @@ class Reducer:
                 if begun:
                     raise DPFuseError(messages.begun(wiring.rank))
             if announced:
-                self.settle_unaveraged()
+                self._settle_early()
             wiring.window.backward_begins(announced=announced)
             sync = run.forward
             # A backward through none of the watched outputs has no forward of its own.
@@ -453,6 +465,7 @@ class Reducer:
 
     def _complete(self) -> None:
         """End the backward. All is delivered, and the peers wait for nothing."""
+        self._in_use.learn_early()
         for order, ready in enumerate(self._in_use.ready):
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 self._install_hooks_of(order)
@@ -467,8 +480,8 @@ class Reducer:
             warn_at_user(text)
 
     def abandon(self) -> None:
-        """Note that the open backward died of an exception; `close` will not be called for it."""
-        if self.phase is LOCAL:
+        """Note that a backward died of an exception; `close` will not be called for it."""
+        if self.phase is LOCAL or (self.phase is IDLE and self._run.forward is False):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error
         else:
@@ -523,8 +536,7 @@ class Reducer:
     def _record(self, param: Any) -> None:
         """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
         if self.phase in RESTING:
-            # No output of the wrapper announced this backward, so its first ready mark opens it.
-            self._wiring.calls.open_backward()
+            self._announce()
         self._in_use.recorded.append(param)
         if self.phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
@@ -538,10 +550,16 @@ class Reducer:
         elif self.phase is LOCAL:
             if self._in_use.ready[order].is_complete:
                 self.accumulation.ready(order)
-        elif self.phase in RESTING:
-            # No output of the wrapper announced this backward, so the first sentinel opens it.
-            self._wiring.calls.open_backward()
+        elif self.phase in RESTING and self._announce():
             self._examine(order)
+
+    def _announce(self) -> bool:
+        """No output of the wrapper has announced this backward so far. Return whether it is open now."""
+        if self.phase is IDLE and self._run.forward is not None and self._run.outputs_watched:
+            self._wiring.calls.open_at_end()
+        else:
+            self._wiring.calls.open_backward()
+        return self.phase not in RESTING
 
     def _send_next(self, *, rest: bool = False, complete: bool = False) -> None:
         """Send the buckets that are complete, or all the `rest`, because backward has ended.

@@ -124,8 +124,8 @@ class GradSync:
         )
         self._spoiler = guard_of(self._params, group.size())
         self.listening.hooks.put_on(self._params)
-        begin, install = self.listening.watch.begin, self.listening.hooks.install
-        calls = Calls(begin, self._rebuild, self._decline, self._check_group, install, self._guard)
+        watch, install = self.listening.watch, self.listening.hooks.install
+        calls = Calls(watch.begin, watch.begin_at_end, self._rebuild, self._decline, self._check_group, install, self._guard)
         wiring = Wiring(
             window,
             compared,
@@ -234,6 +234,7 @@ class GradSync:
     def remove_hooks(self) -> None:
         """Remove all hooks, and put what the buckets have accumulated back into `.grad`."""
         self.listening.hooks.remove()
+        self.listening.watch.forget_leaves()
         self.reducer.accumulation.release()
 
     def _make_buckets(

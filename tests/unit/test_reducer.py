@@ -129,6 +129,7 @@ class Bench:
     Attributes:
         log: what happened, in order.
         hooks: what is installed, by registration index.
+        at_end: how often the reducer has asked to be opened at the end of a backward, if not before.
         seen: order and marks of each first synchronised backward.
     """
 
@@ -136,6 +137,7 @@ class Bench:
         self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
         self.window = Window()
         self.refuse_rebuild = self.left = None
+        self.at_end = 0
         self.params, buckets, self.names = self.planned([f"p{i}" for i in range(count)], feed)
         self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
         wiring = Wiring(
@@ -147,6 +149,7 @@ class Bench:
             warn_unused=warn_unused,
             calls=Calls(
                 open_backward=lambda: self.reducer.open(announced=False),
+                open_at_end=self.open_at_end,
                 rebuild=self.rebuild,
                 decline=lambda: self.log.append(("decline",)),
                 check_group=self.check_group,
@@ -190,6 +193,9 @@ class Bench:
     def check_group(self):
         if self.left is not None:
             raise self.left
+
+    def open_at_end(self):
+        self.at_end += 1
 
     def mark(self, *order):
         for index in order:
@@ -375,6 +381,9 @@ def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(wa
     bench = Bench().settled()
     bench.reducer.record_forward(False, outputs_watched=watched)
     bench.mark(5)
+    if watched:  # its outputs may still be reached
+        assert (bench.reducer.phase, bench.at_end) == (Phase.IDLE, 1)
+        bench.reducer.open(announced=False)  # they were not
     assert bench.reducer.phase is (Phase.REDUCING if watched else Phase.LOCAL)
 
 
