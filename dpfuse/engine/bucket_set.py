@@ -76,11 +76,9 @@ class BucketSet:
             if ready.entries and not self._early.issuperset(map(id, ready.entries)):
                 ready.uncertain = len(ready.entries)
 
-    def learn_early(self) -> None:
-        """Know from now on the parameters whose early entries were right, since their buckets became complete."""
-        for ready in self.ready:
-            if ready.uncertain:
-                self._early.update(map(id, ready.early()))
+    def learn_early(self, ready: ReadyList) -> None:
+        """Know from now on the parameters that were early in this list, if its bucket became complete with them."""
+        self._early.update(map(id, ready.early()))
 
     def wait_for_all_but(self, frozen: Iterable[int]) -> None:
         """Do not wait for these parameters from now on; registration indices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,7 @@ class Phase(Enum):
 # For the hot path: before Python 3.12, looking up a member is slow.
 IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
 RESTING = (IDLE, ABANDONED)  # no backward is running
+_entries_of = attrgetter("entries")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,17 +307,6 @@ class Reducer:
             self.refuse(self._in_use.entries())
             self._wiring.window.backward_ends()
 
-    def _settle_early(self) -> None:
-        """An output is reached. What is ready already may be of this backward, or of one that nothing announced.
-
-        All of it is averaged now. But a bucket is not complete by entries of a backward before, so it waits for the
-        end of this one, until it is known which parameters are usually that early.
-        """
-        if backward_runs():
-            self._in_use.doubt_early()
-        else:
-            self.settle_unaveraged()
-
     def unaveraged(self) -> list[Tensor]:
         """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
         return self._in_use.entries()
@@ -371,7 +362,13 @@ class Reducer:
                 if begun:
                     raise DPFuseError(messages.begun(wiring.rank))
             if announced:
-                self._settle_early()
+                # What is ready already is of this backward, or of one before that nothing announced. All of it is
+                # averaged. But a bucket must not be complete by entries of a backward before.
+                for ready in self._in_use.ready:
+                    if ready.entries:
+                        self.settle_unaveraged()
+                        self._in_use.doubt_early()
+                        break
             wiring.window.backward_begins(announced=announced)
             sync = run.forward
             # A backward through none of the watched outputs has no forward of its own.
@@ -465,8 +462,9 @@ class Reducer:
 
     def _complete(self) -> None:
         """End the backward. All is delivered, and the peers wait for nothing."""
-        self._in_use.learn_early()
         for order, ready in enumerate(self._in_use.ready):
+            if ready.uncertain:
+                self._in_use.learn_early(ready)
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 self._install_hooks_of(order)
             ready.clear()
@@ -753,7 +751,7 @@ class Reducer:
         return messages.differing(wiring.rank, wiring.fields, reading)
 
     def _any_ready(self) -> bool:
-        return bool(self._in_use.recorded) or any(ready.entries for ready in self._in_use.ready)
+        return bool(self._in_use.recorded) or any(map(_entries_of, self._in_use.ready))
 
     def _enter(self, phase: Phase) -> None:
         self._wiring.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)

@@ -15,6 +15,7 @@ from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[at
 __all__ = [
     "COUNTS_REFERENCES",
     "NOTHING",
+    "UNSHARED",
     "EndOfCompiledBackward",
     "Hooks",
     "compiled_backward",
@@ -22,6 +23,7 @@ __all__ = [
     "is_private",
     "leave_untraced",
     "no_graph",
+    "owners_and_holders",
     "profiler_runs",
     "put_hook",
     "ranged",
@@ -182,6 +184,16 @@ def holders_of(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Count the owners of each tensor in C++, and what uses its memory. Names in Python count as one owner.
+
+    Args:
+        tensors: dense.
+        storages: `_cdata` of the memory of each, which must be kept alive.
+    """
+    return list(map(_owners, tensors)), list(map(torch._C._storage_Use_Count, storages))
+
+
 def is_private(grad: Tensor) -> bool:
     """Whether only one parameter refers to `grad` and its memory: no graph, no view, no gradient still on its way.
 
@@ -205,5 +217,15 @@ def _references_of_one() -> tuple[int, int] | None:
         return None
 
 
+def _counts_unshared() -> tuple[int, int]:
+    one = torch.zeros(1)
+    storage = one.untyped_storage()
+    owners, holders = owners_and_holders([one], [storage._cdata])
+    return owners[0], holders[0]
+
+
+# Where torch does not tell, every tensor may be shared.
+_owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor: -1)
+UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to
 _REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
 COUNTS_REFERENCES = _REFERENCES is not None
