@@ -17,7 +17,7 @@ from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
-from dpfuse.engine.report import ALL_WELL, Outcome, Reading
+from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
@@ -58,6 +58,7 @@ class Calls:
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
         guard: called with the report's alarm if the report is not read in the same backward.
+        answer: called on every rank, with all buckets landed, where a rank has asked for an exchange.
     """
 
     open_backward: Callable[[], None]
@@ -67,6 +68,7 @@ class Calls:
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
     guard: Callable[[Callable[[], Tensor]], None]
+    answer: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,7 +504,7 @@ class Reducer:
             for bucket in sent.buckets:
                 if bucket.busy:  # not delivered before something went wrong
                     bucket.discard()
-            reading = run.reading or sent.report.read(run.outcome, wait=True, gather=self._all_read_now)
+            reading = run.reading or self._read(sent.report, wait=True, gather=self._all_read_now)
             run.delivered = not reading.any_failed
         else:
             reading = ALL_WELL
@@ -654,7 +656,7 @@ class Reducer:
         error = next((bucket.error for bucket in buckets if bucket.error is not None), None)
         for bucket in buckets:
             bucket.discard()
-        reading = change.outdated.report.read(run.outcome, wait=True, gather=self._all_read_now)
+        reading = self._read(change.outdated.report, wait=True, gather=self._all_read_now)
         try:
             if reading.any_unchanged or reading.any_failed:
                 raise DPFuseError(self._explain(reading, error)) from error
@@ -686,7 +688,19 @@ class Reducer:
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         all_read = self._wiring.strict or not self.rebuilt
         wait = all_read or not well or bool(outcome.missing)
-        return report.read(outcome, wait=wait, gather=all_read or report.is_on_cpu)
+        return self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
+
+    def _read(self, report: Report, *, wait: bool, gather: bool) -> Reading:
+        """Read the report, and do what a rank has asked all ranks for, failed or not."""
+        outcome = self._run.outcome
+        reading = report.read(outcome, wait=wait, gather=gather)
+        if report.asked:
+            try:
+                self._wiring.calls.answer()
+            except BaseException:
+                outcome.torn = True  # it is unknown which exchange the peers are in
+                raise
+        return reading
 
     def _fail(self, reading: Reading) -> None:
         """Raise the error that every rank raises."""

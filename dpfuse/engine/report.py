@@ -60,6 +60,7 @@ class Reading:
     Attributes:
         any_failed, any_well: whether a rank failed, and whether a rank did not.
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
+        any_asks: whether a rank asks for an exchange.
         differing: names of the fields in which ranks differ.
         rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
         rows: per rank its failure, its change, and its value of each field, or None of a rank without inputs; empty
@@ -70,6 +71,7 @@ class Reading:
     any_well: bool = True
     any_changed: bool = False
     any_unchanged: bool = True
+    any_asks: bool = False
     differing: tuple[str, ...] = ()
     rank: int | None = None
     rows: tuple[tuple[int, ...], ...] = ()
@@ -100,8 +102,9 @@ class Report:
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
     where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
-    in both, except in the first two pairs, which tell whether it failed and whether it has changed. A rank sends the
-    bits of its number only if it failed or has changed.
+    in both, except in the first pairs, which tell whether it failed, whether it has changed, and whether it asks for an
+    exchange. No rank answers no to the last question, so it is no difference. A rank sends the bits of its number only
+    if it failed or has changed.
 
     Args:
         group: the ranks.
@@ -114,6 +117,8 @@ class Report:
     Attributes:
         numel: the number of its elements.
         is_on_cpu: whether it lies on the CPU, where every rank reads it as soon as it has landed.
+        asked: whether a rank has asked for an exchange of which every rank has heard by now: on a CPU in this
+            backward, on CUDA in the one before.
     """
 
     def __init__(
@@ -128,11 +133,13 @@ class Report:
         self.group = group
         self._fields = list(fields)
         self._window = window
-        compared = 2 + sum(each.bits for each in fields) + HASH_BITS
+        self.asked = False
+        self._asked_early = False  # on CUDA, in this backward, since this rank has waited for its report
+        compared = 3 + sum(each.bits for each in fields) + HASH_BITS
         slots = 2 * (compared + RANK_BITS)
         self._places = _Places(compared, slots, slots + len(SLOTS))
         self.numel = self._places.flags + param_count
-        self._values: list[object] = [*[0] * len(fields), False, frozenset()]  # what `_source` tells
+        self._values: list[object] = [*[0] * len(fields), False, False, frozenset()]  # what `_source` tells
         start = [*self._pairs_of(self._values), *[0.0] * (2 * RANK_BITS + len(SLOTS)), *[1.0] * param_count]
         self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
         self.is_on_cpu = self._source.is_cpu
@@ -145,7 +152,7 @@ class Report:
         """Return what this rank packs, [numel]."""
         self._landing = None
         values: list[object] = [each.value() for each in self._fields]
-        values += self._window.elsewhere, outcome.frozen
+        values += self._window.asks, self._window.elsewhere, outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
             return self._source  # as in nearly every backward
@@ -232,6 +239,7 @@ class Report:
         assert landing is not None
         if landing.reading is not None:
             return landing.reading
+        self.asked = False
         if not self.is_on_cpu and capturing():
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self.group.size() == 1 and outcome.well and not outcome.changed:
@@ -240,14 +248,19 @@ class Report:
         if not (wait or self.is_on_cpu):
             return self._read_later(states)
         before = self._read_pending() if self._pending is not None else ALL_WELL
+        self.asked, self._asked_early = before.any_asks or self._asked_early, False
         if not before.all_well and outcome.well:
             return before
         if self._well is not None and torch.equal(states, self._well):
             return ALL_WELL
         numbers = states.tolist()
         reading = self._interpret(numbers)
+        if self.is_on_cpu:
+            self.asked = reading.any_asks
+        else:
+            self._asked_early = reading.any_asks
         if reading.all_well:
-            if self.is_on_cpu:
+            if self.is_on_cpu and not reading.any_asks:
                 self._well = torch.tensor(numbers, dtype=states.dtype, device=states.device)
         elif gather:
             landing.reading = self._with_rows(reading, outcome)
@@ -265,16 +278,17 @@ class Report:
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
         """Return the compared pairs of a rank that has not failed."""
-        *numbers, elsewhere, frozen = values
-        bits = [0]  # the model has not changed
+        *numbers, asks, elsewhere, frozen = values
+        bits: list[int] = []
         for number, each in zip(numbers, self._fields, strict=True):
             assert isinstance(number, int)
             bits += _bits(number, each.bits)
         assert isinstance(frozen, Collection)
         bits += _bits(_hash(frozen), HASH_BITS)
+        first = [0.0, 1.0, 0.0, 1.0, float(bool(asks)), 0.0]  # it has not failed, and the model has not changed
         if elsewhere:
-            return [0.0, 1.0, 0.0, 1.0, *[0.0] * (2 * len(bits) - 2)]
-        return [0.0, 1.0, *(float(number) for bit in bits for number in (bit, 1 - bit))]
+            return [*first, *[0.0] * (2 * len(bits))]
+        return [*first, *(float(number) for bit in bits for number in (bit, 1 - bit))]
 
     def _write_bits(self, packed: Tensor, pair: int, number: int, count: int) -> None:
         for place, bit in enumerate(_bits(number, count), pair):
@@ -289,13 +303,13 @@ class Report:
         return Reading(
             *pairs[0],
             *pairs[1],
+            pairs[2][0],
             tuple(name for name in dict.fromkeys(differing) if name),
             sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
         )
 
     def _names(self) -> Iterator[str]:
-        yield ""
-        yield ""
+        yield from [""] * 3
         for each in self._fields:
             yield from [each.name] * each.bits
         yield from ["frozen"] * HASH_BITS
@@ -312,6 +326,7 @@ class Report:
 
     def _read_later(self, states: Tensor) -> Reading:
         before = ALL_WELL if self._pending is None else self._read_pending()
+        self.asked, self._asked_early = before.any_asks or self._asked_early, False
         copy = torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
         event = torch.cuda.current_stream(states.device).record_event()  # not always the current device
         self._pending = _Pending(copy, event.synchronize)

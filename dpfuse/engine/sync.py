@@ -77,6 +77,7 @@ class GradSync:
         fields: what the report compares besides the window; the most important first.
         wrap: puts a listener of the face in front of the reducer.
         observers: are told how each bucket travels.
+        answer: called on every rank in the backward in which all have heard that one asks, by `window.asks`.
 
     Attributes:
         plan: of the buckets in use.
@@ -96,6 +97,7 @@ class GradSync:
         fields: Sequence[Field] = (),
         wrap: Wrap = lambda reducer: reducer,
         observers: Sequence[BucketObserver] = (),
+        answer: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan = plan
         self.source = 0
@@ -125,7 +127,16 @@ class GradSync:
         self._spoiler = guard_of(self._params, group.size())
         self.listening.hooks.put_on(self._params)
         watch, install = self.listening.watch, self.listening.hooks.install
-        calls = Calls(watch.begin, watch.begin_at_end, self._rebuild, self._decline, self._check_group, install, self._guard)
+        calls = Calls(
+            watch.begin,
+            watch.begin_at_end,
+            self._rebuild,
+            self._decline,
+            self._check_group,
+            install,
+            self._guard,
+            self._leaving_after(answer),
+        )
         wiring = Wiring(
             window,
             compared,
@@ -195,6 +206,10 @@ class GradSync:
         buckets = votes.agree_on_success(lambda: self._make_buckets(plan, self._params, before), self.group, "a plan")
         self.plan = plan
         self.reducer.adopt(buckets)
+
+    def remake(self) -> None:
+        """Make the buckets again, since a feature has something else beside them now; between backwards."""
+        self._remake()
 
     def set_hook(self, hook: HookExchanges) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
@@ -290,6 +305,18 @@ class GradSync:
     def _leave(self, error: BaseException) -> None:
         self._left = error
         leave(board_of(self.group), error)
+
+    def _leaving_after(self, exchange: Callable[[], None]) -> Callable[[], None]:
+        """Return what calls `exchange`, and leaves the group if that raises."""
+
+        def call() -> None:
+            try:
+                exchange()
+            except BaseException as error:
+                self._leave(error)
+                raise
+
+        return call
 
     def _check_group(self) -> None:
         if self._left is not None:

@@ -6,6 +6,7 @@ Texts travel as length-checked UTF-8 bytes in uint8 tensors. Nothing that a peer
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -25,6 +26,7 @@ __all__ = [
     "order_in",
     "order_tensors",
     "report_failure",
+    "share_lines",
     "share_text",
 ]
 
@@ -125,6 +127,15 @@ def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
     row = _row(text, SHARED_TEXT).to(collective.group_device(group))
     collective.broadcast(row, group, source)
     return _text_in(row)
+
+
+def share_lines(lines: Sequence[str], group: dist.ProcessGroup, source: int = 0) -> list[str]:
+    """Return the lines of rank `source`, of any number and length; they may contain ends of lines themselves."""
+    data = json.dumps(list(lines)).encode()
+    device = collective.group_device(group)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    collective.broadcast(length, group, source)
+    return [str(line) for line in json.loads(_text_of(source, int(length.item()), data, group, device))]
 
 
 def order_tensors(

@@ -43,6 +43,7 @@ class Window:
 
     Attributes:
         elsewhere: whether this rank has no inputs, and only takes part for ranks that still have some.
+        asks: whether this rank asks all ranks for an exchange of their own, once they have heard of it.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -50,6 +51,7 @@ class Window:
 
     def __init__(self, *, counts_forwards: bool = True) -> None:
         self.elsewhere = False
+        self.asks = False
         self.compares_backwards = True
         self.died = False
         self.began = NEVER

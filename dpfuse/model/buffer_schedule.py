@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.protocols import Companion
+from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferSync
 
 __all__ = ["BufferSchedule"]
@@ -25,11 +26,13 @@ class BufferSchedule(Feature, Companion):
         before_forward: whether a forward may have to send them.
         in_backward: whether backwards send them. Both may change between backwards, on all ranks.
         hook: what synchronises the buffers in our place, before each forward.
+        refusal: the error to raise on every rank once the gradients of this backward are delivered, if there is one.
     """
 
     def __init__(self, buffers: BufferSync, source: Callable[[], int], *, active: bool) -> None:
         self.before_forward = self.in_backward = active
         self.hook: Callable[[], None] | None = None
+        self.refusal: DPFuseError | None = None
         self._buffers = buffers
         self._source = source
         self._fresh = False  # whether a backward has sent them since the last forward
@@ -51,6 +54,16 @@ class BufferSchedule(Feature, Companion):
             self.hook()
         else:
             self._buffers.send(self._source())
+
+    def delivered(self) -> None:
+        """As `Feature.delivered`.
+
+        Raises:
+            DPFuseError: some ranks have converted a buffer, and others have not.
+        """
+        if self.refusal is not None:
+            error, self.refusal = self.refusal, None
+            raise error
 
     def beside(self) -> Companion | None:
         """As `Feature.beside`. Without buffers it is None; when one is added, the buckets are made again."""

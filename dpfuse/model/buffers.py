@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import NamedTuple
@@ -10,13 +11,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from dpfuse.engine import collective, votes
+from dpfuse.errors import DPFuseError
+from dpfuse.model.buffer_writer import BufferWriter
 from dpfuse.model.flat_broadcast import FlatBroadcast
 
 __all__ = ["BufferKind", "BufferSync"]
 
 END = (object(),)  # behind what is compared, so that lists of different lengths differ
+SAME, OTHER_SHAPE, CONVERTED = 0, 1, 2  # how a buffer of a rank differs; the number of the rank is added to the last
 
 
 class BufferKind(NamedTuple):
@@ -27,14 +31,15 @@ class BufferKind(NamedTuple):
     device: torch.device
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} on {self.device}"
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} on {self.device.type}"
 
 
 class BufferSync:
     """Overwrites a module's buffers with those of one rank, in one broadcast per device.
 
-    Buffers may be replaced by others of their kind at any time. What travels stays what all ranks have agreed on
-    until they agree on something else: at first, on the buffers that there are when this is made.
+    Buffers may be replaced, added and removed at any time, on some ranks only. What travels stays what all ranks have
+    settled on until they settle again: at first, the buffers that there are when this is made. A buffer that differs in
+    shape, or that some ranks do not have, is left to each rank, as a cache that grows with the longest input.
 
     Args:
         module: whose buffers.
@@ -46,49 +51,74 @@ class BufferSync:
         self._module = module
         self._ignored = ignored
         self._group = group
-        self._kinds: Mapping[str, BufferKind] = {}
-        self._agreed: Mapping[str, BufferKind] = {}
+        self._kinds: Mapping[str, BufferKind] = {}  # of all that there are
+        self._settled: Mapping[str, BufferKind] = {}  # the same, when the ranks last settled
+        self._agreed: Mapping[str, BufferKind] = {}  # those that travel
         self._last: Mapping[str, Tensor] = {}  # those that travelled last; some may have been removed since
         self._broadcasts: list[FlatBroadcast] | None = None
+        self._refused = False  # whether the ranks have not settled because of a conversion
         self._look()
-        self._agreed = self._kinds
-
-    def agree_on(self, kinds: Mapping[str, BufferKind], source: int) -> None:
-        """From now on these travel, on every rank; those that could not until now do so at once, from rank `source`."""
-        before = {name: kind.shape for name, kind in self._agreed.items()}
-        new = [name for name, kind in kinds.items() if before.get(name) != kind.shape]
-        self._agreed = kinds
-        self._broadcasts = None
-        with _unsafe_preserve_version_counter(self._counted):  # see send()
-            for broadcast in self._broadcasts_of([self._found[name] for name in new]):
-                broadcast(source)
-
-    def look(self, *, again: bool = False) -> Mapping[str, BufferKind]:
-        """The buffers that there are, by name: the same object for as long as that does not change.
-
-        Args:
-            again: modules may have been added or removed, not only buffers.
-        """
-        if again or any(self._empty) or not all(map(is_, chain.from_iterable(self._places), self._held)):
-            self._look()
-            self._broadcasts = None
-        return self._kinds
-
-    def change(self) -> str | None:
-        """What differs between these and the ones that were agreed on, in words; None if nothing does."""
-        for name, kind in self._kinds.items():
-            before = self._agreed.get(name)
-            if before is None:
-                return f"buffer {name!r} was added"
-            if before != kind:
-                return f"buffer {name!r} was converted from {before} to {kind}"
-        gone = next((name for name in self._agreed if name not in self._kinds), None)
-        return None if gone is None else f"buffer {gone!r} was removed"
+        self._agreed = self._settled = self._kinds
 
     @property
     def exist(self) -> bool:
-        """Whether there are any here, or there were when the ranks last agreed."""
+        """Whether some travel, or there are some here."""
         return bool(self._agreed or self._kinds)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether buffers of this rank have changed since the ranks last settled on those that travel."""
+        return self._refused or self.look() is not self._settled
+
+    def look(self) -> Mapping[str, BufferKind]:
+        """Return the kinds of all buffers, by name: the same object for as long as they do not change."""
+        if any(self._empty) or not all(map(is_, chain.from_iterable(self._places), self._held)):
+            self._look()
+        return self._kinds
+
+    def look_again(self) -> None:
+        """Look at modules that were added or removed, too."""
+        self._look()
+
+    def settle(self, source: int) -> DPFuseError | None:
+        """Let those buffers travel from now on that rank `source` has, and that are of the same kind on all ranks.
+
+        To be called on every rank. Those that did not travel before do so at once.
+
+        Returns:
+            The error to raise on every rank, where a rank has converted a buffer and another one has not.
+        """
+        self._look()
+        ours = {name: str(kind) for name, kind in self._kinds.items()}
+        shapes = {name: str(tuple(kind.shape)) for name, kind in self._kinds.items()}
+        own = [line for name in ours for line in (name, ours[name], shapes[name])]
+        lines = votes.share_lines(own, self._group, source)
+        described = list(zip(lines[::3], lines[1::3], lines[2::3], strict=True))
+        rank = self._group.rank()
+        codes = [
+            SAME if ours.get(name) == kind else CONVERTED + rank if shapes.get(name) == shape else OTHER_SHAPE
+            for name, kind, shape in described
+        ]
+        found = torch.tensor([*codes, SAME], dtype=torch.int32, device=collective.group_device(self._group))
+        collective.all_reduce_max(found, self._group)
+        codes = found.tolist()[:-1]
+        before, self._settled = self._agreed, self._kinds
+        # In the order of the rank that sends.
+        agreed = {name: self._kinds[name] for (name, _, _), code in zip(described, codes, strict=True) if code == SAME}
+        self._agreed, self._fits, self._broadcasts = agreed, True, None
+        new = [name for name, kind in agreed.items() if before.get(name) != kind]
+        for broadcast in self._broadcasts_of([self._found[name] for name in new]):
+            broadcast(source)
+        converted = next((each for each in zip(described, codes, strict=True) if each[1] >= CONVERTED), None)
+        self._refused = converted is not None
+        if converted is None:
+            return None
+        (name, kind, _), code = converted
+        return DPFuseError(
+            f"rank {rank}: buffer {name!r} is {kind} on rank {source}, and has another dtype or device on rank "
+            f"{code - CONVERTED}; expected the same on every rank. Convert it on every rank, or on none. The gradients "
+            "of this backward are averaged."
+        )
 
     def send(self, source: int) -> None:
         """Overwrite the buffers with those of rank `source`, in the agreed order, whichever there are here.
@@ -100,7 +130,8 @@ class BufferSync:
 
     def start(self, source: int) -> None:
         """Start `send`; `finish` must follow."""
-        if self.look() is not self._agreed:
+        self.look()
+        if not self._fits:
             self._send_stand_ins(source)
             return
         if self._broadcasts is None:
@@ -111,25 +142,21 @@ class BufferSync:
 
     def finish(self, source: int) -> None:
         """Wait for what was started."""
-        # The graph of an earlier forward may hold them. Its backward must not fail on the ranks that are written to:
-        # batch norm, for one, takes two forwards before a backward, since its own updates do not count either.
-        with _unsafe_preserve_version_counter(() if self._group.rank() == source else self._counted):
-            for broadcast in self._broadcasts or ():
-                broadcast.finish(wait=False)
+        for broadcast in self._broadcasts or ():
+            broadcast.finish(wait=False)
 
     def _send_stand_ins(self, source: int) -> None:
         stand_ins = {
             name: torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) for name, kind in self._agreed.items()
         }
         pairs = self._pairs(stand_ins, self._found)
-        with torch.no_grad(), _unsafe_preserve_version_counter(self._counted):
+        with torch.no_grad():
             for stand_in, buffer in (*self._pairs(stand_ins, self._last), *pairs):
                 stand_in.copy_(buffer)
-            for broadcast in self._broadcasts_of(list(stand_ins.values())):
+            for broadcast in self._broadcasts_of(list(stand_ins.values()), keep=False):
                 broadcast(source)
-            if self._group.rank() != source:  # whose own may be more precise than what travelled
-                for stand_in, buffer in pairs:
-                    buffer.copy_(stand_in)
+        if pairs and self._group.rank() != source:  # whose own may be more precise than what travelled
+            BufferWriter(self._module, [buffer for _, buffer in pairs])([stand_in for stand_in, _ in pairs])
 
     @staticmethod
     def _pairs(stand_ins: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -139,9 +166,14 @@ class BufferSync:
             if name in buffers and buffers[name].shape == stand_in.shape
         ]
 
-    def _broadcasts_of(self, buffers: Sequence[Tensor]) -> list[FlatBroadcast]:
+    def _broadcasts_of(self, buffers: Sequence[Tensor], *, keep: bool = True) -> list[FlatBroadcast]:
+        """Return a broadcast per device. `keep` says that they are buffers, whose values a graph may still need."""
+        writer = partial(BufferWriter, self._module) if keep else None
         devices = dict.fromkeys(buffer.device for buffer in buffers)  # in the same order on every rank
-        return [FlatBroadcast([item for item in buffers if item.device == device], self._group) for device in devices]
+        return [
+            FlatBroadcast([item for item in buffers if item.device == device], self._group, writer)
+            for device in devices
+        ]
 
     def _look(self) -> None:
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
@@ -151,6 +183,7 @@ class BufferSync:
         self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
         self._found = {name: buf for name, buf in named if buf is not None and name not in self._ignored}
-        self._counted = tuple(buf for buf in self._found.values() if not buf.is_inference())  # whose writes count
         kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in self._found.items()}
-        self._kinds = next((known for known in (self._agreed, self._kinds) if known == kinds), kinds)
+        self._kinds = next((known for known in (self._settled, self._kinds) if known == kinds), kinds)
+        self._fits = all(self._kinds.get(name) == kind for name, kind in self._agreed.items())
+        self._broadcasts = None

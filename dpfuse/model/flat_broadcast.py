@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from dpfuse.engine.waiting import board_of, finish
 
 __all__ = ["FlatBroadcast", "broadcast_flat"]
 
+Write = Callable[[list[Tensor]], None]
 ALIGNMENT = 16  # bytes; the largest element, complex128
 LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
@@ -30,9 +32,15 @@ class FlatBroadcast:
     Args:
         tensors: of any dtypes, shapes and strides, on one device; these are the same on all ranks.
         group: process group.
+        writer: gets the tensors in some order, and returns what writes values in that order; None copies them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        writer: Callable[[Sequence[Tensor]], Write] | None = None,
+    ) -> None:
         self._group = group
         self._board = board_of(group)
         # A group that also has a back end for CPUs, as by default, would send them through the host.
@@ -52,7 +60,7 @@ class FlatBroadcast:
         self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
         self._scalars: list[tuple[_Scalars, Tensor]] = []
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._targets: list[Tensor] = []
+        targets: list[Tensor] = []
         self._pieces: list[Tensor] = []
         self._sends = False
         self._pending: tuple[Tensor, dist.Work] | None = None  # what travels, started and not finished
@@ -68,8 +76,9 @@ class FlatBroadcast:
                 self._joined.append((same, staged))
             else:
                 self._others.append((pieces, same))
-            self._targets += same
+            targets += same
             self._pieces += pieces
+        self._write = partial(_copy, targets) if writer is None else writer(targets)
 
     def __call__(self, source: int = 0, *, wait: bool = True) -> None:
         """Overwrite the tensors with those of rank `source`.
@@ -112,10 +121,16 @@ class FlatBroadcast:
         finish(work, self._board, self._device.type)
         self._pending = None
         if not self._sends:
-            with torch.inference_mode():
-                if wire is not self._staging:
-                    self._staging.copy_(wire)
-                torch._foreach_copy_(self._targets, self._pieces)
+            if wire is not self._staging:
+                self._staging.copy_(wire)
+            for scalars, _ in self._scalars:
+                scalars.forget()
+            self._write(self._pieces)
+
+
+def _copy(tensors: list[Tensor], values: list[Tensor]) -> None:
+    with torch.inference_mode():  # writes to tensors that were made in this mode, too
+        torch._foreach_copy_(tensors, values)
 
 
 class _Scalars:
@@ -132,6 +147,10 @@ class _Scalars:
             self._addresses = addresses
             self._vectors = [tensor.detach().view(1) for tensor in self._tensors]
         return self._vectors
+
+    def forget(self) -> None:
+        """Keep no vectors, which hold the memory of the tensors."""
+        self._addresses, self._vectors = [], []
 
 
 def _wait_for_peers(sent: list[dist.Work]) -> None:

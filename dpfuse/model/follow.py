@@ -9,6 +9,7 @@ from torch import nn
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync, names_of
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferSync
 from dpfuse.model.change import ModelChange
@@ -30,6 +31,7 @@ class ModuleFollower:
         buffers: the synchronisation of the buffers.
         may_have_changed: called before the module is looked at.
         agreed: called once all ranks have changed their modules in the same way.
+        window: takes what this rank asks for.
 
     Attributes:
         compare_buffers: whether some forward sends buffers, if maybe not this one.
@@ -45,6 +47,7 @@ class ModuleFollower:
         *,
         may_have_changed: Callable[[], None] | None,
         agreed: Callable[[], None],
+        window: Window,
     ) -> None:
         self.compare_buffers = options.broadcast_buffers
         self._module = module
@@ -52,7 +55,8 @@ class ModuleFollower:
         self._options = options
         self._grads = grads
         self._buffers = buffers
-        self._kinds = buffers.look()  # the buffers that the description of a change would name
+        self._window = window
+        self._had_buffers = buffers.exist
         self._may_have_changed = may_have_changed
         self._agreed = agreed
         self._wish = ""  # what this rank has asked for, until all ranks have
@@ -70,10 +74,13 @@ class ModuleFollower:
 
     def look(self) -> None:
         """Follow the module if it has changed since the last call. To be called between backwards."""
-        unchanged = self._signature.unchanged()
-        # A buffer that only this rank has must not travel: the peers would take it for another.
-        if not unchanged or (self.compare_buffers and self._buffers.look() is not self._kinds):
+        if not self._signature.unchanged():
             self._follow()
+        if self.compare_buffers:
+            self._window.asks = self._buffers.unsettled
+            if self._buffers.exist and not self._had_buffers:
+                self._had_buffers = True
+                self._grads.remake()
 
     def ask(self, wish: str) -> None:
         """Let the next synchronised backward fail on all ranks unless each of them has asked for the same.
@@ -90,10 +97,7 @@ class ModuleFollower:
         if self._may_have_changed is not None:
             self._may_have_changed()
         text = self._signature.change()
-        kinds = self._buffers.look(again=True)
-        if self.compare_buffers:
-            self._kinds = kinds
-            text = text or self._buffers.change()
+        self._buffers.look_again()
         kept = None if text else grads.plan
         if text is None and self._wish:
             text = "autotune was called"
@@ -131,7 +135,7 @@ class ModuleFollower:
                 plan = error
         if isinstance(plan, Exception):
             return ModelChange(text, plan, [], {}), None
-        facts = describe_model(self._module, plan, self._options, buffers=self.compare_buffers)
+        facts = describe_model(self._module, plan, self._options, buffers=False)
         if self._wish:
             facts.append(self._wish)
         return ModelChange(text, plan, facts, self._signature.new_parameters()), buckets
@@ -139,12 +143,24 @@ class ModuleFollower:
     def _agree(self, params: Sequence[nn.Parameter]) -> None:
         assert self._change is not None
         plan = self._change.agree(self._grads.group)
+        error = self.settle_buffers() if self.compare_buffers else None
+        if error is not None:
+            raise error
         self._grads.settle(plan, params)
         self._signature.agree()
         self._change = None
         self._wish = ""
-        self._buffers.agree_on(self._kinds, self._grads.source)
         self._agreed()
+
+    def settle_buffers(self) -> DPFuseError | None:
+        """Settle with the other ranks on the buffers that travel; to be called on every rank.
+
+        Returns:
+            The error to raise on every rank, if there is one.
+        """
+        error = self._buffers.settle(self._grads.source)
+        self._window.asks = self._buffers.unsettled
+        return error
 
     def _params_of(self, plan: BucketPlan) -> Sequence[nn.Parameter]:
         return self._grads.params if plan is self._grads.plan else params_of(self._module, plan)

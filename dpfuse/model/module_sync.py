@@ -154,6 +154,7 @@ class ModuleSync:
             fields=[self.factors.field()],
             wrap=face.wrap,
             observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
+            answer=self._settle_buffers,
         )
         let_threads_finish_at_exit()
         self._plan_residuals()
@@ -165,6 +166,7 @@ class ModuleSync:
             buffers,
             may_have_changed=face.module_changed,
             agreed=self._plan_residuals,
+            window=self.window,
         )
 
     @property
@@ -425,6 +427,9 @@ class ModuleSync:
         """Leave the module as if it had never been wrapped."""
         self.grads.remove_hooks()
         self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
+
+    def _settle_buffers(self) -> None:
+        self.buffers.refusal = self._follower.settle_buffers()
 
     def _plan_residuals(self) -> None:
         if self.error_feedback is not None:

@@ -356,8 +356,8 @@ def count_broadcasts(rank, size):
     with collectives() as seen:
         model(batch(rank, 0))
     assert [name for name in seen if name.startswith("c10d::")] == ["c10d::broadcast_"], seen
-    # Rank 0's values do not count: a backward would fail on the ranks alone that got them.
-    assert model.module.drift._version == version + 1
+    # What arrives counts as written. A graph that would be refused for that keeps the buffer that it has.
+    assert model.module.drift._version == version + (1 if rank == 0 else 2)
     with torch.no_grad(), collectives() as seen:
         model(batch(rank, 1))
     assert seen == []

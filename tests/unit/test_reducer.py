@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ class NotedReport:
         self.unreadable = False
         self.is_on_cpu = True
         self.was_read = True
+        self.asked = False
         self.used = set()
         self.reads = []
 
@@ -155,6 +157,7 @@ class Bench:
                 check_group=self.check_group,
                 install=self.install,
                 guard=self.guarded.append,
+                answer=lambda: self.log.append(("answer",)),
             ),
             rank=RANK,
             size=SIZE,
@@ -385,6 +388,32 @@ def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(wa
         assert (bench.reducer.phase, bench.at_end) == (Phase.IDLE, 1)
         bench.reducer.open(announced=False)  # they were not
     assert bench.reducer.phase is (Phase.REDUCING if watched else Phase.LOCAL)
+
+
+# --- An exchange for which a rank asks ---
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_rank_asks_for_is_done_once_all_have_landed_whether_the_backward_failed_or_not(failed):
+    bench = Bench().settled()
+    bench.report.asked = True
+    if failed:
+        bench.report.reading = Reading(any_failed=True, rank=1)
+    with pytest.raises(DPFuseError) if failed else nullcontext():
+        bench.backward()
+    assert bench.log.count(("answer",)) == 1
+    before = bench.log[: bench.log.index(("answer",))]
+    assert [entry[1] for entry in before if entry[0] == "wait"] == [0, 1, 2, 3]
+
+
+def test_a_rank_that_drains_answers_too():
+    bench = Bench().settled()
+    bench.reducer.open(announced=True)
+    bench.reducer.abandon()
+    bench.report.asked = True
+    with pytest.raises(DPFuseError, match="interrupted"):
+        bench.reducer.drain()
+    assert bench.log.count(("answer",)) == 1
 
 
 # --- Ready marks that no backward took ---

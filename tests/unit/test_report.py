@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +22,11 @@ PARAMS = 3
 BITS = {"color": 3, "size": 6}  # of each field
 
 
-def make_report(rank=0, size=2, told=None, *, elsewhere=False, dtype=torch.float32, params=PARAMS):
+def make_report(rank=0, size=2, told=None, *, elsewhere=False, asks=False, dtype=torch.float32, params=PARAMS):
     """A report whose fields say what is in `told`, which may change."""
     told = {} if told is None else told
     window = Window()
-    window.elsewhere = elsewhere
+    window.elsewhere, window.asks = elsewhere, asks
     fields = [Field(name, lambda name=name: told.get(name, 0), str, "", bits) for name, bits in BITS.items()]
     return stand_ins.make_report(params, dtype, rank=rank, size=size, fields=fields, window=window)
 
@@ -62,6 +63,7 @@ rank_states = st.fixed_dictionaries(
         "color": st.integers(0, 7),
         "size": st.integers(0, 63),
         "elsewhere": st.sampled_from([False, False, True]),
+        "asks": st.sampled_from([False, False, True]),
         "failed": st.sampled_from([False, False, False, True]),
         "changed": st.sampled_from([False, False, False, True]),
         "frozen": st.sampled_from([(), (), (0,), (1, 2)]),
@@ -82,7 +84,10 @@ def test_all_ranks_read_what_each_has_told(every, same, dtype, scale):
     frozen = {one["frozen"] for one in every}
     assume(len({_hash(one) for one in frozen}) == len(frozen))
     here = [one for one in every if not one["elsewhere"]]
-    reports = [make_report(rank, len(every), one, elsewhere=one["elsewhere"]) for rank, one in enumerate(every)]
+    reports = [
+        make_report(rank, len(every), one, elsewhere=one["elsewhere"], asks=one["asks"])
+        for rank, one in enumerate(every)
+    ]
     outcomes = [outcome(**{name: one[name] for name in ("failed", "changed", "frozen")}) for one in every]
     sum_over_ranks(reports, outcomes, dtype, scale)
     failed = {rank for rank, one in enumerate(every) if one["failed"]}
@@ -93,12 +98,14 @@ def test_all_ranks_read_what_each_has_told(every, same, dtype, scale):
         any_well=len(failed) < len(every),
         any_changed=bool(changed),
         any_unchanged=len(changed) < len(every),
+        any_asks=any(one["asks"] for one in every),
         differing=tuple(name for name in (*BITS, "frozen") if len({one[name] for one in here}) > 1),
         rank=next(iter(numbered)) if len(numbered) == 1 else None,
     )
     for rank, (report, own) in enumerate(zip(reports, outcomes, strict=True)):
         reading = report.read(own, wait=True, gather=False)
-        assert reading == (ALL_WELL if expected.all_well else expected)
+        assert reading == (replace(ALL_WELL, any_asks=expected.any_asks) if expected.all_well else expected)
+        assert report.asked is expected.any_asks
         assert reading.failed() == (sorted(failed) if len(numbered) == 1 else [])
         assert reading.changed() == (sorted(changed) if len(numbered) == 1 else [])
         if rank not in numbered:
@@ -339,6 +346,20 @@ def test_a_report_on_cuda_is_read_one_backward_later(device):
         assert report.read(outcome(), wait=False, gather=False) == read
         assert bool(report.alarm()) is not (other == outcome()), "the device knows at once"
         assert [event.waited for event in device] == [True] * (len(device) - 1) + [False], "the host did not wait"
+
+
+@pytest.mark.parametrize("waits", [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0, 1, 1)], ids=str)
+def test_on_cuda_every_rank_hears_one_backward_later_that_one_asks_whether_it_waits_or_not(device, waits):
+    report, other = make_report(), make_report(1)
+    report.is_on_cpu = False
+    heard = []
+    for asks, wait in zip((False, True, False), waits, strict=True):
+        other._window.asks = asks
+        report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
+        assert report.read(outcome(), wait=bool(wait), gather=False).all_well
+        assert not report.alarm()
+        heard.append(report.asked)
+    assert heard == [False, False, True]
 
 
 def test_what_is_still_to_be_read_comes_before_what_is_waited_for(device):
