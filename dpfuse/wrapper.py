@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.model.agreement import agree_on_model
+from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
 from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.logs import show_chosen_logs
@@ -78,6 +79,7 @@ class SyncedModule(nn.Module):
     _options: SyncOptions
     tuning: Tuned | None = None
     _number: int | None = None  # how many were made for the group before; a copy has that of its original
+    _agreed_buffers: Mapping[str, BufferKind] | None = None  # that travel, on which the ranks have settled
     _finalizer: finalize[..., Any] | None = None
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
 
@@ -103,7 +105,7 @@ class SyncedModule(nn.Module):
             return
         if fresh:
             _warn_of_wrappers_inside(self.module)
-            agree_on_model(self.module, plan, self._options, group)
+            self._agreed_buffers = agree_on_model(self.module, plan, self._options, group)
         if self._number is None:
             self._number = _counted.setdefault(group, 0)
             _counted[group] += 1
@@ -116,7 +118,9 @@ class SyncedModule(nn.Module):
 
     def _make_sync(self, plan: BucketPlan, group: dist.ProcessGroup) -> ModuleSync:
         assert self._number is not None
-        return ModuleSync(self.module, plan, group, self._options, self._number, self._face_parts())
+        return ModuleSync(
+            self.module, plan, group, self._options, self._number, self._face_parts(), self._agreed_buffers
+        )
 
     def _tune_if_asked(self) -> None:
         """Begin to tune, where a size of "auto" was passed."""
@@ -473,6 +477,8 @@ class SyncedModule(nn.Module):
             key: value for key, value in self.__dict__.items() if key not in ("_sync", "_group", "_finalizer", "tuning")
         }
         state["_require_sync"] = self.require_backward_grad_sync
+        if self._sync is not None:
+            state["_agreed_buffers"] = dict(self._sync.buffers.agreed)
         return state
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,17 +11,24 @@ from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.errors import DPFuseError
 from dpfuse.liveness.start import start_heartbeat
 from dpfuse.model.asking import ask
-from dpfuse.model.check import describe_model, describe_options, tensors_of
+from dpfuse.model.buffers import BufferKind, BufferSync
+from dpfuse.model.check import describe_buffers, describe_model, describe_options, tensors_of
 from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.options import SyncOptions
 
 __all__ = ["agree_on_model", "send_tensors"]
 
 
-def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup) -> None:
+def agree_on_model(
+    module: nn.Module, plan: BucketPlan, options: SyncOptions, group: dist.ProcessGroup
+) -> Mapping[str, BufferKind]:
     """Compare module and options over the ranks, start their heartbeat, and send rank 0's parameters and buffers.
+
+    Returns:
+        The buffers that are of the same kind on all ranks, by name. Only those that are not saved may be of others.
 
     Raises:
         DPFuseError: on every rank, naming rank and first difference, or what the back end lacks.
@@ -37,8 +45,19 @@ def agree_on_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, gr
         collective.check_all_to_all(group, device)
     if options.wire.probe is not None:
         collective.check_all_to_all(group, device, *options.wire.probe)
-    tensors = [*params.values(), *(buffers.values() if options.send_buffers_at_start else ())]
-    send_tensors(tensors, group)
+    agreed = _common_buffers(module, options, group)
+    sent = [buffers[name] for name in agreed] if options.send_buffers_at_start else []
+    send_tensors([*params.values(), *sent], group)
+    return agreed
+
+
+def _common_buffers(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> Mapping[str, BufferKind]:
+    sync = BufferSync(module, options.ignored, group)
+    text = "\n".join(describe_buffers(module, options, saved=False))
+    digests = votes.gather_texts(hashlib.sha256(text.encode()).hexdigest()[:32], group)
+    if len(set(digests)) > 1 and (refusal := sync.settle(0)) is not None:
+        raise DPFuseError(refusal)
+    return sync.agreed
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.protocols import Companion
 from dpfuse.errors import DPFuseError
-from dpfuse.model.buffers import BufferSync
+from dpfuse.model.buffers import BufferKind, BufferSync
 
 __all__ = ["BufferSchedule"]
 
@@ -26,16 +26,21 @@ class BufferSchedule(Feature, Companion):
         before_forward: whether a forward may have to send them.
         in_backward: whether backwards send them. Both may change between backwards, on all ranks.
         hook: what synchronises the buffers in our place, before each forward.
-        refusal: the error to raise on every rank once the gradients of this backward are delivered, if there is one.
+        refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
 
     def __init__(self, buffers: BufferSync, source: Callable[[], int], *, active: bool) -> None:
         self.before_forward = self.in_backward = active
         self.hook: Callable[[], None] | None = None
-        self.refusal: DPFuseError | None = None
+        self.refusal = ""
         self._buffers = buffers
         self._source = source
         self._fresh = False  # whether a backward has sent them since the last forward
+
+    @property
+    def agreed(self) -> Mapping[str, BufferKind]:
+        """The buffers that travel, by name."""
+        return self._buffers.agreed
 
     @property
     def due(self) -> bool:
@@ -61,9 +66,9 @@ class BufferSchedule(Feature, Companion):
         Raises:
             DPFuseError: some ranks have converted a buffer, and others have not.
         """
-        if self.refusal is not None:
-            error, self.refusal = self.refusal, None
-            raise error
+        if self.refusal:
+            text, self.refusal = self.refusal, ""
+            raise DPFuseError(f"{text} The gradients of this backward are averaged.")
 
     def beside(self) -> Companion | None:
         """As `Feature.beside`. Without buffers it is None; when one is added, the buckets are made again."""

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dpfuse.engine import collective, votes
-from dpfuse.errors import DPFuseError
 from dpfuse.model.buffer_writer import BufferWriter
 from dpfuse.model.flat_broadcast import FlatBroadcast
 
@@ -45,25 +45,40 @@ class BufferSync:
         module: whose buffers.
         ignored: names of buffers to leave alone.
         group: process group.
+        agreed: those on which the ranks have settled, in the order of the rank that sends; None for all that there are.
+
+    Attributes:
+        agreed: those that travel.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: Collection[str],
+        group: dist.ProcessGroup,
+        agreed: Mapping[str, BufferKind] | None = None,
+    ) -> None:
         self._module = module
         self._ignored = ignored
         self._group = group
         self._kinds: Mapping[str, BufferKind] = {}  # of all that there are
         self._settled: Mapping[str, BufferKind] = {}  # the same, when the ranks last settled
-        self._agreed: Mapping[str, BufferKind] = {}  # those that travel
+        self.agreed: Mapping[str, BufferKind] = {}
         self._last: Mapping[str, Tensor] = {}  # those that travelled last; some may have been removed since
         self._broadcasts: list[FlatBroadcast] | None = None
         self._refused = False  # whether the ranks have not settled because of a conversion
         self._look()
-        self._agreed = self._settled = self._kinds
+        self._settled = self._kinds
+        if agreed is not None:  # maybe by ranks of another process, whose device was another one
+            pairs = ((name, kind, self._kinds.get(name, kind)) for name, kind in agreed.items())
+            agreed = {name: own if own[:2] == kind[:2] else kind for name, kind, own in pairs}
+        self.agreed = self._kinds if agreed is None else agreed
+        self._look()
 
     @property
     def exist(self) -> bool:
         """Whether some travel, or there are some here."""
-        return bool(self._agreed or self._kinds)
+        return bool(self.agreed or self._kinds)
 
     @property
     def unsettled(self) -> bool:
@@ -80,13 +95,13 @@ class BufferSync:
         """Look at modules that were added or removed, too."""
         self._look()
 
-    def settle(self, source: int) -> DPFuseError | None:
+    def settle(self, source: int) -> str | None:
         """Let those buffers travel from now on that rank `source` has, and that are of the same kind on all ranks.
 
         To be called on every rank. Those that did not travel before do so at once.
 
         Returns:
-            The error to raise on every rank, where a rank has converted a buffer and another one has not.
+            The error for every rank, where a rank has converted a buffer and another one has not.
         """
         self._look()
         ours = {name: str(kind) for name, kind in self._kinds.items()}
@@ -102,10 +117,10 @@ class BufferSync:
         found = torch.tensor([*codes, SAME], dtype=torch.int32, device=collective.group_device(self._group))
         collective.all_reduce_max(found, self._group)
         codes = found.tolist()[:-1]
-        before, self._settled = self._agreed, self._kinds
+        before, self._settled = self.agreed, self._kinds
         # In the order of the rank that sends.
         agreed = {name: self._kinds[name] for (name, _, _), code in zip(described, codes, strict=True) if code == SAME}
-        self._agreed, self._fits, self._broadcasts = agreed, True, None
+        self.agreed, self._fits, self._broadcasts = agreed, True, None
         new = [name for name, kind in agreed.items() if before.get(name) != kind]
         for broadcast in self._broadcasts_of([self._found[name] for name in new]):
             broadcast(source)
@@ -114,10 +129,9 @@ class BufferSync:
         if converted is None:
             return None
         (name, kind, _), code = converted
-        return DPFuseError(
+        return (
             f"rank {rank}: buffer {name!r} is {kind} on rank {source}, and has another dtype or device on rank "
-            f"{code - CONVERTED}; expected the same on every rank. Convert it on every rank, or on none. The gradients "
-            "of this backward are averaged."
+            f"{code - CONVERTED}; expected the same on every rank. Convert it on every rank, or on none."
         )
 
     def send(self, source: int) -> None:
@@ -136,7 +150,7 @@ class BufferSync:
             return
         if self._broadcasts is None:
             self._last = self._found
-            self._broadcasts = self._broadcasts_of([self._found[name] for name in self._agreed])
+            self._broadcasts = self._broadcasts_of([self._found[name] for name in self.agreed])
         for broadcast in self._broadcasts:
             broadcast.start(source)
 
@@ -147,7 +161,7 @@ class BufferSync:
 
     def _send_stand_ins(self, source: int) -> None:
         stand_ins = {
-            name: torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) for name, kind in self._agreed.items()
+            name: torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) for name, kind in self.agreed.items()
         }
         pairs = self._pairs(stand_ins, self._found)
         with torch.no_grad():
@@ -182,8 +196,12 @@ class BufferSync:
         self._empty = [table for _, table in tables if not table]
         self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
-        self._found = {name: buf for name, buf in named if buf is not None and name not in self._ignored}
+        self._found = {name: buf for name, buf in named if name not in self._ignored and _can_travel(buf)}
         kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in self._found.items()}
         self._kinds = next((known for known in (self._settled, self._kinds) if known == kinds), kinds)
-        self._fits = all(self._kinds.get(name) == kind for name, kind in self._agreed.items())
+        self._fits = all(self._kinds.get(name) == kind for name, kind in self.agreed.items())
         self._broadcasts = None
+
+
+def _can_travel(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return buffer is not None and buffer.layout is torch.strided and not buffer.is_meta and not is_lazy(buffer)

@@ -159,7 +159,10 @@ def describe_options(options: SyncOptions) -> list[str]:
 
 
 def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *, buffers: bool = True) -> list[str]:
-    """One line per parameter and buffer; equal on two ranks if and only if their models differ at most in values."""
+    """One line per parameter and saved buffer; equal on two ranks if their models differ at most in values.
+
+    Buffers that are not in the state dict, such as caches, may differ.
+    """
     lines = [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
     lines += [f"a given plan of {plan_digest(plan)}"] if plan.tuned else []
     first: dict[int, str] = {}
@@ -172,9 +175,23 @@ def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *,
         first[id(param)] = name
         lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
     if buffers:
-        _, others = tensors_of(module, options)
-        lines += [f"buffer {name} {_facts(buffer)} device={buffer.device.type}" for name, buffer in others.items()]
+        lines += describe_buffers(module, options, saved=True)
     return lines
+
+
+def describe_buffers(module: nn.Module, options: SyncOptions, *, saved: bool) -> list[str]:
+    """One line per buffer of those that are in the state dict, or of those that are not."""
+    unsaved = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in child._non_persistent_buffers_set
+    }
+    _, buffers = tensors_of(module, options)
+    return [
+        f"buffer {name} {_facts(buffer)} device={buffer.device.type}"
+        for name, buffer in buffers.items()
+        if (name not in unsaved) is saved
+    ]
 
 
 def tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

@@ -143,24 +143,24 @@ class ModuleFollower:
     def _agree(self, params: Sequence[nn.Parameter]) -> None:
         assert self._change is not None
         plan = self._change.agree(self._grads.group)
-        error = self.settle_buffers() if self.compare_buffers else None
-        if error is not None:
-            raise error
+        refusal = self.settle_buffers() if self.compare_buffers else ""
+        if refusal:
+            raise DPFuseError(refusal)
         self._grads.settle(plan, params)
         self._signature.agree()
         self._change = None
         self._wish = ""
         self._agreed()
 
-    def settle_buffers(self) -> DPFuseError | None:
+    def settle_buffers(self) -> str:
         """Settle with the other ranks on the buffers that travel; to be called on every rank.
 
         Returns:
-            The error to raise on every rank, if there is one.
+            The error to raise on every rank; empty if there is none.
         """
-        error = self._buffers.settle(self._grads.source)
+        refusal = self._buffers.settle(self._grads.source)
         self._window.asks = self._buffers.unsettled
-        return error
+        return refusal or ""
 
     def _params_of(self, plan: BucketPlan) -> Sequence[nn.Parameter]:
         return self._grads.params if plan is self._grads.plan else params_of(self._module, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
-from dpfuse.model.buffers import BufferSync
+from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.comm_hook import CommHook
 from dpfuse.model.completion import let_threads_finish_at_exit
@@ -108,13 +108,14 @@ class ModuleSync:
         options: SyncOptions,
         number: int,
         face: FaceParts = FaceParts(),
+        agreed_buffers: Mapping[str, BufferKind] | None = None,
     ) -> None:
         self.window = Window(counts_forwards=not options.find_unused_parameters)
         self.before_collectives: Callable[[], None] | None = None
         self._module = module
         self._options = options
         self._dividing: Dividing | None = None
-        buffers = BufferSync(module, options.ignored, group)
+        buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, lambda: self.source, active=options.broadcast_buffers)
         signature = ModelSignature(module, options.ignored)
         self._reader = GradientReader(module, signature, group.rank())

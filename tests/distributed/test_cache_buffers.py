@@ -6,6 +6,8 @@ caches with rank 0's.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -196,3 +198,53 @@ def test_a_buffer_that_ranks_get_one_after_the_other_is_rank_0s_once_all_have_it
     own = zero if first == 0 else one
     assert own[2:4] == [[first + 1.0] * 3] * 2
     assert zero[4:] == one[4:] == [[1.0] * 3] * 3
+
+
+def warmed_up(rank, size, face, persistent):
+    """A forward before wrapping has made caches of other lengths."""
+    net = Assigned(persistent)
+    net(torch.ones(3 + 2 * rank, 6))
+    net.norm.reset_running_stats()
+    return FACES[face](net)
+
+
+def differ_at_the_start(rank, size, face):
+    model = warmed_up(rank, size, face, persistent=False)
+    for step, lengths in enumerate(LENGTHS[:4]):
+        assert_step(model, Assigned, rank, size, step, lengths)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_caches_may_differ_when_the_module_is_wrapped(ranks, face):
+    ranks(differ_at_the_start, face)
+
+
+def saved_ones_differ_at_the_start(rank, size, face):
+    with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has 'buffer inner.angles shape=\(5, 1\)"):
+        warmed_up(rank, size, face, persistent=True)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_saved_buffers_that_differ_when_the_module_is_wrapped_are_an_error(ranks, face):
+    ranks(saved_ones_differ_at_the_start, face)
+
+
+def copies(rank, size, way):
+    """A copy goes on with the caches that differ."""
+    model = FACES["torch"](Assigned())
+    for step, lengths in enumerate(LENGTHS[:3]):
+        assert_step(model, Assigned, rank, size, step, lengths)
+    model = way(model)
+    for step, lengths in enumerate(LENGTHS):
+        assert_step(model, Assigned, rank, size, step, lengths)
+        for name, buffer in model.module.norm.named_buffers():
+            assert torch.equal(buffer, of_rank_0(buffer)), (step, name)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_copies_train_with_caches_that_differ(ranks, way):
+    ranks(copies, way)
