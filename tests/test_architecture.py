@@ -1,4 +1,4 @@
-"""The rules of the house: which layer may import which, and how large its rooms may grow.
+"""The rules of the house: which layer may import which.
 
 The rules name layers, not files: a new file needs no new rule.
 """
@@ -19,10 +19,6 @@ SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*
 FACES = {"data_parallel", "wrapper", "fused_allreduce", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "version"}
-LARGE_CLASSES = {
-    "model.options.SyncOptions": 14,
-}
-READING_PATH = ["plan", "autograd", "reducer", "bucket", "buffer", "collective"]
 
 
 def module_of(path: Path) -> str:
@@ -119,45 +115,6 @@ def is_package_face(module: str) -> bool:
 
 def test_few_modules_lie_directly_in_the_package():
     assert len([path for path in (ROOT / "dpfuse").glob("*.py") if path.name != "__init__.py"]) <= 10
-
-
-@cache
-def code_lines(path: Path) -> int:
-    """Lines with code: no blank ones, comments or docstrings."""
-    text = path.read_text()
-    words: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            words |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines = enumerate(text.splitlines(), start=1)
-    return sum(1 for number, line in lines if number not in words and line.strip() and not line.strip().startswith("#"))
-
-
-def test_the_engine_reads_in_an_afternoon():
-    engine = ROOT / "dpfuse" / "engine"
-    assert sum(map(code_lines, engine.rglob("*.py"))) <= 4500
-    assert sum(code_lines(engine / f"{name}.py") for name in READING_PATH) <= 1900
-
-
-def attributes_of(definition: ast.ClassDef) -> set[str]:
-    """The fields of a class, and what its methods assign to `self`."""
-    stores = (node for node in ast.walk(definition) if isinstance(node, ast.Attribute))
-    fields = (node.target for node in definition.body if isinstance(node, ast.AnnAssign))
-    return {field.id for field in fields if isinstance(field, ast.Name)} | {
-        node.attr
-        for node in stores
-        if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-
-
-def test_classes_have_few_attributes():
-    """The goal is 12. The classes that have more may not grow. The wings and the kernels are not looked at."""
-    found = {}
-    for module, path in MODULES.items():
-        if layer_of(module) not in {*WINGS, "kernels"}:
-            classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
-            found |= {f"{module.removeprefix('dpfuse.')}.{each.name}": len(attributes_of(each)) for each in classes}
-    assert {name: count for name, count in found.items() if count > 12} == LARGE_CLASSES
 
 
 def test_files_begin_with_a_docstring():

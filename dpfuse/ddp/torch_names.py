@@ -228,5 +228,7 @@ class TorchNames(SyncedModule):
             return
         require_sync = self.require_backward_grad_sync
         self.process_group = new_process_group
+        if self._sync is not None:
+            self._agreed_buffers = self._sync.buffers.agreed
         self._connect(new_process_group, fresh=False)
         self.require_backward_grad_sync = require_sync
