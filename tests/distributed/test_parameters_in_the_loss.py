@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
+from tests.distributed.test_ready_lists import counting_all_reduces
 
 STEPS = 4  # the first is recorded; buckets are planned for the order of ready marks from the second one on
 FACES = {
@@ -280,3 +281,29 @@ def interrupted(rank, size, failing):
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
 def test_a_backward_that_dies_before_it_reaches_an_output_is_named_and_training_goes_on(ranks, failing):
     ranks(interrupted, failing)
+
+
+def sent_before_the_end(rank, size):
+    """How many buckets have left when backward comes to the first layer, in each step."""
+    net = Net()
+    for unused in (net.scale, net.bias, net.weights):
+        unused.requires_grad_(False)
+    net.temperature = nn.Linear(1, 1, bias=False)
+    model = dpfuse.DataParallel(net, comm_buffer_size=1e-4, last_comm_buffer_size=1e-5, plan="greedy")
+    assert model.bucket_plan.specs[model.bucket_plan.buckets[0].params[-1]].name == "temperature.weight"
+    early = []
+    for step in range(6):
+        model.zero_grad()
+        with counting_all_reduces() as started:
+            features, _ = model(batch(rank, step))
+            handle = model.module.layers[0].weight.register_hook(lambda _: early.append(len(started)))
+            (features * net.temperature.weight.exp()).square().mean().backward()
+            handle.remove()
+    return early
+
+
+def test_buckets_leave_during_backward_once_early_parameters_are_known(ranks):
+    for early in ranks(sent_before_the_end):
+        assert early[0] == 0, "the first backward is recorded"
+        assert early[1] == 0, "a bucket with an early entry waits for the end"
+        assert min(early[2:]) >= 1
