@@ -20,6 +20,7 @@ __all__ = ["MASTER", "OPTIMIZER_CLASS", "ParamGroups", "State", "Updater", "sett
 State = dict[str, Any]
 MASTER = "master_param"  # key of the float32 copy of a parameter in its state
 OPTIMIZER_CLASS = "optimizer_class"  # key of a group that another class updates
+TRIED_RATE = 0.01
 
 
 class Trainer:
@@ -72,11 +73,10 @@ class Trainer:
             known = all(each in params for group in made.param_groups for each in group["params"])
             if known and not _without_memory([[settings_of(group) for group in made.param_groups], made.defaults]):
                 return made, params
-        except Exception:  # it reads numbers, or asks for a device. If something else is wrong, it is raised below.
-            pass
+        except Exception:
+            pass  # it reads numbers, or asks for a device. If something else is wrong, it is raised below.
         made = self.plain([{**group} for group in groups])
-        # The caller needs the settings alone. Memory of states in a cycle of references would stay for a while.
-        made.state = defaultdict(dict)
+        made.state = defaultdict(dict)  # also if it lies in a cycle of references, which would live for a while
         return made, {param: param for group in made.param_groups for param in group["params"]}
 
     def try_out(self, groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
@@ -93,8 +93,12 @@ class Trainer:
             if not group["params"]:
                 continue
 
-            def make(params: list[Tensor], group: Mapping[str, Any] = group) -> Optimizer:
-                return self.plain([{"params": params, **settings_of(group)}])
+            settings = settings_of(group)
+            if settings.get("lr") == 0:  # a warm-up may begin so, but updates of nothing are all the same
+                settings["lr"] = TRIED_RATE
+
+            def make(params: list[Tensor], settings: Mapping[str, Any] = settings) -> Optimizer:
+                return self.plain([{"params": params, **settings}])
 
             like = group["params"][0]
             like = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
@@ -239,13 +243,12 @@ class Updater:
         inner: of each tensor, its parameter group in the optimizer that updates it.
     """
 
-    stepped = False  # whether it has updated anything
-
     def __init__(self, param_groups: ParamGroups, members: Sequence[tuple[int, Tensor]]) -> None:
         by_trainer: dict[Trainer, list[int]] = {}
         for index, (number, _) in enumerate(members):
             by_trainer.setdefault(param_groups.trainers[number], []).append(index)
         settings = param_groups.settings()
+        self._stepped = False
         self._elsewhere = next((each.kind.__name__ for each in by_trainer if each.keeps_elsewhere), "")
         self._optimizers: list[Optimizer] = []
         self._of: dict[int, Optimizer] = {}
@@ -285,7 +288,7 @@ class Updater:
         Raises:
             DPFuseError: an optimizer has more than states, which would not move.
         """
-        if self._elsewhere and self.stepped:
+        if self._elsewhere and self._stepped:
             raise DPFuseError(
                 f"rank {rank}: {self._elsewhere} keeps what its next step needs outside of its `state`, and its states "
                 "have to move: buckets have changed, a parameter has no gradient, or a state dict is loaded after a "
@@ -302,7 +305,7 @@ class Updater:
         for (number, own), inner, grad in zip(self._members, self.inner, grads, strict=True):
             inner.update(settings[number])
             own.grad = grad
-        self.stepped = True
+        self._stepped = True
         try:
             for optimizer in self._optimizers:
                 optimizer.step()
