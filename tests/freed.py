@@ -8,6 +8,8 @@ from time import monotonic, sleep
 from typing import Any
 from weakref import ReferenceType
 
+from tests.patience import patience
+
 __all__ = ["still_held"]
 
 
@@ -17,10 +19,10 @@ def still_held(references: Iterable[ReferenceType[Any]], within: float = 10.0) -
     Some time there must be: gloo's thread lets go of a collective's tensors only after it has said that they have
     landed, and for that it needs Python's lock, which who hears it may hold on to.
     """
-    deadline = monotonic() + within
+    began = monotonic()
     while True:
         gc.collect()
         held = [type(thing).__name__ for thing in (reference() for reference in references) if thing is not None]
-        if not held or monotonic() >= deadline:
+        if not held or monotonic() >= began + patience(within):
             return held
         sleep(0.01)

@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,6 +23,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from tests.distributed.processes import ROOT
+from tests.patience import patience
 from tests.warm import warm_python
 
 __all__ = ["RankError", "RankPool"]
@@ -104,7 +106,7 @@ class RankPool:
                 try:
                     pipe.send((function, args))
                 except BrokenPipeError:
-                    code = self._processes[rank].wait(10)
+                    code = self._processes[rank].wait(patience(10))
                     text = f"rank {rank} ended after {self._last}, with exit code {code}\n{self._stacks(rank)}"
                     raise RankError(text) from None
             self._last = f"{function.__module__}.{function.__qualname__} had returned"
@@ -114,12 +116,14 @@ class RankPool:
             raise
 
     def _collect(self, timeout: float) -> list[Any]:
-        deadline = monotonic() + timeout
+        began, deadline = monotonic(), inf
         results: list[Any] = [None] * self.size
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         failures: list[str] = []
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
+            ready = wait(list(waiting), timeout=1.0)
+            if not ready and monotonic() < min(deadline, began + patience(timeout)):
+                continue
             if not ready:
                 failures += [
                     f"rank {rank}: no answer within {timeout} s\n{self._stacks(rank)}" for rank in waiting.values()
@@ -130,13 +134,13 @@ class RankPool:
                 try:
                     kind, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    kind, value = "ended", f"exit code {self._processes[rank].wait(10)}\n{self._stacks(rank)}"
+                    kind, value = "ended", f"exit code {self._processes[rank].wait(patience(10))}\n{self._stacks(rank)}"
                 if kind in ("returned", "ready"):
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank} {kind}:\n{value}")
                     # The others may wait for this rank for ever; give them a moment to say so themselves.
-                    deadline = min(deadline, monotonic() + 5)
+                    deadline = min(deadline, monotonic() + patience(5))
         if failures:
             self.kill()
             raise RankError("\n".join(failures))
@@ -146,7 +150,7 @@ class RankPool:
         """Where a rank is that does not answer, or was when it ended by a signal."""
         if self._processes[rank].poll() is None and self._pids:
             os.kill(self._pids[rank], signal.SIGUSR1)
-            sleep(0.5)  # the handler writes at once
+            sleep(patience(0.5))  # the handler writes as soon as the process gets a core
         path = Path(f"{self._folder.name}/store-stacks-{rank}")
         return path.read_text() if path.exists() else f"{path} is gone"
 
@@ -174,7 +178,7 @@ class RankPool:
             return
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
+                process.wait(timeout=patience(20))
         self.kill()
 
 

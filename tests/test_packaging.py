@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import dpfuse
+from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = ("bench/results/", ".ci/", ".venv/", "docs/_build/", "data/")
@@ -25,7 +26,7 @@ def run(*command: object, cwd: Path, **environ: str) -> str:
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [str(word) for word in command],
-        cwd=cwd, env=clean | environ, capture_output=True, text=True, timeout=300, check=False,
+        cwd=cwd, env=clean | environ, capture_output=True, text=True, timeout=patience(300), check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="not a checkout")
 SCHEMAS = {
@@ -35,7 +37,7 @@ def project():
 def check(path, schema):
     pytest.importorskip("check_jsonschema")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
 
 
 @pytest.mark.parametrize(("path", "schema"), FILES, ids=[path.name for path, _ in FILES])
@@ -57,7 +59,7 @@ def found_by_zizmor(folder):
     if program is None:
         pytest.skip("zizmor is not installed")
     command = [program, "--offline", "--no-progress", "--config", str(ROOT / ".github/zizmor.yml"), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
 
 
 def test_no_known_mistake_is_in_the_workflows():
@@ -122,7 +124,7 @@ def test_a_machine_without_a_gpu_installs_no_triton():
 def test_the_package_page_renders(tmp_path):
     pytest.importorskip("twine")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, capture_output=True, timeout=300, check=True)
+    subprocess.run(build, capture_output=True, timeout=patience(300), check=True)
     files = [str(path) for path in tmp_path.iterdir()]
     assert len(files) == 2
     done = subprocess.run(

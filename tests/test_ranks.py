@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patience import patience
 from tests.ranks import RankError, RankPool
 
 
@@ -26,7 +27,7 @@ def fails_on_rank_1(rank: int, size: int) -> None:
 
 
 def hangs(rank: int, size: int) -> None:
-    time.sleep(30)
+    time.sleep(600)
 
 
 def test_every_rank_returns_its_result(ranks):
@@ -48,7 +49,7 @@ def ends_soon(rank: int, size: int) -> None:
 def test_a_rank_that_ends_between_two_tests_is_named_with_the_test_before():
     pool = RankPool(2)
     pool.run(ends_soon)
-    assert all(pipe.poll(30) for pipe in pool._pipes), "their ends are closed"
+    assert all(pipe.poll(patience(30)) for pipe in pool._pipes), "their ends are closed"
     with pytest.raises(RankError, match=r"rank 0 ended after .*ends_soon had returned, with exit code 7"):
         pool.run(sum_of_ranks)
     assert not pool.healthy

@@ -289,6 +289,8 @@ class GradSync:
         """Return the plan for the agreed ready order, its buckets, and the agreed marks."""
 
         def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
+            if any(feature.keeps_buckets for feature in self._assembly.features):
+                return self.plan, list(self.reducer.buckets), marks.tolist()
             keeps = self.plan.tuned or self._assembly.deterministic
             one_machine = (board := board_of(self.group)) is not None and board.one_machine
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)

@@ -37,7 +37,7 @@ class Run:
 
 
 class ElementwiseShard:
-    """One rank's part of a region that is cut wherever the cut falls.
+    """One rank's part of a region that is cut wherever the cut falls. It has runs once `use_kept` was called.
 
     Args:
         flat_params: the parameters of the region.
@@ -56,8 +56,7 @@ class ElementwiseShard:
         self._groups = groups
         self._kept: dict[int, State] = {}  # states by place, until they are used
         self.runs: list[Run] = []
-        self.updater: Updater
-        self.use_kept()
+        self.updater = Updater(param_groups, [])
 
     def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
         """Update this rank's part with its gradients.
@@ -179,6 +178,7 @@ class ElementwiseShard:
 
     def _use(self, cuts: Collection[int], kept: Sequence[State]) -> None:
         """Make the runs that begin at these places, with these states, by place."""
+        self.updater.leave(self.flat_params.rank)
         firsts = sorted(cuts)
         self.runs = []
         for first, last in zip(firsts, [*firsts[1:], len(self._groups)], strict=True):

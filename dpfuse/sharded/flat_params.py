@@ -54,6 +54,11 @@ class FlatParams:
         self.masters = Masters(self.flat[self.begin : self.end]) if masters and self.flat.element_size() == 2 else None
 
     @property
+    def rank(self) -> int:
+        """The number of this process in the group."""
+        return self._group.rank()
+
+    @property
     def own(self) -> Tensor:
         """What this rank's optimizer updates: its part of the parameters, or the float32 copy of it, [elements]."""
         return self.flat[self.begin : self.end] if self.masters is None else self.masters.values

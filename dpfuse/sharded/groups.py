@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpfuse.errors import DPFuseError
 from dpfuse.sharded.owners import muon_cost
-from dpfuse.sharded.trial import needs_whole_tensors
+from dpfuse.sharded.trial import keeps_elsewhere, needs_whole_tensors
 
 __all__ = ["MASTER", "OPTIMIZER_CLASS", "ParamGroups", "State", "Updater", "settings_of"]
 
 State = dict[str, Any]
 MASTER = "master_param"  # key of the float32 copy of a parameter in its state
 OPTIMIZER_CLASS = "optimizer_class"  # key of a group that another class updates
+TRIED_RATE = 0.01
 
 
 class Trainer:
@@ -26,45 +29,85 @@ class Trainer:
     Args:
         kind: the class.
         keywords: arguments of it.
-        groups: some parameter groups, as torch's optimizers take them.
 
     Attributes:
         kind: as given.
-        plain: an optimizer of these groups, which is stepped only without a process group.
         needs_whole: whether it needs whole tensors; `try_out` finds it.
+        keeps_elsewhere: whether its next step needs more than its `state` and its settings; `try_out` finds it.
     """
 
-    def __init__(self, kind: type[Optimizer], keywords: Mapping[str, Any], groups: Iterable[Any]) -> None:
+    def __init__(self, kind: type[Optimizer], keywords: Mapping[str, Any]) -> None:
         self.kind = kind
         self._keywords = dict(keywords)
-        self.plain = kind(groups, **self._keywords)
         self.needs_whole = False
+        self.keeps_elsewhere = False
 
-    def try_out(self, dtype: torch.dtype | None) -> None:
-        """Find whether the optimizer needs whole tensors.
+    def plain(self, groups: Iterable[Any]) -> Optimizer:
+        """Return an optimizer of these groups, with whatever states its constructor makes."""
+        return self.kind(groups, **self._keywords)
+
+    def completed(self, groups: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return these groups with all their settings, and the defaults of the class, and leave no states.
 
         Args:
+            groups: as `_checked` returns them.
+        """
+        made, params = self._empty(groups)
+        found = [{**group, "params": [params[each] for each in group["params"]]} for group in made.param_groups]
+        return found, made.defaults
+
+    def convert(self, groups: list[dict[str, Any]], state: Any) -> None:
+        """Let the class bring loaded groups and states into the form that it has today: it knows older keys."""
+        self._empty(groups)[0].__setstate__({"state": state, "param_groups": groups})
+
+    def _empty(self, groups: Sequence[dict[str, Any]]) -> tuple[Optimizer, dict[Tensor, Tensor]]:
+        """Return an optimizer that is not stepped, and the parameter for which each of its tensors stands.
+
+        Its tensors have no memory, so the states that a constructor makes have none either.
+        """
+        stand_ins = {param: _stand_in(param) for group in groups for param in group["params"]}
+        params = {stand_in: param for param, stand_in in stand_ins.items()}
+        try:
+            with torch.device("meta"):  # also for states that are made without regard to a device
+                made = self.plain([{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups])
+            known = all(each in params for group in made.param_groups for each in group["params"])
+            if known and not _without_memory([[settings_of(group) for group in made.param_groups], made.defaults]):
+                return made, params
+        except Exception:
+            pass  # it reads numbers, or asks for a device. If something else is wrong, it is raised below.
+        made = self.plain([{**group} for group in groups])
+        made.state = defaultdict(dict)  # also if it lies in a cycle of references, which would live for a while
+        return made, {param: param for group in made.param_groups for param in group["params"]}
+
+    def try_out(self, groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
+        """Find what the optimizer needs.
+
+        Args:
+            groups: of this class.
             dtype: of what it updates; None for that of the parameters.
 
         Raises:
-            ValueError: it needs more than that.
+            ValueError: it needs more than whole tensors.
         """
-        needs = set()
-        for group in self.plain.param_groups:
+        for group in groups:
             if not group["params"]:
                 continue
 
-            def make(params: list[Tensor], group: Mapping[str, Any] = group) -> Optimizer:
-                return self.kind([{"params": params, **settings_of(group)}], **self._keywords)
+            settings = settings_of(group)
+            if settings.get("lr") == 0:  # a warm-up may begin so, but updates of nothing are all the same
+                settings["lr"] = TRIED_RATE
+
+            def make(params: list[Tensor], settings: Mapping[str, Any] = settings) -> Optimizer:
+                return self.plain([{"params": params, **settings}])
 
             like = group["params"][0]
             like = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
-            needs.add(needs_whole_tensors(self.kind, make, like))
-        self.needs_whole = any(needs)
+            self.needs_whole |= needs_whole_tensors(self.kind, make, like)
+            self.keeps_elsewhere |= keeps_elsewhere(make, like)
 
     def optimizer(self, members: Sequence[tuple[Mapping[str, Any], Tensor]]) -> Optimizer:
         """Return an optimizer of these tensors, each in a parameter group of its own, with these hyperparameters."""
-        return self.kind([{"params": [own], **settings} for settings, own in members], **self._keywords)
+        return self.plain([{"params": [own], **settings} for settings, own in members])
 
     def cost(self, shape: Sequence[int]) -> float:
         """Return what the update of a tensor costs; a class can have a function `update_cost(shape)`."""
@@ -82,9 +125,11 @@ class ParamGroups:
         params: parameters or parameter groups, as torch's optimizers take them. A group with the key
             "optimizer_class" is updated by that class.
         keywords: arguments of `kind`.
+        divided: whether each rank has a part of the states. Then no optimizer of whole parameters is kept.
 
     Attributes:
         groups: as torch's optimizers hold them.
+        defaults: the hyperparameters of groups that set none; empty where groups are of several classes.
         trainers: by number of the group.
 
     Raises:
@@ -92,62 +137,91 @@ class ParamGroups:
         ValueError: as torch says.
     """
 
-    def __init__(self, kind: type[Optimizer], params: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+    def __init__(
+        self, kind: type[Optimizer], params: Iterable[Any], keywords: Mapping[str, Any], *, divided: bool
+    ) -> None:
         self._kind = kind
-        given = list(params)
+        self._plain: dict[Trainer, Optimizer] = {}  # of whole parameters, which `step` steps
+        self.groups: list[dict[str, Any]]
+        self.trainers: list[Trainer]
+        given = _checked(params) if divided else list(params)
         kinds = [_class_in(each, kind) for each in given] if given and isinstance(given[0], dict) else [kind]
+        by_kind: dict[type[Optimizer], list[Any]] = {each: [] for each in kinds}
         if kinds == [kind] * len(kinds):  # also if there are no groups: the class knows what to say
-            one = Trainer(kind, keywords, [*map(_without_class, given)])
-            self._all = [one]
-            self.groups = one.plain.param_groups
-            self.trainers = [one] * len(self.groups)
-            return
-        by_kind: dict[type[Optimizer], list[Any]] = {}
-        for each, group in zip(kinds, given, strict=True):
-            by_kind.setdefault(each, []).append(_without_class(group))
-        made = {each: Trainer(each, keywords if each is kind else {}, groups) for each, groups in by_kind.items()}
-        self._all = list(made.values())
-        waiting = {each: iter(trainer.plain.param_groups) for each, trainer in made.items()}
-        self.trainers = [made[each] for each in kinds]
-        self.groups = [next(waiting[each]) for each in kinds]
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The hyperparameters of groups that set none, where all are of one class."""
-        return self._all[0].plain.defaults if len(self._all) == 1 else {}
+            by_kind[kind] = [*map(_without_class, given)]
+        else:
+            for each, group in zip(kinds, given, strict=True):
+                by_kind[each].append(_without_class(group))
+        self._all = {each: Trainer(each, keywords if each is kind else {}) for each in by_kind}
+        completed = {}
+        for each, own in by_kind.items():
+            trainer = self._all[each]
+            if divided:
+                completed[each], self.defaults = trainer.completed(own)
+            else:
+                plain = self._plain[trainer] = trainer.plain(own)
+                completed[each], self.defaults = plain.param_groups, plain.defaults
+        if len(by_kind) == 1:
+            (self.groups,) = completed.values()
+            self.trainers = [*self._all.values()] * len(self.groups)
+        else:
+            waiting = {each: iter(groups) for each, groups in completed.items()}
+            self.groups = [next(waiting[each]) for each in kinds]
+            self.trainers = [self._all[each] for each in kinds]
+            self.defaults = {}
 
     def try_out(self, dtype: torch.dtype | None) -> None:
         """As `Trainer.try_out`, for all classes."""
-        for trainer in self._all:
-            trainer.try_out(dtype)
+        for trainer in self._all.values():
+            trainer.try_out(self._own(trainer, self.groups), dtype)
 
     def add(self, group: dict[str, Any]) -> None:
         """Add a parameter group; it may name a class, as those that were given."""
         kind = _class_in(group, self._kind)
-        found = [trainer for trainer in self._all if trainer.kind is kind]
-        if not found:
-            known = ", ".join(trainer.kind.__name__ for trainer in self._all)
+        trainer = self._all.get(kind)
+        if trainer is None:
+            known = ", ".join(each.__name__ for each in self._all)
             raise ValueError(
                 f"optimizer_class of an added group: got {kind.__name__}, expected one of {known}, with which the "
                 "ShardedOptimizer was made. Give such a group when the optimizer is made."
             )
-        found[0].plain.add_param_group(_without_class(group))
-        added = found[0].plain.param_groups[-1]
-        if self.groups is not found[0].plain.param_groups:
+        plain = self._plain.get(trainer)
+        if plain is None:
+            (added,), _ = trainer.completed([_checked([*self.groups, _without_class(group)])[-1]])
+        else:
+            plain.add_param_group(_without_class(group))
+            added = plain.param_groups[-1]
+        if plain is None or self.groups is not plain.param_groups:
             self.groups.append(added)
-        self.trainers.append(found[0])
+        self.trainers.append(trainer)
 
     def use(self, groups: list[dict[str, Any]], state: Any) -> None:
         """Use these groups, of the same parameters, in place of those that there are; `state` is of all parameters."""
         self.groups = groups
-        for trainer in self._all:
-            own = [group for group, each in zip(groups, self.trainers, strict=True) if each is trainer]
-            trainer.plain.__setstate__({"state": state, "param_groups": own})  # of its class: it knows older keys
+        for trainer in self._all.values():
+            own = self._own(trainer, groups)
+            plain = self._plain.get(trainer)
+            if plain is None:
+                trainer.convert(own, state)
+            else:
+                plain.__setstate__({"state": state, "param_groups": own})
+
+    def share_state(self) -> Any:
+        """Let the plain optimizers have one dict of states, with all that they have made so far, and return it."""
+        plain = [*self._plain.values()]
+        state = plain[0].state
+        for each in plain[1:]:
+            state.update(each.state)
+            each.state = state
+        return state
 
     def step(self) -> None:
         """Update whole parameters with the plain optimizers."""
-        for trainer in self._all:
-            trainer.plain.step()
+        for plain in self._plain.values():
+            plain.step()
+
+    def _own(self, trainer: Trainer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [group for group, each in zip(groups, self.trainers, strict=True) if each is trainer]
 
     def numbers(self) -> dict[int, int]:
         """Return the number of the group of each parameter, by its id."""
@@ -174,6 +248,8 @@ class Updater:
         for index, (number, _) in enumerate(members):
             by_trainer.setdefault(param_groups.trainers[number], []).append(index)
         settings = param_groups.settings()
+        self._stepped = False
+        self._elsewhere = next((each.kind.__name__ for each in by_trainer if each.keeps_elsewhere), "")
         self._optimizers: list[Optimizer] = []
         self._of: dict[int, Optimizer] = {}
         self.inner: list[dict[str, Any]] = [{}] * len(members)
@@ -203,6 +279,22 @@ class Updater:
         """Use this state of a tensor."""
         self._of[index].state[self._members[index][1]] = state
 
+    def leave(self, rank: int) -> None:
+        """Note that the states of these tensors move to another updater.
+
+        Args:
+            rank: of this process, for the error.
+
+        Raises:
+            DPFuseError: an optimizer has more than states, which would not move.
+        """
+        if self._elsewhere and self._stepped:
+            raise DPFuseError(
+                f"rank {rank}: {self._elsewhere} keeps what its next step needs outside of its `state`, and its states "
+                "have to move: buckets have changed, a parameter has no gradient, or a state dict is loaded after a "
+                "step. Expected all of it in self.state[param]. Keep it there, as torch's optimizers do."
+            )
+
     def step(self, settings: Sequence[Mapping[str, Any]], grads: Sequence[Tensor | None]) -> None:
         """Update the tensors.
 
@@ -213,6 +305,7 @@ class Updater:
         for (number, own), inner, grad in zip(self._members, self.inner, grads, strict=True):
             inner.update(settings[number])
             own.grad = grad
+        self._stepped = True
         try:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -239,6 +332,44 @@ def _class_in(group: Mapping[str, Any], usual: type[Optimizer]) -> type[Optimize
             "torch.optim.Muon, for example."
         )
     return kind
+
+
+class _Checked(Optimizer):
+    """Has no settings and no update: torch's class checks parameter groups, and brings them into one form."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+
+def _checked(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return copies of parameter groups in the form in which torch's optimizers hold them.
+
+    Raises:
+        TypeError: as torch says.
+        ValueError: as torch says.
+    """
+    given = [{**each} if isinstance(each, dict) else each for each in params]
+    return _Checked(given).param_groups
+
+
+def _stand_in(param: Tensor) -> Tensor:
+    """Return a tensor without memory, with all else that a parameter has."""
+    empty = torch.empty_like(param, device="meta", requires_grad=False)
+    if isinstance(param, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=param.requires_grad)
+    else:
+        empty.requires_grad_(param.requires_grad)
+    empty.__dict__.update(param.__dict__)  # programs mark parameters for their optimizer
+    return empty
+
+
+def _without_memory(values: Any) -> bool:
+    """Whether one of these values, in lists and dicts, is a tensor without memory."""
+    if isinstance(values, Tensor):
+        return values.is_meta
+    if isinstance(values, Mapping):
+        return any(map(_without_memory, values.values()))
+    return isinstance(values, list | tuple) and any(map(_without_memory, values))
 
 
 def _without_class(group: Any) -> Any:

@@ -114,7 +114,8 @@ class ShardedOptimizer(Optimizer):
                     f"clip_by_last_norm must be above 0 and needs step_in_backward=True, got {clip_by_last_norm} and "
                     f"{step_in_backward}; without the latter, call model.clip_grad_norm_()."
                 )
-            groups = ParamGroups(optimizer_class, model.parameters() if params is None else params, defaults)
+            given = model.parameters() if params is None else params
+            groups = ParamGroups(optimizer_class, given, defaults, divided=sync is not None)
             super().__init__(groups.groups, {})
             self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
             if sync is not None:
@@ -129,8 +130,7 @@ class ShardedOptimizer(Optimizer):
             raise
         self._masters = master_dtype is not None
         if sync is None:
-            self.state = defaultdict(dict)
-            groups.use(self.param_groups, self.state)
+            self.state = groups.share_state()
             return
         votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
         self._shards = Shards(
@@ -234,7 +234,6 @@ class ShardedOptimizer(Optimizer):
         if self._shards is not None:
             self._shards.load(self._exact(state_dict) if self._masters else self.state)
             self.state = _InShards(self._shards)
-            self._groups.use(self.param_groups, self.state)
 
     def _exact(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
         """Return the states by parameter as they are saved; torch has rounded those in `state` to 16 bits."""

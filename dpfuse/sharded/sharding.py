@@ -57,6 +57,7 @@ class Sharding(Dividing):
 
         The ranks have the same groups, so they choose the same owners.
         """
+        self.keeps_buckets = any(trainer.keeps_elsewhere for trainer in groups.trainers)
         items = [
             (id(param), trainer.cost(param.shape))
             for group, trainer in zip(groups.groups, groups.trainers, strict=True)

@@ -275,6 +275,7 @@ class Shards:
                 now.append(shard)
         places = _places_of(made)
         for old in before.values():
+            old.updater.leave(self._sync.group.rank())
             for param, state, divided in old.whole_states():
                 if param in places:
                     shard, place = places[param]

@@ -1,4 +1,4 @@
-"""Which parts of a parameter does an optimizer need? It is tried with small matrices."""
+"""What does an optimizer need: parts of a parameter, and its states alone? It is tried with small matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["needs_whole_tensors"]
+__all__ = ["keeps_elsewhere", "needs_whole_tensors"]
 
 STEPS = 3
 
@@ -32,13 +32,7 @@ def needs_whole_tensors(kind: type[Optimizer], make: Make, like: Tensor) -> bool
     declared = getattr(kind, "needs_whole_tensors", None)
     if declared is not None:
         return bool(declared)
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> list[Tensor]:
-        """A start, and the gradients of each step."""
-        return [torch.randn(*shape, generator=generator).to(like) for _ in range(STEPS + 1)]
-
-    matrix, other = numbers(4, 6), numbers(6, 4)
+    matrix, other = _numbers(4, 6, like), _numbers(6, 4, like)
     reasons = []
     try:
         cut = [[each.view(-1)[part] for each in matrix] for part in (slice(0, 10), slice(10, 24))]
@@ -65,15 +59,52 @@ def needs_whole_tensors(kind: type[Optimizer], make: Make, like: Tensor) -> bool
     )
 
 
-def _trained(make: Make, all_numbers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the tensors after some steps; each is given by its start and its gradients."""
+def keeps_elsewhere(make: Make, like: Tensor) -> bool:
+    """Whether an optimizer's next step needs more than its `state` and its settings, such as attributes of its own.
+
+    A step after its state has moved to another optimizer of its class is compared with one without this move.
+
+    Args:
+        make: makes such an optimizer for parameters.
+        like: a parameter, for dtype and device.
+    """
+    matrix = _numbers(4, 6, like)
+    try:
+        (stayed,), (moved,) = _trained(make, [matrix]), _trained(make, [matrix], moving=True)
+    except Exception:
+        return False  # `needs_whole_tensors` says what is wrong, unless the class speaks for itself
+    return not torch.equal(stayed, moved)
+
+
+def _numbers(rows: int, columns: int, like: Tensor) -> list[Tensor]:
+    """Return a start, and the gradients of each step."""
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, columns, generator=generator).to(like) for _ in range(STEPS + 1)]
+
+
+def _trained(make: Make, all_numbers: Sequence[Sequence[Tensor]], *, moving: bool = False) -> list[Tensor]:
+    """Return the tensors after some steps; each is given by its start and its gradients.
+
+    Args:
+        moving: whether each step has an optimizer of its own, with the states and settings of the last one.
+    """
     params = [start.clone().requires_grad_() for start, *_ in all_numbers]
     optimizer = make(params)
     for step in range(1, STEPS + 1):
         for param, numbers in zip(params, all_numbers, strict=True):
             param.grad = numbers[step].clone()
         optimizer.step()
+        if moving:
+            optimizer = _moved(optimizer, make(params))
     return [param.detach() for param in params]
+
+
+def _moved(old: Optimizer, new: Optimizer) -> Optimizer:
+    for param, state in old.state.items():
+        new.state[param] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    for group, before in zip(new.param_groups, old.param_groups, strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    return new
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -20,7 +20,7 @@ __all__ = ["WholeShard"]
 
 
 class WholeShard:
-    """The parameters of a region of which each lies in the part of one rank, its owner.
+    """The parameters of a region, each in the part of one rank, its owner. It updates them once `use_kept` was called.
 
     Args:
         flat_params: the parameters of the region.
@@ -49,8 +49,7 @@ class WholeShard:
                 self._places.append(place)
                 self._own.append(own.as_strided(slot.shape, slot.stride, offset))
         self._kept: dict[int, State] = {}
-        self.updater: Updater
-        self.use_kept()
+        self.updater = Updater(param_groups, [])
 
     def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
         """Update what this rank owns.
@@ -109,6 +108,7 @@ class WholeShard:
 
     def use_kept(self) -> None:
         """Use the states that were kept, in place of all that there are."""
+        self.updater.leave(self.flat_params.rank)
         members = [(self._groups[place], own) for place, own in zip(self._places, self._own, strict=True)]
         self.updater = Updater(self._param_groups, members)
         for index, place in enumerate(self._places):

@@ -19,6 +19,7 @@ import torch
 from bench import pieces, profile_pack
 from bench.__main__ import GPU_SUITES
 from bench.pieces import LIMIT, PIECES, Phase, Piece, Step, plan_of
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
 GPU_MARK = re.compile(r"mark\.gpu\b")
@@ -136,10 +137,10 @@ def test_shards_are_all_tests_once():
         environment = os.environ | {"DPFUSE_TEST_SHARD": f"{part}/3"}
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests/gpu/test_bound_gpu.py"]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(120), check=False
         )
         found += re.findall(r"^tests/\S+::.*$", done.stdout, re.MULTILINE)
-    whole = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    whole = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120), check=False)
     assert sorted(found) == sorted(re.findall(r"^tests/\S+::.*$", whole.stdout, re.MULTILINE))
     assert len(set(found)) == len(found) > 0
 
@@ -181,7 +182,7 @@ def test_without_a_gpu_a_piece_skips_by_name_and_collects_its_suites(name, tmp_p
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=patience(600),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -14,6 +14,7 @@ from bench.__main__ import _progress
 from bench.machine import describe, machine_name
 from bench.plot import main
 from bench.record import entries_of, make_record, outcomes_of, seconds_before, write_record
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +100,7 @@ def test_a_quick_run_writes_a_record_and_a_picture(tmp_path):
     # pytest-benchmark measures nothing in a worker of pytest-xdist, and asks the environment whether it runs in one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run(
-        command, cwd=ROOT, env=kept | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=180
+        command, cwd=ROOT, env=kept | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=patience(180)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*-flatten-quick.json")

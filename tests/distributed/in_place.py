@@ -17,6 +17,7 @@ from dpfuse.engine.exchanges import in_place
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.torch_private import is_private
 from tests.distributed.test_interruptions import Fuse
+from tests.patience import patience
 
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large
 
@@ -41,10 +42,10 @@ def ways(model):
 
 def let_go(model):
     """Wait until the process group's threads have let go of gradients that are kept: a moment after the all-reduce."""
-    deadline = monotonic() + 20
+    began = monotonic()
     for param in model.parameters():
         while param.grad is not None and not is_private(param.grad):
-            assert monotonic() < deadline
+            assert monotonic() < began + patience(20)
             sleep(0.001)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patience
 from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def run(
         env=clean_environment(**variables),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=patience(timeout),
     )
 
 
@@ -77,7 +78,7 @@ def shell(command: str, folder: Path, timeout: float = 120, **variables: str) ->
         env=clean_environment(PYTHON_EXEC=python(warm=True), **variables),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=patience(timeout),
     )
 
 
@@ -105,9 +106,9 @@ def alive(pid: int) -> bool:
 
 
 def all_gone(pids: Iterable[int], within: float) -> bool:
-    deadline = time.monotonic() + within
+    began = time.monotonic()
     pids = list(pids)
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while any(map(alive, pids)) and time.monotonic() < began + patience(within):
         time.sleep(0.05)
     return not any(map(alive, pids))
 

@@ -23,6 +23,7 @@ from dpfuse.ddp.hook_check import checked_hook
 from dpfuse.model.comm_bucket import CommBucket
 from tests.distributed import processes
 from tests.distributed.test_comm_hooks import BUILTIN, SMALL, Mlp, with_then
+from tests.patience import patience
 
 
 class OddHook:
@@ -220,7 +221,7 @@ print("went on")
 
 def test_a_hook_that_raises_on_one_rank_ends_the_others_with_it(tmp_path):
     running = [processes.start("-c", SCRIPT, rank, tmp_path / "store", GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
-    outcomes = [process.communicate(timeout=60) for process in running]
+    outcomes = [process.communicate(timeout=patience(60)) for process in running]
     assert all(process.returncode for process in running)
     assert "went on" not in outcomes[0][0] + outcomes[1][0]
     assert "KeyError: 'planted'" in outcomes[1][1]

@@ -18,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel, DPFuseError
+from tests.patience import patience
 
 BOTH = (TorchDDP, DistributedDataParallel)
 
@@ -46,7 +47,8 @@ def test_a_different_number_of_parameters_is_an_error_on_all_ranks_as_in_torch(r
 
 def differ_in_shape(rank, size):
     # Rank 0 of torch notices nothing and waits for a peer that has raised, so it gets little time.
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=patience(2)))
     theirs = wrap(TorchDDP, nn.Linear(2, 2 + rank), group)
     ours = wrap(DistributedDataParallel, nn.Linear(2, 2 + rank))
     if rank == 1:

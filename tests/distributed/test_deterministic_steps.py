@@ -180,9 +180,10 @@ def test_on_a_stream_the_gather_is_queued_when_the_bucket_is_sent(ranks):
 def waited_for_in_slices(rank, size):
     """As who wants to look around now and then."""
     flat = torch.full((8 * size,), rank + 1.0)
-    dist.barrier()
+    store = dist.PrefixStore("in slices", dist.distributed_c10d._get_default_store())
     if rank == 1:
-        time.sleep(0.2)
+        store.wait(["was too short"])
+        store.delete_key("was too short")
     work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
     too_short = 0
     while True:
@@ -192,6 +193,8 @@ def waited_for_in_slices(rank, size):
         except RuntimeError:
             assert not work.is_completed()  # else it had failed
             too_short += 1
+        if rank == 0 and too_short == 3:
+            store.set("was too short", "")
         if rank == 1:
             time.sleep(0.1)
     assert work.is_completed()

@@ -16,6 +16,7 @@ from dpfuse.job.failure import RankFailure, first_failure
 from dpfuse.job.rank_program import set_paddle_variables
 from dpfuse.job.variables import environment, read_environment
 from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, free_port, run, start
+from tests.patience import patience
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 PADDLE_TWO = {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2"}
@@ -88,7 +89,7 @@ def test_collectives_of_nccl_have_priority_unless_the_user_says_no(variables, mo
 def test_paddles_variables_start_a_job():
     common = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": f"127.0.0.1:{free_port()}"}
     ranks = [start(SCRIPTS / "join.py", warm=True, PADDLE_TRAINER_ID=str(rank), **common) for rank in (0, 1)]
-    told = [rank.communicate(timeout=60) for rank in ranks]
+    told = [rank.communicate(timeout=patience(60)) for rank in ranks]
     assert [json.loads(out)["sum"] for out, _ in told] == [3.0, 3.0], told
 
 

@@ -24,6 +24,7 @@ from dpfuse.job.launcher import main
 from tests.distributed.processes import ROOT, SCRIPTS, clean_environment, pids_in, python, start
 from tests.distributed.processes import launch as launched
 from tests.distributed.scripts import functions
+from tests.patience import patience
 
 SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
 # Calls that run, or may run, code that another process has sent. By the last part of the called name.
@@ -205,14 +206,14 @@ def test_folders_of_the_launcher_are_the_users_own_and_go_with_it(tmp_path):
     assert folders
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * len(folders)
     os.kill(pid, 9)
-    job.communicate(timeout=20)
+    job.communicate(timeout=patience(20))
     assert [path for path in tmp_path.iterdir() if path.name.startswith("dpfuse")] == []
 
 
 def test_two_jobs_on_one_machine_do_not_meet():
     words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "join.py")
     jobs = [start(*words, job, warm=True, PYTHON_EXEC=python(warm=True)) for job in ("a", "b")]
-    told = [job.communicate(timeout=60) for job in jobs]
+    told = [job.communicate(timeout=patience(60)) for job in jobs]
     for name, job, (out, err) in zip("ab", jobs, told, strict=True):
         assert job.returncode == 0, err
         assert out.count('"sum": 3.0') == 2
@@ -228,7 +229,7 @@ def own_network():
 def writes_a_key(port):
     """What a stranger does: connect to the job's store, and set a key."""
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=patience(1)))
         store.set("planted", "by a stranger")
     except RuntimeError:
         return False
@@ -239,7 +240,8 @@ def writes_a_key(port):
 def test_a_network_of_its_own_shuts_strangers_out_of_a_job(tmp_path, closed):
     around = own_network() if closed else []
     if closed and not (
-        shutil.which("unshare") and subprocess.run([*around, "true"], capture_output=True, timeout=20).returncode == 0
+        shutil.which("unshare")
+        and subprocess.run([*around, "true"], capture_output=True, timeout=patience(20)).returncode == 0
     ):
         pytest.skip("a user cannot make a network of its own here")
     (tmp_path / "job.py").write_text(
@@ -259,7 +261,7 @@ def test_a_network_of_its_own_shuts_strangers_out_of_a_job(tmp_path, closed):
             assert writes_a_key(int((tmp_path / "port").read_text())) is not closed
         finally:
             (tmp_path / "done").touch()
-        assert job.wait(timeout=30) == 0
+        assert job.wait(timeout=patience(30)) == 0
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import nn
 import dpfuse
 from dpfuse.model.signature import ModelSignature
 from tests.distributed.processes import start
+from tests.patience import patience
 
 
 def buffers_follow_rank_0(rank, size, broadcast):
@@ -90,7 +91,7 @@ def test_buffers_arrive_though_their_sender_has_nothing_left_to_do(tmp_path):
     processes = [start(*arguments, rank, warm=True) for rank in range(2)]
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=patience(60))
             assert process.returncode == 0, (output, errors)
     finally:
         for process in processes:

@@ -18,6 +18,7 @@ import pytest
 from tests.distributed.machines import Machines, namespaces
 from tests.distributed.processes import SCRIPTS, all_gone, free_port, pids_in, with_this_python
 from tests.paddle.test_launch_commands import CLUSTER_NODE_IPS, IPS
+from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,7 +52,7 @@ def folder(tmp_path):
 
 def finish(nodes):
     """What the two launchers printed; both must end well."""
-    told = [node.communicate(timeout=TIMEOUT) for node in nodes]
+    told = [node.communicate(timeout=patience(TIMEOUT)) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     return told
 
@@ -72,7 +73,7 @@ def run_in_shells(machines, folder, commands):
 def heard(machines, number, pid):
     """The addresses on which a process of that machine listens."""
     script = f"import json; from tests.distributed.processes import *; print(json.dumps(listening_addresses([{pid}])))"
-    return json.loads(machines.start(number, sys.executable, "-c", script).communicate(timeout=TIMEOUT)[0])
+    return json.loads(machines.start(number, sys.executable, "-c", script).communicate(timeout=patience(TIMEOUT))[0])
 
 
 def check(machines, told, per_node, port):
@@ -161,7 +162,7 @@ def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, mac
         assert heard(machines, 1, pids[1]) == ["192.168.1.3"]  # gloo is not kept on loopback here
     nodes[number].send_signal(how)
     assert all_gone([*pids, *(node.pid for node in nodes)], within=20)
-    told = [node.communicate(timeout=TIMEOUT)[1] for node in nodes]
+    told = [node.communicate(timeout=patience(TIMEOUT))[1] for node in nodes]
     assert nodes[number].returncode == (128 + how if how == signal.SIGTERM else -how)
     assert nodes[1 - number].returncode == 1, told
     assert f"dpfuse.launch: rank {1 - number} (pid {pids[1 - number]}) raised" in told[1 - number]
@@ -170,7 +171,7 @@ def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, mac
 @pytest.mark.slow
 def test_a_rank_that_fails_on_one_machine_is_named_there(machines):
     nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "fail.py", "raise") for n in (0, 1)]
-    told = [node.communicate(timeout=TIMEOUT) for node in nodes]
+    told = [node.communicate(timeout=patience(TIMEOUT)) for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1], told
     assert "dpfuse.launch: rank 1 (pid " in told[1][1]
     assert "raised ValueError: planted" in told[1][1]

@@ -11,6 +11,7 @@ import dpfuse
 import dpfuse.distributed
 import dpfuse_kernels
 from tests.docs.pages import ROOT, pages
+from tests.patience import patience
 from tests.warm import warm_python
 
 LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
@@ -24,7 +25,12 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path):
     pytest.importorskip("myst_parser")
     command = [warm_python(), "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
     done = subprocess.run(
-        [*command, "docs", str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [*command, "docs", str(tmp_path / "html")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(300),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "html/reference/data_parallel.html").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.docs.pages import ROOT, Program, blocks_of, pages, programs_of
 from tests.docs.tutorials import FOLDER
+from tests.patience import patience
 from tests.warm import warm_python
 
 MAX_NOT_RUN = 2
@@ -44,7 +45,7 @@ def test_a_page_runs_and_prints_what_it_shows(program: Program, tmp_path):
     environ["PYTHON_EXEC"] = warm_python()  # of the ranks that it starts
     command = [warm_python(), script.name]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, encoding="utf-8", timeout=120, check=False
+        command, cwd=tmp_path, env=environ, capture_output=True, encoding="utf-8", timeout=patience(120), check=False
     )
     assert done.returncode == 0, f"{program.page}:\n{done.stderr}"
     printed = program.split(done.stdout)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "adoption"
@@ -50,7 +51,13 @@ def run(*command: str) -> str:
         environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "HOME": home, "RAY_TMPDIR": home}
         environ |= {"PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=SECONDS, check=False
+            command,
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=patience(SECONDS),
+            check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.patience import patience
 from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment["PYTHON_EXEC"] = warm_python()  # of the ranks
     command = [warm_python(), "-m", "dpfuse.launch", "--nproc_per_node", "2", "examples/fashion_mnist.py"]
     return subprocess.run(
-        [*command, *FEW, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90
+        [*command, *FEW, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(90)
     )
 
 

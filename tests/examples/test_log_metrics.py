@@ -12,6 +12,7 @@ import pytest
 
 from examples.log_metrics import Averaged, main
 from tests.distributed.processes import launch
+from tests.patience import patience
 
 EXAMPLE = Path(__file__).parents[2] / "examples/log_metrics.py"
 
@@ -40,7 +41,7 @@ def test_each_log_is_written(tmp_path, package, pattern):
         pytest.skip(f"{package} is not installed")
     command = [sys.executable, "-m", "dpfuse.launch", "--nproc_per_node=2", str(EXAMPLE), "--to", package]
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=patience(120), check=False
     )
     assert done.returncode == 0, done.stderr
     (written,) = tmp_path.glob(pattern)

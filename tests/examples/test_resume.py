@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_fashion_mnist import folder  # noqa: F401  # a fixture
+from tests.patience import patience
 from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ def resume(checkpoints: Path, *words: str) -> subprocess.CompletedProcess[str]:
     few = ["--limit", "512", "--epochs", "2", "--batch-size", "16", "--every", "5"]  # 32 steps, of which 16 an epoch
     return subprocess.run(
         [*command, "examples/resume.py", "--checkpoints", str(checkpoints), *few, *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(90),
     )  # fmt: skip
 
 

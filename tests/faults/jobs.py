@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tests.distributed.processes import SCRIPTS, alive, all_gone, free_port, pids_in, run, start
 from tests.faults.fault import RIGHT, Expected, Outcome, Verdict, named
 from tests.faults.job import DDP
+from tests.patience import patience
 
 __all__ = ["JOB_FAULTS", "JobFault"]
 
@@ -46,7 +47,7 @@ def ended(started: Launched, pids: list[int], *words: str) -> Verdict:
     began = time.monotonic()
     try:
         with suppress(subprocess.TimeoutExpired):
-            started.wait(LIMIT)
+            started.wait(patience(LIMIT))
         gone = all_gone([*pids, started.pid], within=2)
         seconds = round(time.monotonic() - began, 1)
         left = sum(map(alive, pids))
@@ -54,7 +55,7 @@ def ended(started: Launched, pids: list[int], *words: str) -> Verdict:
             return Verdict(Outcome.HANG, seconds, left, f"killed after {LIMIT} s")
         if not gone:
             return Verdict(Outcome.ORPHANS, seconds, left, f"{left} ranks outlived the launcher")
-        out, told = started.communicate(timeout=10)
+        out, told = started.communicate(timeout=patience(10))
         detail = f"exit code {started.returncode}: {out}{told}"
         if not words:
             return Verdict(Outcome.RIGHT, seconds, 0, detail)
@@ -64,7 +65,7 @@ def ended(started: Launched, pids: list[int], *words: str) -> Verdict:
         for pid in (*pids, started.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        started.communicate(timeout=10)
+        started.communicate(timeout=patience(10))
 
 
 def signalled(number: int) -> Callable[[str], Verdict]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
-from tests.faults.fault import Fault, Outcome, Verdict, shortfalls
+from tests.faults.fault import Expected, Fault, Outcome, Verdict, shortfalls
 from tests.faults.faults import BY_NAME, FAULTS
 from tests.faults.job import DDP, FACES
 from tests.faults.player import playing
+from tests.patience import patience
 
 Futures = dict[tuple[str, str], Future[Verdict]]
 # torch's wrapper does the wrong thing here, in as many ways as there are: so the judge is not blind.
@@ -53,11 +55,16 @@ def futures(request: pytest.FixtureRequest) -> Iterator[Futures]:
         yield started
 
 
+def patient(expected: Expected) -> Expected:
+    """On a busy machine, every rank knows later."""
+    return replace(expected, within=patience(expected.within))
+
+
 @pytest.mark.parametrize(("name", "face"), plays())
 def test_a_fault_is_survived_or_named(futures: Futures, name: str, face: str) -> None:
     verdict = futures[name, face].result()
     print(f"{name}: {verdict.outcome.value} after {verdict.seconds} s")  # shown by pytest -rP
-    assert not shortfalls(BY_NAME[name].on(face).expected, verdict)
+    assert not shortfalls(patient(BY_NAME[name].on(face).expected), verdict)
 
 
 @pytest.mark.parametrize(("name", "face"), [(name, DDP) for name in WRONG])

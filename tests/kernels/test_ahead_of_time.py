@@ -31,6 +31,7 @@ from tests.kernels.compile_kernels import (
     fits,
 )
 from tests.kernels.ptx import narrow_products_in_addresses
+from tests.patience import patience
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def compilations(what: str, architecture: int | str) -> list[dict[str, object]]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=patience(240),
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -12,6 +12,7 @@ import torch
 
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 from dpfuse_kernels.backend import uses_triton
+from tests.patience import patience
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -63,4 +64,4 @@ def test_the_cpu_path_works_where_triton_is_not_installed() -> None:
         "assert table.flat.tolist() == [0.5] * 4\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(KERNELS)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=patience(60))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dpfuse_kernels.bound import bind
+from tests.patience import patience
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def recorded() -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     scenarios: dict[str, Any] = json.loads(done.stdout)

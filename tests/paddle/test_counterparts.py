@@ -11,6 +11,7 @@ import pytest
 
 import dpfuse.paddle as paddle
 from dpfuse.paddle.counterparts import COUNTERPARTS, text_of
+from tests.patience import patience
 
 HERE = "it holds Paddle's data-parallel systems for PyTorch"
 
@@ -91,5 +92,7 @@ def test_tools_that_ask_a_module_get_their_usual_answers():
     assert getattr(paddle, "anything", 3) == 3
     script = "import dpfuse.paddle, sys; print(len([f for f in sys.meta_path if type(f).__name__ == '_Imports']))"
     twice = f"{script}; import importlib; importlib.reload(dpfuse.paddle); {script}"
-    done = subprocess.run([sys.executable, "-c", twice], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", twice], capture_output=True, text=True, timeout=patience(60), check=True
+    )
     assert done.stdout.split() == ["1", "1"]

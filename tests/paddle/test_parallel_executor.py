@@ -25,6 +25,7 @@ from tests.paddle.programs import (
     sharing,
     training_program,
 )
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -64,7 +65,7 @@ def test_devices_run_at_the_same_time():
 
     class Meets(nn.Module):
         def forward(self, x):
-            barrier.wait(timeout=20)  # breaks unless both devices are in here
+            barrier.wait(timeout=patience(20))  # breaks unless both devices are in here
             return x * 2
 
     program = static.Program()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.processes import launch
+from tests.patience import patience
 
 PROGRAM = """
 import sys
@@ -12,7 +13,7 @@ import torch
 import dpfuse
 
 dpfuse.init_parallel_env()
-model = dpfuse.DataParallel(torch.nn.Linear(200, 200), stall_timeout=3)
+model = dpfuse.DataParallel(torch.nn.Linear(200, 200), stall_timeout=float(sys.argv[2]))
 optimizer = dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
 for step in range(4):
     optimizer.zero_grad()
@@ -31,7 +32,8 @@ for step in range(4):
 def test_a_call_on_one_rank_only_is_named(tmp_path, what, other):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    done = launch("--nproc_per_node", "2", script, what, timeout=60)
+    # Below this limit no heartbeat may come late: that would be another error.
+    done = launch("--nproc_per_node", "2", script, what, patience(3), timeout=60)
     assert done.returncode not in (0, None)
     assert "but not for the same collective" in done.stderr
     assert "rank 0 waits for the other ranks in a norm, whole gradient or state dict, before step 4" in done.stderr

@@ -81,12 +81,13 @@ def beside_ddp(rank, size, options, steps, micro, peer):
     return differing, bits_differ(*values)
 
 
-LATE = pytest.param({"gather": "forward"}, 1, marks=pytest.mark.slow)
+LONG = pytest.param({}, 200, 1, marks=pytest.mark.slow)  # Muon's products in 16 bits take minutes on some CPUs
+LATE = pytest.param({"gather": "forward"}, 200, 1, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("options", "micro"), [({}, 1), ({}, 3), LATE], ids=str)
-def test_muon_and_adamw_have_the_bits_of_ddp_on_two_ranks(ranks, options, micro):
-    assert ranks(beside_ddp, options, 200 if micro == 1 else 40, micro, "ddp") == [([], False)] * 2
+@pytest.mark.parametrize(("options", "steps", "micro"), [({}, 40, 1), ({}, 20, 3), LONG, LATE], ids=str)
+def test_muon_and_adamw_have_the_bits_of_ddp_on_two_ranks(ranks, options, steps, micro):
+    assert ranks(beside_ddp, options, steps, micro, "ddp", timeout=240) == [([], False)] * 2
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -214,7 +215,8 @@ def shares(rank, size):
         model(torch.randn(3, 64)).sum().backward()
         (plain if optimizer is None else optimizer).step()
         model.zero_grad()
-    return nbytes_of(MADE) / nbytes_of([plain])
+    kept = [one for one in MADE if one.param_groups[0]["params"][0].numel() > 24]  # and not those of the trial
+    return nbytes_of(kept) / nbytes_of([plain])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

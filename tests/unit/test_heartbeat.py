@@ -20,8 +20,9 @@ from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.server import MAX_UNKNOWN, HeartbeatServer
+from tests.patience import patience
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Job:
@@ -55,9 +56,9 @@ class Job:
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < began + patience(seconds)
         time.sleep(0.01)
 
 
@@ -122,9 +123,9 @@ def test_a_rank_that_leaves_goes_on_beating_and_its_end_stays(job, leaver):
         until(lambda rank=rank: job.state(rank, leaver) is not None and job.state(rank, leaver).end is not None)
         failure = job.boards[rank].heartbeat.explain()
         assert failure.ranks == (leaver,)
-        assert failure.text.startswith(
-            f"rank {leaver} left its process group: RuntimeError: planted; its last heartbeat, 0."
-        )
+        text, _, seconds = failure.text.partition("; its last heartbeat, ")
+        assert text == f"rank {leaver} left its process group: RuntimeError: planted"
+        assert float(seconds.split()[0]) < patience(1)
     job.beats[leaver].announce(End(EndKind.NORMAL))
     job.beats[leaver].stop()
     assert all(job.state(rank, leaver).end.kind is EndKind.LEFT for rank in {0, 1, 2} - {leaver})
@@ -173,7 +174,7 @@ def test_heartbeats_end_with_their_group(job):
 def test_without_an_end_there_is_no_cause(job):
     begin = time.monotonic()
     assert job.boards[1].heartbeat.explain() is None
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < patience(3)
 
 
 INVALID = [
@@ -317,12 +318,12 @@ def test_a_move_resets_the_age_of_the_status():
     own.update(time.monotonic())
     gate.set()
     thread.join()
-    assert 29 < own.status.age < 40
+    assert 29 < own.status.age < 30 + patience(10)
     assert not own.status.waits
     board.waits += 1
     own.update(time.monotonic())
     assert own.status.waits
-    assert own.status.age < 1  # it has moved
+    assert own.status.age < 29  # it has moved
 
 
 def test_a_rank_whose_device_does_not_finish_waits():

@@ -6,7 +6,7 @@ import logging
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -15,19 +15,20 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 
 from dpfuse.job import shutdown
 from dpfuse.job.shutdown import machine_0_leaves_last
+from tests.patience import patience
 
 
 class Slow:
-    """A store whose machine sleeps before it waits."""
+    """A store whose machine sleeps before it waits: until the first one has left, if it leaves in so many seconds."""
 
-    def __init__(self, store):
-        self._store = store
+    def __init__(self, store, left, within):
+        self._store, self._left, self._within = store, left, within
 
     def __getattr__(self, name):
         return getattr(self._store, name)
 
     def wait(self, *args):
-        time.sleep(0.3)
+        self._left.wait(self._within)
         self._store.wait(*args)
 
 
@@ -36,14 +37,16 @@ def agent(rank, store):
     return SimpleNamespace(_worker_group=group, _store=store, _exit_barrier_timeout=20)
 
 
-def leave(around):
+def leave(around, within):
     """Two machines pass torchrun's last barrier, the second one slowly; the store ends with the first one."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))]
-    second = Slow(dist.TCPStore("127.0.0.1", stores[0].port, timeout=timedelta(seconds=20)))
+    left = Event()
+    second = Slow(dist.TCPStore("127.0.0.1", stores[0].port, timeout=timedelta(seconds=20)), left, within)
 
     def first():
         SimpleElasticAgent._exit_barrier(agent(0, stores[0]))
         stores.clear()
+        left.set()
 
     with around:
         thread = Thread(target=first)
@@ -54,11 +57,13 @@ def leave(around):
 
 
 @pytest.mark.parametrize(
-    ("around", "errors"), [(machine_0_leaves_last(), 0), (nullcontext(), 1)], ids=["dpfuse", "torchrun"]
+    ("around", "within", "errors"),
+    [(machine_0_leaves_last(), 0.3, 0), (nullcontext(), 20, 1)],
+    ids=["dpfuse", "torchrun"],
 )
-def test_a_machine_that_leaves_late_still_finds_the_store(around, errors, caplog):
+def test_a_machine_that_leaves_late_still_finds_the_store(around, within, errors, caplog):
     with caplog.at_level(logging.ERROR):
-        leave(around)
+        leave(around, within)
     assert [record.message[:27] for record in caplog.records] == ["Error waiting on exit barri"] * errors
 
 
@@ -70,5 +75,5 @@ def test_a_machine_that_is_lost_does_not_keep_the_first_one(monkeypatch):
     with machine_0_leaves_last():
         begin = time.monotonic()
         SimpleElasticAgent._exit_barrier(agent(0, store))
-        assert 0.2 <= time.monotonic() - begin < 10
+        assert 0.2 <= time.monotonic() - begin < patience(10)
     assert SimpleElasticAgent._exit_barrier is barrier

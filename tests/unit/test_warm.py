@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from tests.warm import warm_python
 
 
@@ -20,5 +21,5 @@ def test_a_client_that_dies_while_it_asks_ends_no_server(part: float):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(Path(warm_python()).with_name("socket")))
         client.sendall(message[: int(part * len(message))])
-    done = subprocess.run([warm_python(), "-c", "print(2)"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([warm_python(), "-c", "print(2)"], capture_output=True, text=True, timeout=patience(60))
     assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
