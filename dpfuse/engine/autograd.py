@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dpfuse.engine.containers import tensors_in
 from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
@@ -129,13 +129,13 @@ class BackwardWatch:
     def watch(self, outputs: Any, note: int = 0) -> bool:
         """Watch all tensors in the outputs of a forward; return whether there is any.
 
-        `outputs` may be nested sequences, mappings and dataclasses. `reached` is called with `note`.
+        `outputs` may be a tensor, or containers that `tensors_in` looks into. `reached` is called with `note`.
         """
         announcer = _Announcer(self, note)
         if isinstance(outputs, Tensor):
             return announcer.watch(outputs)
         # Every tensor is watched, not only those up to the first.
-        return sum(map(announcer.watch, _tensors_in(outputs))) > 0
+        return sum(map(announcer.watch, tensors_in(outputs))) > 0
 
     def begin(self, *, announced: bool = False) -> None:
         """Open the backward that is running, unless it is open already."""
@@ -213,17 +213,3 @@ def _reaches_leaves(node: Any) -> bool:
     except RuntimeError:
         # The engine refuses to answer for a leaf whose gradient autograd.grad() was asked for.
         return False
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
