@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     containers: list[Iterable[Any]] = [(value,)]
     for items in containers:  # which grow meanwhile
         for item in items:
-            if isinstance(item, Tensor):
+            if issubclass(type(item), Tensor):
                 found.append(item)
             elif (inside := _items_of(item)) is not None and id(item) not in seen:
                 seen.add(id(item))
@@ -43,13 +43,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _items_of(value: Any) -> Iterable[Any] | None:
     """Return what a container stores; None if `value` is none."""
-    if isinstance(value, dict):
+    kind = type(value)  # and not isinstance(): a weak proxy pretends to be what it refers to
+    if issubclass(kind, dict):
         return dict.values(value)
-    kind = type(value)
     if kind in BUILT_IN:
         return value  # type: ignore[no-any-return]
-    if isinstance(value, BUILT_IN):
-        base = next(base for base in BUILT_IN if isinstance(value, base))
+    if issubclass(kind, BUILT_IN):
+        base = next(base for base in BUILT_IN if issubclass(kind, base))
         return base.__iter__(value)
     if hasattr(kind, "__dataclass_fields__") or issubclass(kind, UserDict):
         return _attributes_of(value)

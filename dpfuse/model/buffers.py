@@ -74,6 +74,11 @@ class BufferSync:
             self._broadcasts = None
         return self._kinds
 
+    @property
+    def found(self) -> Mapping[str, Tensor]:
+        """The buffers that `look` has found: the same object for as long as none was replaced."""
+        return self._found
+
     def change(self) -> str | None:
         """What differs between these and the ones that were agreed on, in words; None if nothing does."""
         for name, kind in self._kinds.items():

@@ -15,6 +15,7 @@ from dpfuse.model.change import ModelChange
 from dpfuse.model.check import check_module, describe_model, tensors_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.model.transforms import functional_call_runs
 
 __all__ = ["ModuleFollower", "params_of"]
 
@@ -68,12 +69,26 @@ class ModuleFollower:
         """Whether this rank has asked for something that not all ranks have heard of."""
         return bool(self._wish)
 
-    def look(self) -> None:
-        """Follow the module if it has changed since the last call. To be called between backwards."""
+    def look(self) -> bool:
+        """Follow the module if it has changed since the last call. To be called between backwards.
+
+        Returns:
+            False where `functional_call()` lets tensors stand in for parameters or buffers, which is no change.
+        """
         unchanged = self._signature.unchanged()
+        found = self._buffers.found
         # A buffer that only this rank has must not travel: the peers would take it for another.
-        if not unchanged or (self.compare_buffers and self._buffers.look() is not self._kinds):
+        if self.compare_buffers and self._buffers.look() is not self._kinds:
+            unchanged = False
+        if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
+            return False
+        if not unchanged:
             self._follow()
+        return True
+
+    def reaches_parameters(self) -> bool:
+        """As that of `ModelSignature`."""
+        return self._signature.reaches_parameters()
 
     def ask(self, wish: str) -> None:
         """Let the next synchronised backward fail on all ranks unless each of them has asked for the same.
