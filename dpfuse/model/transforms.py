@@ -1,4 +1,4 @@
-"""Is a forward one of training? Not inside the transforms of torch, and not with a stranger's parameters."""
+"""Is a forward one of training, or one inside a transform of torch or a `functional_call`? Knows no wrapper."""
 
 from __future__ import annotations
 
