@@ -36,6 +36,7 @@ from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions
+from dpfuse.model.transforms import may_have_backward
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
@@ -142,6 +143,9 @@ class SyncedModule(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Under `torch.no_grad()` nothing is recorded and nothing is communicated.
 
+        The same holds inside transforms of `torch.func`, in forward-mode AD, for `make_fx` and `torch.export`, and
+        where `functional_call()` replaces all parameters by other leaves.
+
         Raises:
             DPFuseError: the last backward was interrupted on some ranks only.
         """
@@ -149,18 +153,20 @@ class SyncedModule(nn.Module):
         sync, module = self._sync, self._modules["module"]
         assert module is not None
         call = module if self._around is None else partial(self._around, module)
-        if sync is None or not torch.is_grad_enabled():
+        if sync is None or not may_have_backward():
             return call(*inputs, **kwargs)
         # Dynamo, where it is on, compiles the module, not what happens around it.
         tracer = set_tracer(None)
         try:
             if tracer is not None:
                 sync.finish_parameters()
-            sync.before_forward()
+            takes_part = sync.before_forward()
             set_tracer(tracer)
             outputs = call(*inputs, **kwargs)
             set_tracer(None)
-            sync.after_forward(outputs)
+            sync.after_forward(outputs, takes_part=takes_part)
+            if takes_part:
+                self._forward_ended()
         except Exception as error:
             sync.track.failed(error)
             raise
@@ -169,6 +175,9 @@ class SyncedModule(nn.Module):
         return outputs
 
     leave_untraced(forward)
+
+    def _forward_ended(self) -> None:
+        """What this face does after a forward that may have a backward."""
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:

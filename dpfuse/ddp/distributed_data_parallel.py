@@ -209,9 +209,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
             self._find_optimizers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
-        send_buffers = self.forward_sync_buffers and self.require_forward_param_sync
         sync.use_buffers(
-            before_forward=send_buffers and (hook is None or hook.before_forward),
+            before_forward=self._sends_buffers and (hook is None or hook.before_forward),
             in_backward=self.forward_sync_buffers and hook is None,
         )
         if self.device_ids:
@@ -221,17 +220,24 @@ class DistributedDataParallel(TorchHooks, Joinable):
         before = TORCH_CLASS._active_ddp_module
         TORCH_CLASS._active_ddp_module = self  # type: ignore[assignment]
         try:
-            outputs = SyncedModule.forward(self, *inputs, **kwargs)
+            return SyncedModule.forward(self, *inputs, **kwargs)
         finally:
             TORCH_CLASS._active_ddp_module = before
-        if hook is not None and not hook.before_forward and send_buffers and torch.is_grad_enabled():
-            self._run_buffer_hook()
-        # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
-        if torch.is_grad_enabled() and self.require_forward_param_sync != sync.reducer.require_sync:
-            self.require_forward_param_sync = sync.reducer.require_sync
-        return outputs
 
     leave_untraced(forward)
+
+    @property
+    def _sends_buffers(self) -> bool:
+        return self.forward_sync_buffers and self.require_forward_param_sync
+
+    def _forward_ended(self) -> None:
+        sync, hook = self._sync, self._buffer_hook
+        assert sync is not None
+        if hook is not None and not hook.before_forward and self._sends_buffers:
+            self._run_buffer_hook()
+        # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
+        if self.require_forward_param_sync != sync.reducer.require_sync:
+            self.require_forward_param_sync = sync.reducer.require_sync
 
     def join(
         self,

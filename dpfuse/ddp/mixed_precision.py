@@ -11,6 +11,7 @@ from torch.distributed.utils import _cast_forward_inputs
 
 from dpfuse.engine.averaging import WIRES
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
+from dpfuse.model.transforms import may_have_backward
 
 if TYPE_CHECKING:
     from dpfuse.engine.autograd import BackwardListener
@@ -80,7 +81,7 @@ class MixedPrecision:
             if not self._replaced:  # else a backward runs this forward again, and the copies are there
                 copied = self._copies(module)
                 replaced = _replace(copied)
-                if torch.is_grad_enabled():
+                if may_have_backward():
                     self._copied = copied
             set_tracer(tracer)
             return module(*inputs, **kwargs)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dpfuse.engine.containers import tensors_in
 from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
@@ -141,7 +141,7 @@ class BackwardWatch:
     def watch(self, outputs: Any, note: int = 0) -> bool:
         """Watch all tensors in the outputs of a forward; return whether there is any.
 
-        `outputs` may be nested sequences, mappings and dataclasses. `reached` is called with `note`.
+        `outputs` may be a tensor, or containers that `tensors_in` looks into. `reached` is called with `note`.
         """
         if self._leaves:
             self.forget_leaves()
@@ -149,7 +149,7 @@ class BackwardWatch:
         if isinstance(outputs, Tensor):
             return announcer.watch(outputs)
         # Every tensor is watched, not only those up to the first.
-        return sum(map(announcer.watch, _tensors_in(outputs))) > 0
+        return sum(map(announcer.watch, tensors_in(outputs))) > 0
 
     def watch_leaf(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Call `hook` with the gradient of an output that is a parameter or an input, until the next forward."""
@@ -281,17 +281,3 @@ def _reaches_leaves(node: Any) -> bool:
     except RuntimeError:
         # The engine refuses to answer for a leaf whose gradient autograd.grad() was asked for.
         return False
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -114,17 +113,25 @@ class EndOfCompiledBackward:
 
 
 def put_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` with the gradient of `tensor`, which is no leaf: `register_hook` without a handle.
+    """Call `hook` with the gradient of `tensor`, which is no leaf: `register_hook` that leaves no trace on the tensor.
 
-    A handle takes 2 to 4 us of each forward, most of them for weak references.
+    A handle takes 2 to 4 us of each forward, most of them for weak references. A table of hooks that stays on the
+    tensor makes torch warn when the tensor is saved. After a change in place, torch would also put a user's hook into
+    that table, which belongs to the values before the change. So only the node of the graph keeps the table.
     """
-    node: Any = tensor.grad_fn
-    if type(tensor) is not Tensor or tensor._backward_hooks is not None or not hasattr(node, "_register_hook_dict"):
-        tensor.register_hook(hook)
+    if type(tensor) is Tensor:
+        _put_on_node(tensor, {"dpfuse": hook})
         return
-    hooks: Any = OrderedDict(dpfuse=hook)  # the keys of handles are numbers
-    tensor._backward_hooks = hooks
+    with torch._C.DisableTorchFunctionSubclass():
+        _put_on_node(tensor, {"dpfuse": hook})
+
+
+def _put_on_node(tensor: Any, hooks: dict[str, Callable[[Tensor], None]]) -> None:
+    node = tensor.grad_fn
+    before = tensor._backward_hooks
+    tensor._backward_hooks = hooks  # from where the node takes it
     node._register_hook_dict(tensor)
+    tensor._backward_hooks = before
 
 
 class Hooks:

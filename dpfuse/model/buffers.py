@@ -76,6 +76,11 @@ class BufferSync:
         self._look()
 
     @property
+    def found(self) -> Mapping[str, Tensor]:
+        """The buffers that `look` has found: the same object for as long as none was replaced."""
+        return self._found
+
+    @property
     def exist(self) -> bool:
         """Whether some travel, or there are some here."""
         return bool(self.agreed or self._kinds)

@@ -48,7 +48,7 @@ def check_module(
         if not param.is_leaf:
             raise ValueError(
                 f"parameter {name!r} is the result of a computation, as functional_call() puts it there; expected a "
-                "leaf, which accumulates gradients. Replace all parameters by such results, or by leaves, at a time."
+                "leaf, which accumulates gradients. Wrap the module outside of functional_call()."
             )
         _check_data(f"parameter {name!r}", param)
     for name, buffer in buffers.items():

@@ -16,6 +16,7 @@ from dpfuse.model.change import ModelChange
 from dpfuse.model.check import check_module, describe_model, tensors_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.model.transforms import functional_call_runs
 
 __all__ = ["ModuleFollower", "params_of"]
 
@@ -72,15 +73,27 @@ class ModuleFollower:
         """Whether this rank has asked for something that not all ranks have heard of."""
         return bool(self._wish)
 
-    def look(self) -> None:
-        """Follow the module if it has changed since the last call. To be called between backwards."""
-        if not self._signature.unchanged():
+    def look(self) -> bool:
+        """Follow the module if it has changed since the last call. To be called between backwards.
+
+        Returns:
+            False where `functional_call()` lets tensors stand in for parameters or buffers, which is no change.
+        """
+        unchanged, found = self._signature.unchanged(), self._buffers.found
+        unsettled = self.compare_buffers and self._buffers.unsettled
+        if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
+            return False
+        if not unchanged:
             self._follow()
-        if self.compare_buffers:
-            self._window.asks = self._buffers.unsettled
-            if self._buffers.exist and not self._had_buffers:
-                self._had_buffers = True
-                self._grads.remake()
+        self._window.asks = unsettled
+        if self.compare_buffers and self._buffers.exist and not self._had_buffers:
+            self._had_buffers = True
+            self._grads.remake()
+        return True
+
+    def reaches_parameters(self) -> bool:
+        """As that of `ModelSignature`."""
+        return self._signature.reaches_parameters()
 
     def ask(self, wish: str) -> None:
         """Let the next synchronised backward fail on all ranks unless each of them has asked for the same.

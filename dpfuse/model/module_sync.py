@@ -239,8 +239,12 @@ class ModuleSync:
             for module in self._module.modules()
         )
 
-    def before_forward(self) -> None:
-        """To be called before a forward with gradients enabled.
+    def before_forward(self) -> bool:
+        """To be called before a forward that may have a backward.
+
+        Returns:
+            Whether its backward may reach parameters of the module. It cannot where `functional_call()` has put other
+            leaves into all their places; the forward is then none of the wrapper's.
 
         Raises:
             DPFuseError: the last backward was interrupted here only, or was not averaged.
@@ -253,20 +257,26 @@ class ModuleSync:
             reducer.drain()
             if self.factors.weight.value is not None:
                 self.attach_factors()
-        idle = reducer.phase is IDLE
-        # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
-        window.forward_begins(counts=idle and self._module.training)
+        idle, own_tensors = reducer.phase is IDLE, True
         if idle:
             reducer.settle_unaveraged()
-            self._follower.look()
+            own_tensors = self._follower.look()
+            if not own_tensors and not self._follower.reaches_parameters():
+                return False
+        # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
+        window.forward_begins(counts=idle and self._module.training)
         if self.before_collectives is not None:
             self.before_collectives()
-        self.buffers.forward_begins(due=self.buffers.due)
+        # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
+        self.buffers.forward_begins(due=own_tensors and self.buffers.due)
+        return True
 
-    def after_forward(self, outputs: Any) -> None:
-        """To be called with the outputs of that forward."""
+    def after_forward(self, outputs: Any, *, takes_part: bool = True) -> None:
+        """To be called with the outputs of that forward, and what `before_forward` returned."""
         reducer = self.grads.reducer
         self.grads.track.tell(LOSS, reducer.completed)
+        if not takes_part:
+            return
         watched = self.grads.listening.watch.watch(outputs, self.window.began)
         self.window.forward_ends(watched=watched)
         reducer.record_forward(reducer.require_sync, outputs_watched=watched)

@@ -99,6 +99,14 @@ class ModelSignature:
                 return f"parameter {now.name!r} was converted from {_kind(before)} to {_kind(now)}"
         return None
 
+    def reaches_parameters(self) -> bool:
+        """Whether gradients of what is in the parameters' places now may reach parameters of the agreed model."""
+        known = self._agreed.known
+        return any(
+            param.requires_grad and (not param.is_leaf or (id(param) in known and known[id(param)].trainable))
+            for param in self._module.parameters()
+        )
+
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Those that train now, and did not when the model was agreed on, by name."""
         return {

@@ -36,9 +36,17 @@ def with_stand_ins(rank, size, face):
             dist.all_reduce(mean)
             torch.testing.assert_close(ours.grad, mean)
     assert [spec.name for spec in models[1].bucket_plan.specs] == [spec.name for spec in plan.specs]
-    mixed = {name: p * 1 if name.endswith("0.weight") else nn.Parameter(p.detach()) for name, p in params.items()}
-    with pytest.raises((ValueError, dpfuse.DPFuseError), match=r"'0.weight' is the result of a computation"):
-        functional_call(models[1], mixed, (x,)).sum().backward()
+    # A result beside leaves: the parameter under the result is averaged, and the leaves are not the wrapper's.
+    model = models[1]
+    model.zero_grad()
+    mixed = {name: p * 2 if name.endswith("0.weight") else nn.Parameter(p.detach()) for name, p in params.items()}
+    functional_call(model, mixed, (x,)).sum().backward(retain_graph=True)
+    leaves = [p for p in mixed.values() if p.is_leaf]
+    local = torch.autograd.grad(functional_call(model, mixed, (x,)).sum(), [params["module.0.weight"], *leaves])
+    assert all(map(torch.equal, [p.grad for p in leaves], local[1:]))
+    dist.all_reduce(mean := local[0] / size)
+    torch.testing.assert_close(model.module[0].weight.grad, mean)
+    assert model.module[0].bias.grad is None
 
 
 @pytest.mark.parametrize("face", FACES)
