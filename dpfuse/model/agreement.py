@@ -34,7 +34,7 @@ def agree_on_model(
         DPFuseError: on every rank, naming rank and first difference, or what the back end lacks.
     """
     lines = [*describe_options(options), *describe_model(module, plan, options)]
-    params, buffers = tensors_of(module, options)
+    params, _ = tensors_of(module, options)
     votes.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
@@ -45,19 +45,19 @@ def agree_on_model(
         collective.check_all_to_all(group, device)
     if options.wire.probe is not None:
         collective.check_all_to_all(group, device, *options.wire.probe)
-    agreed = _common_buffers(module, options, group)
-    sent = [buffers[name] for name in agreed] if options.send_buffers_at_start else []
-    send_tensors([*params.values(), *sent], group)
-    return agreed
+    buffers = _settled_buffers(module, options, group)
+    sent = {id(buffers.found[name]): buffers.found[name] for name in buffers.agreed}  # once, however often they occur
+    send_tensors([*params.values(), *(sent.values() if options.send_buffers_at_start else ())], group)
+    return buffers.agreed
 
 
-def _common_buffers(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> Mapping[str, BufferKind]:
+def _settled_buffers(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> BufferSync:
     sync = BufferSync(module, options.ignored, group)
     text = "\n".join(describe_buffers(module, options, saved=False))
     digests = votes.gather_texts(hashlib.sha256(text.encode()).hexdigest()[:32], group)
     if len(set(digests)) > 1 and (refusal := sync.settle(0)) is not None:
         raise DPFuseError(refusal)
-    return sync.agreed
+    return sync
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
