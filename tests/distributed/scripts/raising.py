@@ -16,21 +16,21 @@ class Skip(BaseException):
     """Of a user, and no Exception."""
 
 
-class Long(Exception):
+class LongError(Exception):
     """Of a user."""
 
 
-class NoText(Exception):
+class NoTextError(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
 
 
-class ExitsInText(Exception):
+class ExitsInTextError(Exception):
     def __str__(self) -> str:
         sys.exit(0)
 
 
-class NoPickle(Exception):
+class NoPickleError(Exception):
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)
         self.lock = threading.Lock()
@@ -64,9 +64,9 @@ NO_EXCEPTIONS = {
 }
 ENDS_WELL = ["exit None", "exit 0", "exit False", "exit 256", "_exit 0"]
 UNUSUAL = {
-    "no str": ("raised NoText: <str() of it raised ZeroDivisionError>", "in fails_with"),
-    "exits in str": ("raised ExitsInText: <str() of it raised SystemExit>",),
-    "no pickle": ("raised NoPickle: pickle-text", "in fails_with"),
+    "no str": ("raised NoTextError: <str() of it raised ZeroDivisionError>", "in fails_with"),
+    "exits in str": ("raised ExitsInTextError: <str() of it raised SystemExit>",),
+    "no pickle": ("raised NoPickleError: pickle-text", "in fails_with"),
     "characters": (r"raised ValueError: odd-text \udcff \x00 \x1b[31m \r", "in fails_with"),
     "deep": ("raised RecursionError: maximum recursion depth exceeded", "more times"),
     "no text": ("raised ValueError; it was",),
@@ -101,7 +101,7 @@ def one(n: int) -> None:
 
 
 def two(n: int, line_that_is_long: str) -> None:
-    one(n)  # LONG LINE
+    one(n)
 
 
 def deeper(n: int) -> int:
@@ -113,7 +113,7 @@ def raise_one(kind: str) -> None:
         os._exit(int(kind.split()[1]))
     if kind in LONG:
         begins, unit, count = LONG[kind]
-        raise (Long if kind == "long of an own class" else ValueError)(begins + unit * count)
+        raise (LongError if kind == "long of an own class" else ValueError)(begins + unit * count)
     found: BaseException = {
         "keyboard": KeyboardInterrupt("keyboard-text"),
         "bare keyboard": KeyboardInterrupt(),
@@ -128,9 +128,9 @@ def raise_one(kind: str) -> None:
         "exit 0": SystemExit(0),
         "exit False": SystemExit(False),
         "exit 256": SystemExit(256),
-        "no str": NoText("lost"),
-        "exits in str": ExitsInText("lost"),
-        "no pickle": NoPickle("pickle-text", 5),
+        "no str": NoTextError("lost"),
+        "exits in str": ExitsInTextError("lost"),
+        "no pickle": NoPickleError("pickle-text", 5),
         "characters": ValueError("odd-text \udcff \x00 \x1b[31m \r"),
         "no text": ValueError(),
     }.get(kind, Skip("unknown"))
@@ -150,9 +150,9 @@ def raise_one(kind: str) -> None:
         one(400)
     if sys.version_info >= (3, 11):
         if kind == "group":
-            raise ExceptionGroup("group-text", [ValueError("a"), KeyError("b")])
+            raise ExceptionGroup("group-text", [ValueError("a"), KeyError("b")])  # noqa: F821
         if kind == "base group":
-            raise BaseExceptionGroup("group-text", [Skip("a")])
+            raise BaseExceptionGroup("group-text", [Skip("a")])  # noqa: F821
         if kind in ("notes", "long note"):
             noted = ValueError("noted-text")
             noted.add_note("the note" if kind == "notes" else "z" * 300_000 + "note-end")
