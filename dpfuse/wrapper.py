@@ -66,6 +66,27 @@ class _Table:
         return self._plan.explain()
 
 
+class _SetByConstructor:
+    """Stands on the class for what the constructor puts into an instance, and raises where a subclass skipped that.
+
+    An attribute of the instance comes first, so a wrapper that was constructed never reaches this. It is no
+    AttributeError: a `__getattr__` of the subclass, as for names of the wrapped module, would then hide the reason.
+    """
+
+    def __get__(self, wrapper: Any, kind: type) -> Any:
+        if wrapper is None:
+            return self
+        face = next(base for base in kind.__mro__ if base.__module__.startswith(f"{__package__}."))
+        raise DPFuseError(
+            f"{kind.__name__} has not run the constructor of dpfuse.{face.__name__}, expected that before this call: "
+            "nothing here averages gradients. Call super().__init__(module) in its constructor. Or, where the class "
+            "wraps parts of the module by itself, let it override this method, as forward() and no_sync()."
+        )
+
+
+_set_by_constructor: Any = _SetByConstructor()
+
+
 class SyncedModule(nn.Module):
     """A module whose gradients are averaged over a group in every backward that synchronises.
 
@@ -77,7 +98,10 @@ class SyncedModule(nn.Module):
     """
 
     module: nn.Module
-    _options: SyncOptions
+    _options: SyncOptions = _set_by_constructor
+    _group: dist.ProcessGroup | None = _set_by_constructor
+    _sync: ModuleSync | None = _set_by_constructor
+    _require_sync: bool = _set_by_constructor
     tuning: Tuned | None = None
     _number: int | None = None  # how many were made for the group before; a copy has that of its original
     _agreed_buffers: Mapping[str, BufferKind] | None = None  # that travel, on which the ranks have settled
@@ -88,7 +112,7 @@ class SyncedModule(nn.Module):
         """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
         self._group = group
         self._let_go()
-        self._sync: ModuleSync | None = None
+        self._sync = None
         self._require_sync = True
         try:
             if fresh:
@@ -213,14 +237,20 @@ class SyncedModule(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """The switch behind `no_sync()`, read when a forward ends; may be set directly."""
-        return self._require_sync if self._sync is None else self._sync.reducer.require_sync
+        sync = self._sync_if_any()
+        return self._require_sync if sync is None else sync.reducer.require_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        if self._sync is None:
+        sync = self._sync_if_any()
+        if sync is None:
             self._require_sync = bool(value)
         else:
-            self._sync.reducer.require_sync = bool(value)
+            sync.reducer.require_sync = bool(value)
+
+    def _sync_if_any(self) -> ModuleSync | None:
+        """What averages the gradients; None also where a subclass has skipped the constructor."""
+        return self.__dict__.get("_sync")
 
     def set_gradient_weight(self, weight: float | Tensor | None, reduction: str = "mean") -> None:
         """Give this rank's gradients a weight in the next synchronised backward: ranks may have batches of other sizes.
@@ -294,7 +324,8 @@ class SyncedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
         super().zero_grad(set_to_none)
-        self.discard_accumulated()
+        if self._sync_if_any() is not None:
+            self.discard_accumulated()
 
     def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
@@ -498,6 +529,8 @@ class SyncedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Ranks, back end and buckets, for `repr(model)`."""
+        if "_sync" not in self.__dict__:
+            return "constructor skipped: averages no gradients itself"
         if self._sync is None:
             return "no process group: calls pass through"
         buckets = ", ".join(f"{bucket.nbytes / MB:.3g}" for bucket in self.bucket_plan.buckets)

@@ -317,7 +317,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         return logging_data(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not dist.group.WORLD:
+        if self._group is not dist.group.WORLD:
             raise DPFuseError(
                 "a DistributedDataParallel can be pickled or copied only over the default process group; pickle its "
                 "state_dict(), or its .module"

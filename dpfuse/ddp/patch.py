@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.options import CommonOptions, filled
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ TORCH_INTERNAL = "torch.distributed."
 
 _active: list[Patch] = []  # in the order in which they began
 _installed = False
+_told: weakref.WeakSet[type] = weakref.WeakSet()  # subclasses of torch's class that a warning has named
 _torch_init = TORCH_CLASS.__init__  # called in place of ours; looked up again whenever ours is installed
 
 
@@ -65,9 +68,12 @@ def patch(**options: Unpack[CommonOptions]) -> Patch:
 
     One line for programs that leave the wrapping to a library: accelerate, transformers' `Trainer`, Lightning, Ray,
     timm. The constructor of torch's class changes, not a name. So it does not matter where and when the class
-    was imported, and under which name. Wrappers that exist stay what they are. Classes that derive from torch's
-    stay torch's, and so do the wrappers that `torch.distributed` makes for itself. `isinstance` of torch's class is
-    True for both kinds; `type(model) is` torch's class for torch's own only.
+    was imported, and under which name. Wrappers that exist stay what they are, and the wrappers that
+    `torch.distributed` makes for itself are torch's. `isinstance` of torch's class is True for both kinds;
+    `type(model) is` torch's class for torch's own only.
+
+    A class that derives from torch's stays torch's, since its methods may use what only torch's class has. A warning
+    says so once for each class, when the first instance is made. Derive it from `dpfuse.DistributedDataParallel`.
 
     It acts on this process: call it in every rank, where the program begins. Call it twice, and it acts until both
     are undone.
@@ -104,9 +110,12 @@ def patch(**options: Unpack[CommonOptions]) -> Patch:
 @functools.wraps(_torch_init)  # code that inspects the signature sees torch's
 def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     """The constructor of torch's class while it is patched."""
-    kind: object = type(self)
+    kind: type = type(self)
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    if not _active or kind is not TORCH_CLASS or caller.startswith(TORCH_INTERNAL):
+    acts = bool(_active) and not caller.startswith(TORCH_INTERNAL)
+    if acts and kind is not TORCH_CLASS:
+        _tell_of_subclass(kind)
+    if not acts or kind is not TORCH_CLASS:
         _torch_init(self, *args, **kwargs)
         return
     # Nothing is in the object yet, so it can still become one of ours. A `__new__` that made it one from the start
@@ -116,3 +125,14 @@ def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     for one in _active:
         added |= one.options
     DistributedDataParallel.__init__(self, *args, **(added | kwargs))
+
+
+def _tell_of_subclass(kind: type) -> None:
+    if kind in _told or kind.__module__.startswith("torch."):
+        return
+    warn_at_user(
+        f"{kind.__name__} derives from torch's DistributedDataParallel, and dpfuse.patch() is active, expected that it "
+        "changes this model: it changes torch's class only, and torch averages the gradients of this model. Derive "
+        f"{kind.__name__} from dpfuse.DistributedDataParallel, or make torch's class itself."
+    )
+    _told.add(kind)

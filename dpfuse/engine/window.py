@@ -145,8 +145,10 @@ class Window:
                 "forwards",
                 lambda: self._forwards if self._counts_forwards else 0,
                 lambda number: f"has run {_counted(number, 'forward')} without a backward",
-                "Skip a batch on all ranks or on none, whatever went wrong in it. Forwards without a backward belong "
-                "under torch.no_grad() or in eval mode; where ranks may use different outputs, pass "
+                "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
+                "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "
+                "none, whatever went wrong in it, or run the backward of a loss that is multiplied by 0, such as "
+                "`0 * sum(param.sum() for param in model.parameters())`. Where ranks may use different outputs, pass "
                 "find_unused_parameters=True.",
             ),
         ]

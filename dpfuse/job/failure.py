@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["RankFailure", "first_failure", "read_record"]
+__all__ = ["RankFailure", "first_failure", "read_record", "shown"]
 
 # Peers of a killed rank fail within milliseconds. torchrun notices both at once, and counts whole seconds.
 SECONDARY_SECONDS = 2.0
+MOST_BYTES = 20 * 1024  # of a message, and of a traceback, in an error
+BEGINNING = 200  # bytes of a message that was shown already
+FIRST_PART = 5 * 1024  # bytes of a traceback that stay before the cut; the others stay behind it
+# A terminal would obey control characters. Half a surrogate pair is refused by nearly everything that takes a text.
+UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,64 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     if told and sudden:
         return sudden[0] if sudden[0].seen <= told[0].seen + SECONDARY_SECONDS else told[0]
     return (told or sudden or sorted(failures, key=lambda f: f.seen))[0]
+
+
+def shown(failure: RankFailure, folder: str | None = None) -> RankFailure:
+    """Return `failure` with texts that fit into an error: at most 20 KB each, without control characters.
+
+    If something is cut, the whole text goes into a new file, and the shown text names it. The file belongs to the user.
+
+    Args:
+        failure: of the rank that an error names.
+        folder: for the file; None takes the system's folder for temporary files.
+    """
+    error, trace = _fit(failure.error), _fit(failure.traceback)
+    long_error, long_trace = (len(text.encode()) > MOST_BYTES for text in (error, trace))
+    if not (long_error or long_trace):
+        return replace(failure, error=error, traceback=trace)
+    place = _saved(failure, folder)
+    if long_error:
+        # A traceback ends with the message, behind the type and its module.
+        _, _, message = error.partition(": ")
+        if message:
+            trace = trace.replace(message, f"{_first(message, BEGINNING)} … [see above]")
+        error = f"{_first(error, MOST_BYTES)} … [{_size(MOST_BYTES)} of {_size(len(error.encode()))}; {place}]"
+    return replace(failure, error=error, traceback=_without_middle(trace, place))
+
+
+def _fit(text: str) -> str:
+    return UNFIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _first(text: str, most: int) -> str:
+    """Return the beginning of `text`, of at most so many bytes, without half a character at its end."""
+    return text.encode()[:most].decode(errors="ignore")
+
+
+def _without_middle(text: str, place: str) -> str:
+    data = text.encode()
+    if len(data) <= MOST_BYTES:
+        return text
+    begin, end = data[:FIRST_PART], data[FIRST_PART - MOST_BYTES :]
+    cut = f" … [{_size(len(data) - MOST_BYTES)} are left out; {place}] … "
+    return f"{begin.decode(errors='ignore')}{cut}{end.decode(errors='ignore')}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1024:.0f} KB"
+
+
+def _saved(failure: RankFailure, folder: str | None) -> str:
+    """Save the whole text, and return where it is, for a sentence."""
+    whole = failure.traceback if failure.error in failure.traceback else f"{failure.error}\n\n{failure.traceback}"
+    try:
+        # mkstemp gives it mode 0600.
+        number, path = tempfile.mkstemp(prefix=f"dpfuse-error-of-rank-{failure.rank}-", suffix=".txt", dir=folder)
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(whole)
+    except OSError as problem:
+        return f"the whole text could not be saved: {problem}"
+    return f"the whole text is in {os.path.abspath(path)}"
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dpfuse.job import rank_program
 from dpfuse.job.devices import cores_per_rank
-from dpfuse.job.failure import RankFailure, first_failure, read_record
+from dpfuse.job.failure import RankFailure, first_failure, read_record, shown
 from dpfuse.job.interfaces import interface_of, public_address
 from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.paddle_launch_flags import parse, say
@@ -222,6 +222,10 @@ def _report(failures: Mapping[int, Any], args: argparse.Namespace) -> int:
         record = read_record(failure.error_file)
         told.append(record.explains(ended) if record else ended)
     first = first_failure(told)
+    if args.worker_logs is None and args.redirects == "0":
+        # Without redirection the rank has printed its traceback on the console.
+        first = replace(first, traceback="")
+    first = shown(first, args.worker_logs)
     trace = log = ""
     if args.worker_logs is not None:
         from dpfuse.job.logs import last_lines, worker_log
@@ -230,7 +234,6 @@ def _report(failures: Mapping[int, Any], args: argparse.Namespace) -> int:
         log = f" Its log is {path}."
         trace = f"\n{first.traceback or last_lines(path)}"
     elif args.redirects != "0":
-        # Without redirection the rank has printed its traceback on the console.
         trace = f"\n{first.traceback}"
     say(f"{first}; it was the first rank to fail, and the others were ended. Exit code {first.shell_code}.{log}{trace}")
     return first.shell_code

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-__all__ = ["Launch", "die_with_parent", "end_process", "end_within", "record_exception", "set_paddle_variables"]
+__all__ = [
+    "Launch",
+    "die_with_parent",
+    "end_process",
+    "end_within",
+    "exit_code_of",
+    "record_exception",
+    "set_paddle_variables",
+]
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PADDLE_VARIABLES = (
@@ -118,8 +126,26 @@ def set_paddle_variables(
     environ.update(put)
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code with which Python ends after this exception. 0 means that it is no failure."""
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1  # the system keeps eight bits
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as problem:  # of the user's __str__, which may raise anything
+        return f"<str() of it raised {type(problem).__name__}>"
+
+
 def record_exception(error: BaseException, path: str | None) -> None:
     """Record why this rank fails, in torchrun's format, for the launcher; and tell the other ranks.
+
+    The record holds the whole texts. What reads it cuts them: `failure.shown`.
 
     Args:
         error: the reason.
@@ -130,13 +156,13 @@ def record_exception(error: BaseException, path: str | None) -> None:
         process_exit.announce_error(error)  # to the other ranks
     if not path:
         return
-    name = type(error).__name__
+    name, text = type(error).__name__, _text_of(error)
     now = time.time()
     # The exit code of the process, unless the launcher ends it first because a peer has failed.
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    code = exit_code_of(error)
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     note = {
-        "message": f"{name}: {error}" if str(error) else name,
+        "message": f"{name}: {text}" if text else name,
         "extraInfo": {"py_callstack": stack, "timestamp": str(int(now)), "seen": now, "exit_code": code},
     }
     try:
@@ -225,14 +251,15 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_script(target)
-    except KeyboardInterrupt:
-        raise
+    except KeyboardInterrupt as error:
+        record_exception(error.with_traceback(_own_frames_removed(error)), record)
+        raise  # Python ends by SIGINT
     except SystemExit as error:
-        if error.code is not None and error.code != 0:
+        code = exit_code_of(error)
+        if code:
             record_exception(error, record)
             if not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)  # as Python does with a SystemExit that has a text
-            code = error.code if isinstance(error.code, int) else 1
+                print(_text_of(error), file=sys.stderr)  # as Python does with a SystemExit that has a text
             end_within(launch.seconds_to_end, code)
             end_process(code)
     except BaseException as error:

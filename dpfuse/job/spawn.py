@@ -25,7 +25,7 @@ from dpfuse.job.devices import (
     cpu_count,
     select_gpus,
 )
-from dpfuse.job.spawn_context import RankFolder, SpawnContext, error_path, result_path
+from dpfuse.job.spawn_context import RankFolder, SpawnContext, began_path, error_path, result_path
 from dpfuse.job.variables import environment, one_machine_variables
 
 __all__ = ["spawn"]
@@ -72,6 +72,7 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     os.environ["TORCHELASTIC_ERROR_FILE"] = record
     if job.threads:
         torch.set_num_threads(job.threads)
+    began_path(job.folder, rank).touch()
     try:
         result = func(*args)
         try:
@@ -85,16 +86,14 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
         draft = result_path(job.folder, rank).with_suffix(".part")
         draft.write_bytes(data)
         draft.rename(result_path(job.folder, rank))
-    except SystemExit as error:
-        if error.code is not None and error.code != 0:
+    except BaseException as error:  # also one that is no Exception: torch and Python would not tell its text
+        code = rank_program.exit_code_of(error)
+        if code:
             rank_program.record_exception(error, record)
-            rank_program.end_within(SECONDS_TO_END, error.code if isinstance(error.code, int) else 1)
-            raise
-    except Exception as error:
-        rank_program.record_exception(error, record)
-        rank_program.end_within(SECONDS_TO_END, 1)
-        # torch would pickle the traceback of a raised exception into a file in a folder that every user can write to.
-        sys.exit(1)
+            rank_program.end_within(SECONDS_TO_END, code)
+            # torch would pickle the traceback of a raised exception into a file in a folder that every user can write
+            # to, and would take a KeyboardInterrupt for a success.
+            sys.exit(code)
     rank_program.end_process(forked=job.forked)
 
 
@@ -201,7 +200,9 @@ def spawn(
     Raises:
         ValueError: a number, an option, a backend or a card is wrong, or func cannot be sent to another process.
         TypeError: func is not callable, nprocs is not an integer, or args is not a sequence.
-        DPFuseError: a rank failed; the text names rank and exception. With join=False `context.join()` raises it.
+        DPFuseError: a rank failed; the text names rank and exception. With join=False `context.join()` raises it. Of a
+            message, and of a traceback, that is longer than 20 KB the text has a part. The whole is in a file that
+            the text names; it stays when the job is over.
 
     Example:
         >>> import math, dpfuse.job as distributed

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 import weakref
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
 from dpfuse.errors import DPFuseError
 from dpfuse.job.descendants import Descendant, descendants, kill_descendants
-from dpfuse.job.failure import RankFailure, first_failure, read_record
+from dpfuse.job.failure import RankFailure, first_failure, read_record, shown
 
-__all__ = ["RankError", "RankFolder", "ReturnQueue", "SpawnContext", "error_path", "result_path"]
+__all__ = ["RankError", "RankFolder", "ReturnQueue", "SpawnContext", "began_path", "error_path", "result_path"]
 
 # After a rank fails, its peers get this time to end by themselves, then the same after SIGTERM; then comes SIGKILL.
 GRACE_SECONDS = 2.0
@@ -63,6 +64,11 @@ def result_path(folder: str, rank: int) -> Path:
     return Path(folder, f"result-{rank}.pickle")
 
 
+def began_path(folder: str, rank: int) -> Path:
+    """Return the path of the empty file that a rank makes before it calls func."""
+    return Path(folder, f"began-{rank}")
+
+
 def error_path(folder: str, rank: int) -> str:
     """Return the path of the file in which a rank records its exception."""
     return os.path.join(folder, f"error-{rank}.json")
@@ -88,10 +94,9 @@ class ReturnQueue:
         self._process.join()
         path = result_path(self._folder.name, self._rank)
         if not path.exists():
-            raise DPFuseError(
-                f"rank {self._rank} left no return value: it ended with exit code {self._process.exitcode}. "
-                "Call join() on the context to see its error."
-            )
+            code = self._process.exitcode
+            hint = "Call join() on the context to see its error." if code else "func ended it, and did not return."
+            raise DPFuseError(f"rank {self._rank} left no return value: it ended with exit code {code}. {hint}")
         return pickle.loads(path.read_bytes())
 
 
@@ -138,13 +143,16 @@ class SpawnContext:
             kill_descendants(set().union(*self._started.values()))
             self._close()
             first = self._first(error)
-            told = first.traceback and not first.error.startswith("SystemExit")
-            trace = f"\n\n{first.traceback}" if told else ""
+            if first.error.startswith("SystemExit"):
+                first = replace(first, traceback="")  # its text says all
+            first = shown(first)
+            trace = f"\n\n{first.traceback}" if first.traceback else ""
             hint = ""
-            if not first.error and first.exit_code == 1:
+            if not first.error and first.exit_code > 0:
                 hint = (
-                    " before or outside func; its own output above says why"
-                    " (is the call under `if __name__ == '__main__':`?)"
+                    " in func, without an exception (os._exit() does that); its own output above may say why"
+                    if began_path(self._folder.name, first.rank).exists()
+                    else " before func; its own output above says why (is the call under `if __name__ == '__main__':`?)"
                 )
             raise RankError(
                 f"spawn: {first}{hint}; it was the first of {len(self.processes)} ranks to fail, and the others "

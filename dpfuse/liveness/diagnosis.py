@@ -113,15 +113,23 @@ class End:
 
 def end_with(error: BaseException, kind: EndKind = EndKind.FAILED) -> End:
     """Return the end of a rank of which `error` is the reason."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name, told = type(error).__name__, _text_of(error)
+    text = f"{name}: {told}" if told else name
     return End(kind, text.partition("\n")[0][:MAX_TEXT], _is_secondary(error))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as problem:  # of the user's __str__, which may raise anything
+        return f"<str() of it raised {type(problem).__name__}>"
 
 
 def _is_secondary(error: BaseException | None) -> bool:
     """Whether an exception only says that another rank has failed."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
-        text = str(error)
+        text = _text_of(error)
         if getattr(error, "ranks", ()) or (isinstance(error, RuntimeError) and any(t in text for t in PEER_HAS_ENDED)):
             return True
         seen.append(error)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as ImportedBefore
 
 import dpfuse
+from dpfuse.integrations.wrapping import TrainerWrapping
 from tests.distributed.test_ddp_neighbours import Deep
 from tests.distributed.test_ddp_semantics import Normed, assert_equal_models, batch, built
 
@@ -166,7 +167,8 @@ def train_all_kinds(rank, size):
             assert type(model) is kind, name
             model(batch(rank, 0)).sum().backward()
             assert_equal_models(model, expected, name, sent="patched" in name)
-        derived = Derived(built(Normed, rank))
+        with pytest.warns(UserWarning, match=r"Derived derives from torch's .*patch\(\) is active"):
+            derived = Derived(built(Normed, rank))
         assert type(derived) is Derived
         derived(batch(rank, 0)).sum().backward()
         for param, other in zip(derived.parameters(), expected.parameters(), strict=True):
@@ -178,6 +180,80 @@ def test_old_derived_copied_and_loaded_wrappers_train_as_before(ranks):
     ranks(train_all_kinds)
 
 
+def derived(name: str, base: type = ImportedBefore, **methods: Any) -> Any:
+    return type(name, (base,), {"__module__": __name__, **methods})
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_subclass_of_torchs_class_is_named_once_at_the_users_line():
+    first = derived("First")
+    with dpfuse.patch():
+        second = derived("Second")
+        for kind in (first, second):
+            with pytest.warns(UserWarning, match="derives from torch's") as caught:
+                assert [type(kind(nn.Linear(2, 2))) for _ in range(2)] == [kind, kind]
+            (told,) = caught
+            assert told.filename == __file__
+            for part in (
+                f"{kind.__name__} derives from torch's DistributedDataParallel",
+                "torch averages the gradients of this model",
+                f"Derive {kind.__name__} from dpfuse.DistributedDataParallel, or",
+            ):
+                assert part in str(told.message)
+        with dpfuse.patch():  # another patch has nothing new to say; a class of the class has
+            made_by(first)
+            with pytest.warns(UserWarning, match="Third derives from"):
+                made_by(derived("Third", second))
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_other_wrappers_are_not_warned_of():
+    def skips(self: Any, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    kinds = [derived("Ours", dpfuse.DistributedDataParallel), derived("Skips", __init__=skips), ImportedBefore]
+    never = derived("Never")
+    made_by(never)  # before a patch
+    with dpfuse.patch():  # warnings are errors in tests
+        for kind in kinds:
+            made_by(kind)
+        made_by(dpfuse.DistributedDataParallel)
+        made_by(dpfuse.DataParallel)
+    made_by(never)  # after it
+    assert made_by(kinds[0]) is kinds[0]
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_warning_that_is_an_error_ends_each_construction():
+    kind = derived("Strict", __init__=lambda self, module: ImportedBefore.__init__(self, module))
+    with dpfuse.patch(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="Strict derives from"):
+                kind(nn.Linear(2, 2))
+    assert made_by(kind) is kind
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_strategy_of_lightning_that_makes_a_subclass_is_told():
+    class Strategy:
+        kind: type = ImportedBefore
+
+        def configure_ddp(self) -> None:
+            self.model = self.kind(nn.Linear(2, 2))
+
+    class OurStrategy(TrainerWrapping, Strategy):
+        pass
+
+    strategy = OurStrategy()
+    strategy.configure_ddp()
+    assert type(strategy.model) is dpfuse.DistributedDataParallel
+    strategy.kind = derived("OfStrategy")
+    with pytest.warns(UserWarning, match="OfStrategy derives from"):
+        strategy.configure_ddp()
+
+
 def wrap_with_replicate(rank, size):
     gradients = []
     for patched in (False, True):
@@ -185,8 +261,8 @@ def wrap_with_replicate(rank, size):
         torch.manual_seed(0)
         for param in module.parameters():
             nn.init.normal_(param)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             if patched:
                 with dpfuse.patch():
                     replicate(module)
@@ -194,6 +270,7 @@ def wrap_with_replicate(rank, size):
             else:
                 replicate(module)
                 module(torch.full((2, 4), rank + 1.0)).sum().backward()
+        assert not [each for each in told if "dpfuse" in str(each.message)]
         gradients.append([param.grad for param in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

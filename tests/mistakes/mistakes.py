@@ -40,6 +40,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
 
+class Skipping(dpfuse.DistributedDataParallel):
+    """A class of a user that wraps parts of its module by itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super(dpfuse.DistributedDataParallel, self).__init__()
+        self.module = module
+
+
 def wrap(_: Path, module: Any = None, face: Any = DataParallel, **options: Any) -> object:
     return face(net() if module is None else module, **options)
 
@@ -106,6 +114,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a class, for DDP": module(
         "module", "got the class Linear", MODULE, "pass the model instance", TypeError, module=nn.Linear, face=DDP
+    ),
+    "a class that skips the constructor": Mistake(
+        lambda _: Skipping(net())(torch.ones(2, 4)),
+        DPFuseError,
+        "Skipping has not run the constructor of dpfuse.DistributedDataParallel",
+        "nothing here averages gradients",
+        "expected that before this call",
+        "Call super().__init__(module) in its constructor",
     ),
     "a module without parameters": module(
         "nothing to average", "ReLU has no parameter", "expected at least one", "without the wrapper", module=nn.ReLU()

@@ -76,6 +76,14 @@ def one_forward_more(rank: int) -> None:
     step(model)
 
 
+def one_batch_dropped(rank: int) -> None:
+    model = dpfuse.DataParallel(net())
+    for value in (torch.nan, 1.0):
+        output = model(torch.full((2, 4), value if rank else 1.0))
+        if output.isfinite().all():
+            output.sum().backward()
+
+
 def weight_on_one_rank(rank: int) -> None:
     model = dpfuse.DataParallel(net())
     if rank:
@@ -143,7 +151,14 @@ MISTAKES = {
         "without a backward",
         "rank 1 has run 1 forward",
         SAME,
-        "Skip a batch on all ranks or on none",
+        "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode",
+    ),
+    "one batch dropped": SharedMistake(
+        one_batch_dropped,
+        "without a backward",
+        "rank 1 has run 1 forward",
+        SAME,
+        "run the backward of a loss that is multiplied by 0",
     ),
     "a weight on one rank": SharedMistake(
         weight_on_one_rank,
