@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, is_
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -18,7 +19,8 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
 from dpfuse.engine.buffer import dense_stride
-from dpfuse.engine.collective import check_all_to_all, has_raised, resolve_group
+from dpfuse.engine.collective import resolve_group
+from dpfuse.engine.failed import has_raised
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
@@ -27,16 +29,20 @@ from dpfuse.engine.waiting import board_of, leave
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.manual_plan import plan_groups
-from dpfuse.model.asking import ask
+from dpfuse.model.agreement import prepare_group
 
 __all__ = ["fused_allreduce_gradients"]
 
 WHAT = "the set of gradients of fused_allreduce_gradients"
+REMEDY = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
 CALLED = "fused_allreduce_gradients() was called"
+Result = TypeVar("Result")
+STALL_TIMEOUT = 60.0  # seconds; the default of the wrappers
 KEPT = 4  # calls with other parameters or options whose buffers are kept, for each group
 
 _kept: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by process group, latest last
 _kept_alone: list[Any] = []  # where there is no other rank
+_left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by process group: why this rank sends nothing any more
 
 
 def fused_allreduce_gradients(
@@ -74,7 +80,8 @@ def fused_allreduce_gradients(
         ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
             `deterministic` or `wire_reduce` needs what the back end lacks, or gradients are where
-            `accumulate_in_buckets=True` has put them; raised on every rank.
+            `accumulate_in_buckets=True` has put them; raised on every rank. Or an earlier call has failed while the
+            ranks exchanged something, and the group cannot be used any more.
 
     Example:
         >>> import torch, dpfuse
@@ -95,21 +102,63 @@ def fused_allreduce_gradients(
     if process_group is None or process_group.size() == 1:
         _prepare(parameter_list, options, _kept_alone)
         return
+    _check_group(process_group)
     kept = _kept.setdefault(process_group, [])
+    prepared, all_have_buckets = _agree(parameter_list, options, process_group, kept)
+    try:
+        # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
+        if not all_have_buckets:
+            prepared.allocate(process_group)
+        prepared.average(process_group)
+    except BaseException as error:
+        kept.clear()  # the buckets may be in flight
+        if not isinstance(error, DPFuseError):
+            _leave(process_group, error)  # the peers wait for this rank, or are further
+        raise
+
+
+def _agree(
+    parameter_list: Any, options: _Options, group: dist.ProcessGroup, kept: list[_Prepared]
+) -> tuple[_Prepared, bool]:
+    """Prepare a call, and compare it over the ranks.
+
+    Returns:
+        What was prepared, and whether all ranks have buckets for it.
+
+    Raises:
+        DPFuseError: a rank cannot do the call, or does another one; on every rank.
+    """
     try:
         prepared = _prepare(parameter_list, options, kept)
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
-        votes.report_failure(error, process_group, WHAT)
+        _vote(partial(votes.report_failure, error, group, WHAT), group)
         raise
-    remedy = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
-    votes.agree_on_text(prepared.text, process_group, WHAT, remedy)
+    ready = bool(prepared.buckets)
+    return prepared, _vote(partial(votes.agree_on_text, prepared.text, group, WHAT, REMEDY, ready=ready), group)
+
+
+def _vote(vote: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Vote, and leave the group if a collective fails in that: the peers may wait in it, or be further."""
     try:
-        if not prepared.buckets:
-            prepared.allocate(process_group)
-        prepared.average(process_group)
-    except BaseException:
-        kept.clear()  # the buckets may be in flight
+        return vote()
+    except BaseException as error:
+        if has_raised(error) and not isinstance(error, DPFuseError):
+            _leave(group, error)
         raise
+
+
+def _leave(group: dist.ProcessGroup, error: BaseException) -> None:
+    _left.setdefault(group, f"{type(error).__name__}: {error}")
+    leave(board_of(group), error)
+
+
+def _check_group(group: dist.ProcessGroup) -> None:
+    if group in _left:
+        raise DPFuseError(
+            f"rank {group.rank()}: an earlier fused_allreduce_gradients() over this process group has failed "
+            f"({_left[group]}), so that the collectives of the ranks no longer fit together; expected a new group. "
+            "Restart the job, or make another group."
+        )
 
 
 @dataclass(frozen=True)
@@ -163,6 +212,7 @@ class _Prepared:
         self._items = [ref(item) for item in items]
         places = {id(item): place for place, item in enumerate(items)}
         self._chosen = [places[id(param)] for param in params]
+        self._devices = list(dict.fromkeys(param.device for param in params))
         self._facts = _facts_of(items)
         lines = [
             f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
@@ -195,27 +245,23 @@ class _Prepared:
         Raises:
             DPFuseError: a rank has no memory for them, or the back end lacks what the options need; on every rank.
         """
-        options, params = self._options, self.params()
-        for device in dict.fromkeys(param.device for param in params):
-            ask(group, device)
-            if options.deterministic:
-                check_all_to_all(group, device)
-            if options.wire.probe is not None:
-                check_all_to_all(group, device, *options.wire.probe)
-        if not params:
-            return
-        window = Window()
+        options = self._options
+        prepare_group(group, self._devices, options.wire, options.deterministic, STALL_TIMEOUT)
+        if self._specs:
+            self.buckets = votes.agree_on_success(lambda: self._make_buckets(group), group, CALLED)
+
+    def _make_buckets(self, group: dist.ProcessGroup) -> list[GradBucket]:
+        options, window = self._options, Window()
         assembly = Assembly(
             group,
-            Surroundings(board_of(group), [], lambda error: leave(board_of(group), error)),
+            Surroundings(board_of(group), [], lambda error: _leave(group, error)),
             scale=options.scale,
             wire=options.wire,
             deterministic=options.deterministic,
             overlaps=False,
             make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
         )
-        plan = plan_groups(self._specs, options.bucket_size)
-        self.buckets = votes.agree_on_success(lambda: assembly.make(plan, params), group, CALLED)
+        return assembly.make(plan_groups(self._specs, options.bucket_size), self.params())
 
     def average(self, group: dist.ProcessGroup) -> None:
         """Average the gradients.
@@ -228,6 +274,8 @@ class _Prepared:
         outcome, unsent = Outcome(), list(self.buckets)
         try:
             try:
+                # Neither kernels nor collectives count as writes, and a wrapper may have measured what is here now.
+                increment_version([param.grad for param in self.params() if param.grad is not None])
                 failed = self._exchange(unsent, outcome)
             except Exception as error:
                 if isinstance(error, DPFuseError) or has_raised(error):
@@ -239,8 +287,6 @@ class _Prepared:
                 raise DPFuseError(_failure(group, failed, outcome)) from outcome.error
         finally:
             outcome.error = None  # its frames would keep the parameters alive
-        # Neither kernels nor collectives count as writes, and a wrapper may have measured what was here before.
-        increment_version([param.grad for param in self.params() if param.grad is not None])
 
     def _exchange(self, unsent: list[GradBucket], outcome: Outcome) -> Reading | None:
         """Send, wait, deliver. After an exception it can be called again: what was done is not done again.

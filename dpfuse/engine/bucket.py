@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.failed import has_raised
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import BucketObserver, Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
@@ -178,7 +178,7 @@ class GradBucket:
         parts, buffer, observers = self.parts, self.parts.buffer, self._around.observers
         for observer in observers:
             observer.wait_begins(self._sent)
-        finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
+        self._finish(self._work)
         for companion in parts.beside:
             companion.finish()
         if parts.delivery.is_early:
@@ -306,7 +306,7 @@ class GradBucket:
                 self._work = exchange.start(flat)  # nothing may come between the start and this
         except BaseException as error:
             self.state, outcome.torn = FREE, True
-            if collective.has_raised(error):
+            if has_raised(error):
                 self._around.leave(error)
             raise
         if exchange.has_stages:
@@ -320,6 +320,22 @@ class GradBucket:
             outcome.torn = True
             self._around.leave(error)
             raise
+
+    def _finish(self, work: dist.Work) -> None:
+        try:
+            finish(work, self._around.board, self.plan.device, last=self.parts.report is not None)
+        except Exception as error:
+            if not isinstance(error, DPFuseError) and (has_raised(error) or self._fails_again(work)):
+                self._around.leave(error)  # it has failed here, and perhaps on no other rank
+            raise
+
+    def _fails_again(self, work: dist.Work) -> bool:
+        """Whether a wait has failed: one that was interrupted can be repeated."""
+        try:
+            finish(work, self._around.board, self.plan.device)
+        except Exception as error:
+            return not isinstance(error, DPFuseError)
+        return False
 
     def _misuse(self, expected: BucketState) -> DPFuseError:
         return DPFuseError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from dpfuse.engine.abilities import abilities_of
+from dpfuse.engine.failed import mark
 from dpfuse.engine.waiting import NO_LIMIT, board_of, finish
 from dpfuse.errors import DPFuseError
 
@@ -28,7 +29,6 @@ __all__ = [
     "check_all_to_all",
     "coalesced",
     "group_device",
-    "has_raised",
     "resolve_group",
     "start_all_gather",
     "start_all_gather_into",
@@ -39,6 +39,7 @@ __all__ = [
     "together",
 ]
 
+Result = TypeVar("Result")
 MOST_BROADCASTS = 16  # ranks; beyond, their number costs more than a copy
 
 _SUM = dist.AllreduceOptions()
@@ -96,7 +97,11 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     The group is called directly. The checks of `dist.all_reduce` cost as much as a small pack, and a flat
     buffer always passes them.
     """
-    work = group.allreduce([flat], _SUM)
+    try:  # as `_called`, which would cost another call of Python for each bucket
+        work = group.allreduce([flat], _SUM)
+    except BaseException as error:
+        mark(error)
+        raise
     return work if type(group) is dist.ProcessGroup else _PythonWork(work, flat)
 
 
@@ -120,42 +125,41 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     if not multiplies:
         _multiply(scaled, factor)
 
-    def start() -> list[dist.Work]:
-        works = [
-            all_reduce_multiplied(each, factor, group) if multiplies else all_reduce(each, group) for each in scaled
-        ]
-        return works + [all_reduce(each, group) for each in sums]
+    def start() -> Iterator[dist.Work]:
+        for each in scaled:
+            yield all_reduce_multiplied(each, factor, group) if multiplies else all_reduce(each, group)
+        yield from (all_reduce(each, group) for each in sums)
 
-    return coalesced(start, first.device, group) if abilities.coalesces else together(start())
+    return coalesced(lambda: together(start()), first.device, group) if abilities.coalesces else together(start())
 
 
 def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup) -> dist.Work:
     """Start the SUM of `factor` times `flat` over the ranks, in place, where the group can multiply."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-    return group.allreduce([flat], options)
+    return _called(group.allreduce, [flat], options)
 
 
 def coalesced(start: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> dist.Work:
     """Start as one the collectives of tensors on `device` that `start()` starts, where the group can do that."""
-    group._start_coalescing(device)
+    _called(group._start_coalescing, device)
     try:
         start()
-    except BaseException:
+    except BaseException as error:
         with suppress(RuntimeError):
             group._end_coalescing(device)  # the group may still be used for other collectives
+        mark(error)
         raise
-    return group._end_coalescing(device)
+    return _called(group._end_coalescing, device)
 
 
-def has_raised(error: BaseException) -> bool:
-    """Whether an error came out of a collective. It is then unknown in which collective the peers wait."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == __file__:
-            return True
-        trace = trace.tb_next
-    return False
+def _called(method: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a method of a group or of a work, and mark what it raises."""
+    try:
+        return method(*arguments)
+    except BaseException as error:
+        mark(error)
+        raise
 
 
 def _multiply(tensors: list[Tensor], factor: float) -> None:
@@ -181,7 +185,7 @@ class _PythonWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the work, and copy its result to where it belongs."""
-        done = self._work.wait(timeout)
+        done = _called(self._work.wait, timeout)
         if not self._waited:
             self._take_result()
             self._waited = True
@@ -230,29 +234,29 @@ class _Together(dist.Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-def together(works: Sequence[dist.Work]) -> dist.Work:
-    """Return one work for these."""
-    return _Together(works)
+def together(works: Iterable[dist.Work]) -> dist.Work:
+    """Return one work for several, which an iterator may start: where it raises, some of them may have begun."""
+    started: list[dist.Work] = _called(list, works)
+    return started[0] if len(started) == 1 else _Together(started)
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
-    work = group.allreduce([values], _MAX)
-    work = work if type(group) is dist.ProcessGroup else _PythonWork(work, values)
-    finish(work, board_of(group), values.device.type)
+    work = _called(group.allreduce, [values], _MAX)
+    _finish(work if type(group) is dist.ProcessGroup else _PythonWork(work, values), group, values.device)
 
 
 def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return every rank's `row`, by rank; all rows have the same shape and dtype."""
     rows, work = start_all_gather(row, group)
-    finish(work, board_of(group), row.device.type)
+    _finish(work, group, row.device)
     return rows
 
 
 def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
     """Start `all_gather`, and return the tensors that it will fill and the work to wait for."""
     rows = [torch.empty_like(row) for _ in range(group.size())]
-    return rows, group.allgather([rows], [row], AllgatherOptions())
+    return rows, _called(group.allgather, [rows], [row], AllgatherOptions())
 
 
 def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> dist.Work:
@@ -268,7 +272,7 @@ def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, leng
         The work, which must be waited for.
     """
     received = [lengths[group.rank()]] * group.size() if lengths else []
-    return group.alltoall_base(parts, flat, received, list(lengths), dist.AllToAllOptions())
+    return _called(group.alltoall_base, parts, flat, received, list(lengths), dist.AllToAllOptions())
 
 
 def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -282,7 +286,7 @@ def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) ->
     Returns:
         The work, which must be waited for.
     """
-    return group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
+    return _called(group._reduce_scatter_base, own, flat, dist.ReduceScatterOptions())
 
 
 def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
@@ -297,26 +301,23 @@ def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.Proc
         The work, which must be waited for.
     """
     parts = [(rank, flat[begin:end]) for rank, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
-
-    def start() -> list[dist.Work]:
-        return [start_broadcast(part, group, rank) for rank, part in parts]
-
+    starts = (start_broadcast(part, group, rank) for rank, part in parts)
     if len(parts) > 1 and flat.is_cuda and abilities_of(group, flat.device).coalesces:
-        return coalesced(start, flat.device, group)
-    return together(start())
+        return coalesced(lambda: together(starts), flat.device, group)
+    return together(starts)
 
 
 def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `flat` with every rank's `part`, by rank; `part` may be this rank's place in it."""
     size = group.size()
     if flat.is_cuda or size > MOST_BROADCASTS or type(group) is not dist.ProcessGroup:
-        return group._allgather_base(flat, part, AllgatherOptions())
+        return _called(group._allgather_base, flat, part, AllgatherOptions())
     # gloo's all-gather copies all of `flat` twice, and takes up to three times as long as broadcasts.
     rows = flat.view(size, -1)
     own = rows[group.rank()]
     if own.data_ptr() != part.data_ptr():
         own.copy_(part)
-    return together([start_broadcast(row, group, rank) for rank, row in enumerate(rows)])
+    return together(start_broadcast(row, group, rank) for rank, row in enumerate(rows))
 
 
 def check_all_to_all(
@@ -333,8 +334,8 @@ def check_all_to_all(
     flat = torch.zeros(group.size(), dtype=dtype, device=device)
     parts = torch.empty_like(flat)
     try:
-        finish(start_all_to_all(parts, flat, group), board_of(group), device.type)
-        finish(start_all_gather_into(flat, parts[:1], group), board_of(group), device.type)
+        _finish(start_all_to_all(parts, flat, group), group, device)
+        _finish(start_all_gather_into(flat, parts[:1], group), group, device)
     except DPFuseError:
         raise
     except (RuntimeError, NotImplementedError) as error:
@@ -347,7 +348,7 @@ def check_all_to_all(
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensor` with that of rank `source` of the group."""
-    finish(start_broadcast(tensor, group, source), board_of(group), tensor.device.type)
+    _finish(start_broadcast(tensor, group, source), group, tensor.device)
 
 
 def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
@@ -355,4 +356,8 @@ def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> di
     # The group is called directly: torch.distributed need not know it.
     options = dist.BroadcastOptions()
     options.rootRank = source
-    return group.broadcast([tensor], options)
+    return _called(group.broadcast, [tensor], options)
+
+
+def _finish(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
+    _called(finish, work, board_of(group), device.type)

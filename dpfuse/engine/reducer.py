@@ -14,6 +14,7 @@ from dpfuse.engine import messages
 from dpfuse.engine.autograd import backward_runs
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
+from dpfuse.engine.failed import has_raised
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
@@ -427,12 +428,9 @@ class Reducer:
     def _goes_on_after(self, error: BaseException) -> bool:
         """Whether `close` can go on and report this error to the peers, which wait for this rank."""
         run = self._run
-        if (
-            isinstance(error, DPFuseError)
-            or not isinstance(error, Exception)
-            or self.phase is CHANGED
-            or run.outcome.torn
-        ):
+        if isinstance(error, DPFuseError) or not isinstance(error, Exception):
+            return False
+        if has_raised(error) or self.phase is CHANGED or run.outcome.torn:
             return False
         run.outcome.error = run.outcome.error or error
         return True

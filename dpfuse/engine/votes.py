@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.engine import collective
+from dpfuse.engine.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -37,7 +38,7 @@ SHARED_TEXT = 510  # bytes
 MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
 
 
-def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = "") -> None:
+def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = "", *, ready: bool = True) -> bool:
     """Compare `text` over the ranks: one small fixed-size exchange, and the texts only if they differ.
 
     Args:
@@ -45,44 +46,50 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
         group: the ranks that must agree.
         what: what the text describes, for the error.
         remedy: what to do about a difference.
+        ready: a fact of this rank, in which ranks may differ.
+
+    Returns:
+        Whether all ranks are ready.
 
     Raises:
         DPFuseError: on every rank with the same text, naming the first rank that differs from rank 0 and
             the first line in which it does.
     """
     try:
-        header = _header_of(text, group)
+        header = _header_of(text, group, ready)
     except Exception:
-        header = _header_of(text, group)  # memory may have been short for a moment, and the peers wait
+        header = _header_of(text, group, ready)  # memory may have been short for a moment, and the peers wait
     rows: list[torch.Tensor] = []
     try:
         rows[:] = collective.all_gather(header, group)
-        _compare(rows, text, group, what, remedy)
+        return _compare(rows, text, group, what, remedy)
     except DPFuseError:
         raise
-    except Exception:
-        if not rows:
+    except Exception as error:
+        if not rows or has_raised(error):
             raise
-        _compare(rows, text, group, what, remedy)  # the peers go on: an error that passes must not be raised here
+        # The peers go on: an error that passes must not be raised here.
+        return _compare(rows, text, group, what, remedy)
 
 
-def _header_of(text: str, group: dist.ProcessGroup) -> torch.Tensor:
+def _header_of(text: str, group: dist.ProcessGroup, ready: bool) -> torch.Tensor:
     data = text.encode()
-    header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode())]
+    header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode()), ready]
     return torch.tensor(header, dtype=torch.int64).to(collective.group_device(group))
 
 
-def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, what: str, remedy: str) -> None:
-    """Raise DPFuseError where the headers of the ranks' texts differ, or one of them is a failure."""
+def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, what: str, remedy: str) -> bool:
+    """Whether all ranks are ready; DPFuseError where the headers of their texts differ, or one of them is a failure."""
     data, device = text.encode(), rows[0].device
     headers = [row.tolist() for row in rows]
+    readiness = [row.pop() for row in headers]
     differing = next((rank for rank, row in enumerate(headers) if row != headers[0]), None)
     failed = next((rank for rank, row in enumerate(headers) if row[-1]), None)
     if failed is not None:
         reason = _text_of(failed, headers[failed][0], data, group, device).removeprefix(FAILURE)
         raise DPFuseError(f"{what} failed on rank {failed}: {reason}")
     if differing is None:
-        return
+        return all(readiness)
     ours = _text_of(0, headers[0][0], data, group, device).splitlines()
     theirs = _text_of(differing, headers[differing][0], data, group, device).splitlines()
     left, right = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing") if pair[0] != pair[1])

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from dpfuse.engine.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -272,7 +273,9 @@ def _ends_within_a_slice(work: dist.Work) -> bool:
     try:
         work.wait(SLICE)
         return True
-    except RuntimeError:
+    except RuntimeError as error:
+        if has_raised(error):
+            raise  # the next stage of the work could not start
         return False  # it has failed, or is not done
 
 

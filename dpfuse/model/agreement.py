@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.engine import collective, votes
+from dpfuse.engine.averaging import Wire
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.start import start_heartbeat
@@ -19,7 +20,7 @@ from dpfuse.model.check import describe_buffers, describe_model, describe_option
 from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.options import SyncOptions
 
-__all__ = ["agree_on_model", "send_tensors"]
+__all__ = ["agree_on_model", "prepare_group", "send_tensors"]
 
 
 def agree_on_model(
@@ -38,13 +39,8 @@ def agree_on_model(
     votes.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
-    start_heartbeat(group, options.common["stall_timeout"])
     device = next(iter(params.values())).device
-    ask(group, device)
-    if options.common["deterministic"]:
-        collective.check_all_to_all(group, device)
-    if options.wire.probe is not None:
-        collective.check_all_to_all(group, device, *options.wire.probe)
+    prepare_group(group, [device], options.wire, options.common["deterministic"], options.common["stall_timeout"])
     buffers = _settled_buffers(module, options, group)
     sent = {id(buffers.found[name]): buffers.found[name] for name in buffers.agreed}  # once, however often they occur
     send_tensors([*params.values(), *(sent.values() if options.send_buffers_at_start else ())], group)
@@ -58,6 +54,30 @@ def _settled_buffers(module: nn.Module, options: SyncOptions, group: dist.Proces
     if len(set(digests)) > 1 and (refusal := sync.settle(0)) is not None:
         raise DPFuseError(refusal)
     return sync
+
+
+def prepare_group(
+    group: dist.ProcessGroup, devices: Sequence[torch.device], wire: Wire, deterministic: bool, stall_timeout: float
+) -> None:
+    """Start the heartbeat of a group, and try what it must be able to do; to be called on all its ranks.
+
+    Args:
+        group: process group.
+        devices: of the gradients.
+        wire: how they travel.
+        deterministic: whether they are added up in the order of the ranks.
+        stall_timeout: seconds; of a heartbeat that starts.
+
+    Raises:
+        DPFuseError: the back end lacks what the options need; on every rank.
+    """
+    start_heartbeat(group, stall_timeout)
+    for device in devices:
+        ask(group, device)
+        if deterministic:
+            collective.check_all_to_all(group, device)
+        if wire.probe is not None:
+            collective.check_all_to_all(group, device, *wire.probe)
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:

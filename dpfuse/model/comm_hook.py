@@ -70,7 +70,8 @@ class CommHook:
         except BaseException as error:
             self._broken = f"raised {type(error).__name__}"
             if hasattr(error, "add_note"):
-                error.add_note(f"rank {self._rank}: raised by the communication hook {self.name} for {bucket!r}")
+                with suppress(Exception):  # its class may forbid attributes
+                    error.add_note(f"rank {self._rank}: raised by the communication hook {self.name} for {bucket!r}")
             raise
         if not isinstance(future, torch._C.Future):
             self._broken = f"returned an object of type {type(future).__name__}"

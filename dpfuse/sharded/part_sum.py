@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -100,20 +100,23 @@ class _PartWork(dist.Work):
         self._future: Future[Any] = Future()
         size, rank = group.size(), group.rank()
         self._sums: list[tuple[Tensor, Tensor]] = []  # what each rank has sent here, [ranks, part], and the part
-        works, begin = [], 0
-        for region in regions:
-            own = flat[region.bounds[rank] : region.bounds[rank + 1]]
-            if scatters and not region.whole:
-                works.append(collective.start_reduce_scatter(own, flat[region.begin : region.end], group))
-                continue
-            sent = flat[region.begin : region.end]
-            end = begin + size * region.lengths[rank] * flat.element_size() if size > 1 else begin
-            parts = memory[begin:end].view(flat.dtype) if size > 1 else sent  # one rank has nothing to add up
-            works.append(collective.start_all_to_all(parts, sent, group, region.lengths if region.whole else ()))
-            if begin < end:
-                self._sums.append((parts.view(size, -1), own))
-            begin = end
-        self._exchange = works[0] if len(works) == 1 else collective.together(works)
+
+        def start() -> Iterator[dist.Work]:
+            begin = 0
+            for region in regions:
+                own = flat[region.bounds[rank] : region.bounds[rank + 1]]
+                if scatters and not region.whole:
+                    yield collective.start_reduce_scatter(own, flat[region.begin : region.end], group)
+                    continue
+                sent = flat[region.begin : region.end]
+                end = begin + size * region.lengths[rank] * flat.element_size() if size > 1 else begin
+                parts = memory[begin:end].view(flat.dtype) if size > 1 else sent  # one rank has nothing to add up
+                yield collective.start_all_to_all(parts, sent, group, region.lengths if region.whole else ())
+                if begin < end:
+                    self._sums.append((parts.view(size, -1), own))
+                begin = end
+
+        self._exchange = collective.together(start())
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for the parts, and add them up; it can be called again."""

@@ -78,6 +78,10 @@ CASES = {
     "wide": Case(wide),
     "wide-private": Case(wide, {"gradient_as_bucket_view": False}),
     "manual": Case(options={"bucket_size": 0}, steps=(1, 2), manual=True),
+    "manual-bfloat16": Case(
+        options={"bucket_size": 0, "wire_dtype": torch.bfloat16}, steps=(1, 2), manual=True, tolerance=2e-2
+    ),
+    "manual-deterministic": Case(options={"bucket_size": 1024, "deterministic": True}, steps=(1, 2), manual=True),
     "manual-wide": Case(wide, steps=(1, 2), manual=True),
 }
 

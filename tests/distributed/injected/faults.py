@@ -27,10 +27,12 @@ ROOT = Path(dpfuse.__file__).parent
 FOLDERS = (
     f"{ROOT}/engine/",
     f"{ROOT}/gradients/",
+    f"{ROOT}/fused_allreduce.py",
+    f"{ROOT}/model/agreement.py",
+    f"{ROOT}/model/asking.py",
     f"{Path(dpfuse_kernels.__file__).parent}/",
 )
 # A collective that has begun cannot be taken back, and waiting for one is not ours to interrupt.
-MANUAL = f"{ROOT}/fused_allreduce.py"  # only what comes after the vote, and before a user's code goes on
 LEFT_OUT = tuple(f"{ROOT}/engine/{name}.py" for name in ("collective", "waiting", "patience"))
 COLLECTIVE = f"{ROOT}/engine/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group"})
@@ -136,8 +138,7 @@ class _Tracer:
             if code.co_name in STARTING and frame.f_back is not None and frame.f_back.f_code.co_filename != COLLECTIVE:
                 self._collective_begins(frame.f_back)
             return None
-        manual = code.co_filename == MANUAL and code.co_name == "_exchange"
-        return self._step if manual or self._in_scope(code.co_filename) else None
+        return self._step if self._in_scope(code.co_filename) else None
 
     def passes_call(self, name: str, frame: FrameType) -> None:
         """A torch function is called from `frame`."""
@@ -170,7 +171,7 @@ class _Tracer:
         Such are the lines in `HARMLESS`. And a `with` line is told again when its block ends; an exception there would
         skip the exit of the context.
         """
-        line = getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        line = getline(frame.f_code.co_filename, frame.f_lineno).partition("  # ")[0].strip()
         if HARMLESS.fullmatch(line):
             return False
         if not line.startswith("with "):
