@@ -178,7 +178,11 @@ class GradBucket:
         parts, buffer, observers = self.parts, self.parts.buffer, self._around.observers
         for observer in observers:
             observer.wait_begins(self._sent)
-        self._finish(self._work)
+        try:
+            finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
+        except Exception as error:
+            self._leave_after(error)
+            raise
         for companion in parts.beside:
             companion.finish()
         if parts.delivery.is_early:
@@ -321,13 +325,11 @@ class GradBucket:
             self._around.leave(error)
             raise
 
-    def _finish(self, work: dist.Work) -> None:
-        try:
-            finish(work, self._around.board, self.plan.device, last=self.parts.report is not None)
-        except Exception as error:
-            if not isinstance(error, DPFuseError) and (has_raised(error) or self._fails_again(work)):
-                self._around.leave(error)  # it has failed here, and perhaps on no other rank
-            raise
+    def _leave_after(self, error: Exception) -> None:
+        """Leave the group if its wait has raised this error because the exchange has failed, perhaps only here."""
+        assert self._work is not None
+        if not isinstance(error, DPFuseError) and (has_raised(error) or self._fails_again(self._work)):
+            self._around.leave(error)
 
     def _fails_again(self, work: dist.Work) -> bool:
         """Whether a wait has failed: one that was interrupted can be repeated."""
