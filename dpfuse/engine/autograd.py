@@ -17,7 +17,7 @@ from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
 
-__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "backward_runs", "hooks_on"]
+__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "backward_is_nested", "backward_runs", "hooks_on"]
 
 # What each backward that Python starts, and each backward of a user's autograd function, goes through.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -87,6 +87,19 @@ _all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()
 def backward_runs() -> bool:
     """Whether the autograd engine runs a backward in this thread, of this module or of another one."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_is_nested() -> bool:
+    """Whether the running backward began inside another one, as that of a reentrant checkpoint does."""
+    frame: FrameType | None = sys._getframe(1)
+    engines = 0
+    while frame is not None:
+        engines += frame.f_code is _ENGINE
+        # On a GPU a thread of the engine runs the outer backward, and has no frame of its caller.
+        if engines > 1 or (engines and frame.f_code is _OWN_BACKWARD):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class BackwardListener(Protocol):
@@ -190,7 +203,8 @@ class BackwardWatch:
         """Open the running backward when it ends, if no output announces it before.
 
         A parameter is ready, and a forward waits for its backward. Only its outputs tell whether this is that backward:
-        a parameter may itself be an output, or the loss may use it directly.
+        a parameter may itself be an output, or the loss may use it directly. If this is a nested backward, the one
+        around it may reach them.
         """
         if self._waiting is not None or self._task is not None:
             return
@@ -207,7 +221,7 @@ class BackwardWatch:
     def _begin_late(self, reached_leaves: Callable[[], bool]) -> None:
         self._waiting = None
         # The backward around a reentrant one goes on, and may still reach an output.
-        if self._task is None and self.listener is not None and not _is_nested():
+        if self._task is None and self.listener is not None and not backward_is_nested():
             self.listener.open(announced=False)
             self.listener.close(reached_leaves)
 
@@ -255,19 +269,6 @@ class _Announcer:
         self._watch.begin(announced=True)
 
     leave_untraced(__call__, calls=True, reason=WHY_UNTRACED)
-
-
-def _is_nested() -> bool:
-    """Whether the running backward began inside another one, as that of a reentrant checkpoint does."""
-    frame: FrameType | None = sys._getframe(1)
-    engines = 0
-    while frame is not None:
-        engines += frame.f_code is _ENGINE
-        # On a GPU a thread of the engine runs the outer backward, and has no frame of its caller.
-        if engines > 1 or (engines and frame.f_code is _OWN_BACKWARD):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _reaches_leaves(node: Any) -> bool:

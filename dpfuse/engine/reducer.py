@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfuse.engine import messages
-from dpfuse.engine.autograd import backward_runs
+from dpfuse.engine.autograd import backward_is_nested, backward_runs
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.failed import has_raised
@@ -52,7 +52,8 @@ class Calls:
 
     Args:
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        open_at_end: called instead where outputs may still announce it; must call `open` and `close` if none does.
+        open_at_end: called instead where only outputs tell what it is; must call `open` and `close` at its end if none
+            has announced it.
         rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
             returns the error that every rank is to raise.
         decline: called instead on a rank that cannot go on, so that the peers do not wait.
@@ -534,7 +535,7 @@ class Reducer:
     def _record(self, param: Any) -> None:
         """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
         if self.phase in RESTING:
-            self._announce()
+            self._open_unannounced()
         self._in_use.recorded.append(param)
         if self.phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
@@ -548,12 +549,19 @@ class Reducer:
         elif self.phase is LOCAL:
             if self._in_use.ready[order].is_complete:
                 self.accumulation.ready(order)
-        elif self.phase in RESTING and self._announce():
+        elif self.phase in RESTING and self._open_unannounced():
             self._examine(order)
 
-    def _announce(self) -> bool:
-        """No output of the wrapper has announced this backward so far. Return whether it is open now."""
-        if self.phase is IDLE and self._run.forward is not None and self._run.outputs_watched:
+    def _open_unannounced(self) -> bool:
+        """Open a backward that no output of the wrapper has announced so far, unless one still may.
+
+        Returns:
+            Whether it is open now.
+        """
+        run = self._run
+        # A backward of a forward inside no_sync() is local, and any other one is synchronised outside of no_sync().
+        undecided = run.forward is False or (run.forward and backward_is_nested())
+        if undecided and run.outputs_watched and self.phase is IDLE:
             self._wiring.calls.open_at_end()
         else:
             self._wiring.calls.open_backward()
