@@ -268,10 +268,11 @@ class GradSync:
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.
         # Gradients that are views keep the old buffers alive.
+        group = self.group  # nothing may fail between the beginning of the vote and its first collective
         if self._agreed is None:
-            tensors = votes.order_tensors(order, marks, self.group)
+            tensors = votes.order_tensors(order, marks, group)
             try:
-                self._agreed = self._agree_on_buckets(*tensors)
+                self._agreed = self._agree_on_buckets(*tensors, group)
             except DPFuseError as error:
                 return error
             except BaseException as error:
@@ -285,7 +286,9 @@ class GradSync:
         self._agreed = None
         return None
 
-    def _agree_on_buckets(self, order: Tensor, marks: Tensor) -> tuple[BucketPlan, list[GradBucket], list[int]]:
+    def _agree_on_buckets(
+        self, order: Tensor, marks: Tensor, group: dist.ProcessGroup
+    ) -> tuple[BucketPlan, list[GradBucket], list[int]]:
         """Return the plan for the agreed ready order, its buckets, and the agreed marks."""
 
         def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
@@ -296,8 +299,8 @@ class GradSync:
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
             return plan, self._make_buckets(plan, self._params, self.reducer.buckets), marks.tolist()
 
-        votes.agree_on_order(order, marks, self.group, self.source)
-        return votes.agree_on_success(build, self.group, BUCKETS)
+        votes.agree_on_order(order, marks, group, self.source)
+        return votes.agree_on_success(build, group, BUCKETS)
 
     def _decline(self) -> None:
         votes.agree_on_order(*votes.order_tensors([], [0] * len(self._params), self.group), self.group, self.source)
