@@ -307,8 +307,9 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
-        if self._any_ready() and not backward_runs():
-            self.refuse(self._in_use.entries())
+        in_use = self._in_use  # in line, since each forward comes here
+        if (in_use.recorded or any(map(_entries_of, in_use.ready))) and not backward_runs():
+            self.refuse(in_use.entries())
             self._wiring.window.backward_ends()
 
     def unaveraged(self) -> list[Tensor]:

@@ -49,6 +49,7 @@ class BufferSync:
 
     Attributes:
         agreed: those that travel.
+        found: the buffers that `look` has found, by name: the same object for as long as none was replaced.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class BufferSync:
         self._kinds: Mapping[str, BufferKind] = {}  # of all that there are
         self._settled: Mapping[str, BufferKind] = {}  # the same, when the ranks last settled
         self.agreed: Mapping[str, BufferKind] = {}
+        self.found: Mapping[str, Tensor] = {}
         self._last: Mapping[str, Tensor] = {}  # those that travelled last; some may have been removed since
         self._broadcasts: list[FlatBroadcast] | None = None
         self._refused = False  # whether the ranks have not settled because of a conversion
@@ -74,11 +76,6 @@ class BufferSync:
             agreed = {name: own if own[:2] == kind[:2] else kind for name, kind, own in pairs}
         self.agreed = self._kinds if agreed is None else agreed
         self._look()
-
-    @property
-    def found(self) -> Mapping[str, Tensor]:
-        """The buffers that `look` has found: the same object for as long as none was replaced."""
-        return self._found
 
     @property
     def exist(self) -> bool:
@@ -127,7 +124,7 @@ class BufferSync:
         agreed = {name: self._kinds[name] for (name, _, _), code in zip(described, codes, strict=True) if code == SAME}
         self.agreed, self._fits, self._broadcasts = agreed, True, None
         new = [name for name, kind in agreed.items() if before.get(name) != kind]
-        for broadcast in self._broadcasts_of([self._found[name] for name in new]):
+        for broadcast in self._broadcasts_of([self.found[name] for name in new]):
             broadcast(source)
         converted = next((each for each in zip(described, codes, strict=True) if each[1] >= CONVERTED), None)
         self._refused = converted is not None
@@ -154,8 +151,8 @@ class BufferSync:
             self._send_stand_ins(source)
             return
         if self._broadcasts is None:
-            self._last = self._found
-            self._broadcasts = self._broadcasts_of([self._found[name] for name in self.agreed])
+            self._last = self.found
+            self._broadcasts = self._broadcasts_of([self.found[name] for name in self.agreed])
         for broadcast in self._broadcasts:
             broadcast.start(source)
 
@@ -168,7 +165,7 @@ class BufferSync:
         stand_ins = {
             name: torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) for name, kind in self.agreed.items()
         }
-        pairs = self._pairs(stand_ins, self._found)
+        pairs = self._pairs(stand_ins, self.found)
         with torch.no_grad():
             for stand_in, buffer in (*self._pairs(stand_ins, self._last), *pairs):
                 stand_in.copy_(buffer)
@@ -201,8 +198,8 @@ class BufferSync:
         self._empty = [table for _, table in tables if not table]
         self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
-        self._found = {name: buf for name, buf in named if name not in self._ignored and _can_travel(buf)}
-        kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in self._found.items()}
+        self.found = {name: buf for name, buf in named if name not in self._ignored and _can_travel(buf)}
+        kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in self.found.items()}
         self._kinds = next((known for known in (self._settled, self._kinds) if known == kinds), kinds)
         self._fits = all(self._kinds.get(name) == kind for name, kind in self.agreed.items())
         self._broadcasts = None
