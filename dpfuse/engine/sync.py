@@ -179,7 +179,7 @@ class GradSync:
         """
         self._check_idle("a feature was added")
         self._assembly.features.insert(0, feature)
-        self._remake()
+        self.remake()
 
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
@@ -207,14 +207,10 @@ class GradSync:
         self.plan = plan
         self.reducer.adopt(buckets)
 
-    def remake(self) -> None:
-        """Make the buckets again, since a feature has something else beside them now; between backwards."""
-        self._remake()
-
     def set_hook(self, hook: HookExchanges) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
         self._assembly = replace(self._assembly, hook=hook)
-        self._remake()
+        self.remake()
 
     def follow(
         self,
@@ -234,7 +230,7 @@ class GradSync:
         self._followed = None
         self.listening.hooks.put_on(self._params)
         self.reducer.unfollow()
-        self._remake()  # a feature may have been added meanwhile
+        self.remake()  # a feature may have been added meanwhile
 
     def settle(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
         """Keep the changed model, on which all ranks have agreed."""
@@ -257,7 +253,8 @@ class GradSync:
     ) -> list[GradBucket]:
         return self._assembly.make(plan, params, before=before, rank_count=self._rank_count)
 
-    def _remake(self) -> None:
+    def remake(self) -> None:
+        """Make the buckets again, since a feature was added or has something else beside them; between backwards."""
         self.reducer.accumulation.release()
         if self._followed is None:
             self.reducer.adopt(self._make_buckets(self.plan, self._params, self.reducer.buckets))

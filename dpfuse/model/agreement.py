@@ -35,6 +35,7 @@ def agree_on_model(
         DPFuseError: on every rank, naming rank and first difference, or what the back end lacks.
     """
     lines = [*describe_options(options), *describe_model(module, plan, options)]
+    lines += describe_buffers(module, options, saved=True)  # the others, such as caches, may differ
     params, _ = tensors_of(module, options)
     votes.agree_on_text(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."

@@ -158,11 +158,8 @@ def describe_options(options: SyncOptions) -> list[str]:
     return lines
 
 
-def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *, buffers: bool = True) -> list[str]:
-    """One line per parameter and saved buffer; equal on two ranks if their models differ at most in values.
-
-    Buffers that are not in the state dict, such as caches, may differ.
-    """
+def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions) -> list[str]:
+    """One line per parameter; equal on two ranks if and only if their parameters differ at most in values."""
     lines = [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
     lines += [f"a given plan of {plan_digest(plan)}"] if plan.tuned else []
     first: dict[int, str] = {}
@@ -174,8 +171,6 @@ def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions, *,
             continue
         first[id(param)] = name
         lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
-    if buffers:
-        lines += describe_buffers(module, options, saved=True)
     return lines
 
 

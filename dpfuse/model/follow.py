@@ -148,7 +148,7 @@ class ModuleFollower:
                 plan = error
         if isinstance(plan, Exception):
             return ModelChange(text, plan, [], {}), None
-        facts = describe_model(self._module, plan, self._options, buffers=False)
+        facts = describe_model(self._module, plan, self._options)
         if self._wish:
             facts.append(self._wish)
         return ModelChange(text, plan, facts, self._signature.new_parameters()), buckets
