@@ -5,6 +5,7 @@ Read from another thread. Knows no rank.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -46,12 +47,14 @@ def thread_state(thread: int) -> ThreadState:
 def _stack(thread: int) -> list[tuple[str, int, str]]:
     """Return file, line and function of the innermost frames of a thread, innermost first; at most 100.
 
-    The thread must not go on meanwhile: while torch.compile traces in it, a frame may then lead to memory that is
-    freed. So Python is asked not to switch threads. faulthandler cannot be used: it reads the list of all threads
-    without the lock of that list, and crashes where a thread of C++ enters Python at that moment.
+    The thread must not go on meanwhile: a frame may then lead to memory that is freed. So Python is asked not to switch
+    threads, and not to collect garbage. Before Python 3.12 the making of a frame object can start a collection, and
+    the finalizer of an object that it finds can let the thread go on. faulthandler cannot be used: it reads the list of
+    all threads without the lock of that list, and crashes where a thread of C++ enters Python at that moment.
     """
-    interval = sys.getswitchinterval()
+    interval, collects = sys.getswitchinterval(), gc.isenabled()
     sys.setswitchinterval(UNDISTURBED)
+    gc.disable()
     try:
         found: list[tuple[str, int, str]] = []
         frame = sys._current_frames().get(thread)
@@ -60,6 +63,8 @@ def _stack(thread: int) -> list[tuple[str, int, str]]:
             frame = frame.f_back
         return found
     finally:
+        if collects:
+            gc.enable()
         sys.setswitchinterval(interval)
 
 

@@ -43,6 +43,36 @@ while runs():
 print("crowd" in seen)
 """
 
+# Each object that the reader makes may start a collection, whose finalizer lets the thread that is read go on.
+COLLECTING = """
+import gc, threading, time
+from dpfuse.liveness.thread_state import thread_state
+
+class Waits:
+    def __init__(self):
+        self.cycle = self
+    def __del__(self):
+        time.sleep(0.0005)
+
+def deep(left):
+    return deep(left - 1) if left else sum(range(30))
+
+def read(thread):
+    global reads
+    gc.set_threshold(2, 1, 1)
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        Waits(), Waits()
+        reads += "in deep" in thread_state(thread).at
+
+reads = 0
+reader = threading.Thread(target=read, args=(threading.get_ident(),))
+reader.start()
+while reader.is_alive():
+    deep(60)
+print(reads > 5)
+"""
+
 
 def test_the_line_of_the_user_is_found_behind_libraries():
     end = threading.Event()
@@ -85,8 +115,9 @@ def test_a_thread_that_has_ended_does_nothing():
     assert thread_state(thread.ident) == ("", "", None)
 
 
-def test_threads_that_come_and_go_do_not_harm_the_reader():
+@pytest.mark.parametrize("program", [CROWD, COLLECTING], ids=["threads come and go", "garbage is collected"])
+def test_nothing_harms_the_reader(program):
     done = subprocess.run(
-        [warm_python(), "-c", CROWD], capture_output=True, text=True, timeout=patience(60), check=False
+        [warm_python(), "-c", program], capture_output=True, text=True, timeout=patience(60), check=False
     )
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
