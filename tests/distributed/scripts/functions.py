@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ def plain_torch() -> tuple[int, int, str | None]:
 
 
 def only_joins() -> int:
+    faulthandler.dump_traceback_later(100, exit=True)  # once, one of them hung: let the next one say where
     distributed.init_parallel_env()
     return distributed.get_rank()
 
