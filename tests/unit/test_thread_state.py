@@ -85,6 +85,7 @@ def test_a_thread_that_has_ended_does_nothing():
     assert thread_state(thread.ident) == ("", "", None)
 
 
+@pytest.mark.slow
 def test_threads_that_come_and_go_do_not_harm_the_reader():
     done = subprocess.run(
         [warm_python(), "-c", CROWD], capture_output=True, text=True, timeout=patience(60), check=False
