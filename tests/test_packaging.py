@@ -143,6 +143,7 @@ def test_importing_is_quick_and_leaves_triton_alone(tmp_path):
     assert min(parts) <= IMPORT_PART
 
 
+@pytest.mark.slow
 def test_a_step_works_where_triton_cannot_be_imported(tmp_path):
     program = """
         import sys

@@ -40,7 +40,15 @@ def check(path, schema):
     return subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
 
 
-@pytest.mark.parametrize(("path", "schema"), FILES, ids=[path.name for path, _ in FILES])
+# One for each schema.
+QUICK = ("ci.yml", "bug.yml", "CITATION.cff", "dependabot.yml", "config.yml", ".readthedocs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "schema"),
+    [pytest.param(*file, marks=() if file[0].name in QUICK else pytest.mark.slow) for file in FILES],
+    ids=[path.name for path, _ in FILES],
+)
 def test_each_file_fits_its_schema(path, schema):
     done = check(path, schema)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -34,6 +34,7 @@ def test_every_rank_returns_its_result(ranks):
     assert ranks(sum_of_ranks) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "text"), [(fails_on_rank_1, "planted"), (hangs, r"no answer(.|\n)*in hangs\n")])
 def test_a_failure_or_a_hang_on_a_rank_is_an_error(function, text):
     pool = RankPool(2)
@@ -46,6 +47,7 @@ def ends_soon(rank: int, size: int) -> None:
     threading.Timer(0.1, os._exit, [7]).start()
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_between_two_tests_is_named_with_the_test_before():
     pool = RankPool(2)
     pool.run(ends_soon)

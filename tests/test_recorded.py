@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from tempfile import gettempdir
 
+import pytest
+
 from tests.recorded import ROOT, main, record_of
 
 
@@ -25,6 +27,7 @@ def test_dots_and_folders_are_left_out():
     assert text.endswith("collected 2 items\n\n./tests/x.py: in <environment>/lib\n1 failed\nat <temporary>'\n")
 
 
+@pytest.mark.slow
 def test_a_run_is_printed_and_recorded_with_its_exit_code(tmp_path: Path, capfd):
     (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n")
     code = main(str(tmp_path / "record.txt"), [str(tmp_path / "test_two.py"), "-p", "no:cacheprovider", "-q"])

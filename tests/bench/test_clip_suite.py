@@ -23,6 +23,7 @@ def few_steps(rank, size):
     return time_clips(one_layer, Effort(5, 2, 0))
 
 
+@pytest.mark.slow
 def test_contenders_are_proved_and_timed(ranks):
     for results in ranks(few_steps):
         assert tuple(results) == VARIANTS

@@ -31,6 +31,7 @@ def interpreter(monkeypatch):
     launcher.jit.cache_clear()
 
 
+@pytest.mark.slow
 def test_every_shape_packs_the_same_and_is_timed(interpreter):
     found = time_shapes([(300, 31), (64,)], torch.float32, torch.float32, "cpu", rounds=2, hot=True)
     assert list(found) == [*map(label, SHAPES), CEILING]

@@ -124,6 +124,7 @@ def test_wrappers_run_unchanged_wait_for_the_link_and_average_rightly(name):
         assert all(map(torch.equal, grads, expected))
 
 
+@pytest.mark.slow
 def test_autotune_finds_the_buckets_for_the_link():
     linears = [nn.Linear(40, 40, bias=False) for _ in range(4)]
     with simulated_network() as network:

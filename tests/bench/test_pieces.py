@@ -61,6 +61,7 @@ def test_a_step_that_fails_hides_none_behind_it(run, capfd):
     assert summary["machine"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_a_step_ends_by_its_limit_and_keeps_what_it_said(run):
     code, outcomes, logs, _ = run(
         python("endless", "import time; print('begun', flush=True); time.sleep(60)", 2.0), python("after", "pass")
@@ -71,6 +72,7 @@ def test_a_step_ends_by_its_limit_and_keeps_what_it_said(run):
     assert outcomes["after"] == "passed"
 
 
+@pytest.mark.slow
 def test_steps_for_which_no_time_is_left_are_named(run):
     code, outcomes, _, _ = run(python("slow", "import time; time.sleep(60)"), python("late", "pass"), limit=15.0)
     assert code == 1
@@ -152,6 +154,7 @@ def test_the_pack_is_profiled(tmp_path, capsys):
     assert "Self CPU" in (tmp_path / "pack-profile.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_stops_a_piece_by_name(tmp_path):
     """As a borrowed machine ends a command: the whole program, with a step that would take long."""
     code = (

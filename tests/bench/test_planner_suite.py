@@ -38,6 +38,7 @@ def test_the_exact_planner_differs_nowhere(monkeypatch):
     assert outcome.met is False
 
 
+@pytest.mark.slow
 def test_a_rival_that_lands_earlier_is_counted(monkeypatch):
     first, *rest = judge(entries(RECORDED, _beside_rivals(RECORDED, quick=True)))
     assert (first.value, first.met) == (0, True)

@@ -20,6 +20,7 @@ def computed():
     return published_scaling.compute()
 
 
+@pytest.mark.slow
 def test_the_record_is_what_the_command_computes():
     found = json.loads(published_scaling.RECORD.read_text())
     assert set(found) == {"machine", *computed()}

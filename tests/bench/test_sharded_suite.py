@@ -99,6 +99,7 @@ def timed(rank, size, name):
     return suite._time(name, Effort(1, 2, 1), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [COPIES_CASE, CUDA_CASE])
 def test_a_case_has_times_and_facts_of_each_contender(ranks, name):
     (found, _) = ranks(timed, name)
@@ -109,6 +110,7 @@ def test_a_case_has_times_and_facts_of_each_contender(ranks, name):
         assert one["facts"]["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_a_network_delays_what_is_not_under_computation(monkeypatch):
     monkeypatch.setattr(suite, "layers", lambda count, features, rows: layers(3, 64, rows))
     fast, slow = (suite._time_network(20e-6, load, Effort(3, 1, 1), 4) for load in (0.25, 200))

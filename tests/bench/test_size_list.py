@@ -54,6 +54,7 @@ def test_what_is_timed_has_these_shapes_in_this_order(name, network):
         assert [name for name, _ in built.named_parameters()] == [name for name, _ in load(name)]
 
 
+@pytest.mark.slow
 def test_what_is_timed_runs_and_trains_every_parameter():
     for built, batch, shape in [
         (ResNet50(), torch.randn(2, 3, 64, 64), (2, 1000)),

@@ -35,6 +35,7 @@ def test_it_prints_versions_and_the_machine_and_no_value_of_an_unknown_variable(
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_kernel_without_triton_says_what_to_install():
     program = """
 import sys

@@ -59,6 +59,7 @@ def test_a_report_and_a_saved_timeline_are_read_too(tmp_path, capsys):
     assert outputs[0] == outputs[1] != ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_without_a_file_a_backward_is_recorded_first(tmp_path, capsys):
     arguments = ["--steps", "1", "--ranks", "2,8", "--out", str(tmp_path)]

@@ -71,6 +71,7 @@ def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["report.json", "trace.json"]
 
 
+@pytest.mark.slow
 def test_inside_a_job_its_ranks_are_used_and_one_reports(tmp_path):
     pytest.importorskip("matplotlib")
     saved = tmp_path / "saved.json"
@@ -86,6 +87,7 @@ def test_inside_a_job_its_ranks_are_used_and_one_reports(tmp_path):
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_a_rank_that_fails_ends_all_with_exit_code_1(tmp_path, capsys):
     before = {*multiprocessing.active_children()}
@@ -112,6 +114,7 @@ def test_a_factory_that_fails_on_one_rank_is_an_error_on_all(ranks):
     ranks(build_that_fails)
 
 
+@pytest.mark.slow
 def test_the_command_names_the_rank_of_such_a_factory_once(tmp_path, capsys):
     place = f"{PLACE}:breaks_on_rank_1"
     assert main(["tune", place, "--out", str(tmp_path), "--nproc_per_node", "2"]) == 1

@@ -167,21 +167,25 @@ NETS = [
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=["fp32", "fp64"]
+)
 @pytest.mark.parametrize("net", NETS)
 def test_twenty_steps_equal_ddp_bitwise(ranks, net, dtype, views):
     ranks(train_beside_ddp, net, dtype, "momentum", 1, views)
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("micros", [2, 3, 4])
+@pytest.mark.parametrize("views", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["views", "private"])
+@pytest.mark.parametrize(
+    "micros", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("net", [Mlp, Checkpointed, Tied, SeveralDtypes, Branching])
 def test_accumulation_equals_ddp_bitwise(ranks, net, micros, views):
     ranks(train_beside_ddp, net, torch.float32, "sgd", micros, views)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("views", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["views", "private"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_and_way_of_zeroing_equals_ddp_bitwise(ranks, optimizer, views, set_to_none):
     ranks(train_beside_ddp, Mlp, torch.float32, optimizer, 2, views, set_to_none)

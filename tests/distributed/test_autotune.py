@@ -66,7 +66,7 @@ def train(rank, size, face, tuned, worse):
 
 
 @pytest.mark.parametrize("worse", [False, True])
-@pytest.mark.parametrize("face", ["DataParallel", "DistributedDataParallel"])
+@pytest.mark.parametrize("face", ["DataParallel", pytest.param("DistributedDataParallel", marks=pytest.mark.slow)])
 def test_every_rank_uses_rank_0s_plan_and_gradients_stay_what_they_were(ranks, face, worse):
     tuned, untuned = ranks(train, face, True, worse), ranks(train, face, False, worse)
     assert tuned[0][0] == tuned[1][0]

@@ -104,6 +104,7 @@ def test_steps_of_more_than_ten_digits_still_sort(tmp_path):
     assert read_newest(tmp_path)[1]["a"] == 10_000_000_000
 
 
+@pytest.mark.slow
 def test_every_changed_bit_and_every_cut_is_noticed(tmp_path):
     path = write_step(tmp_path, 3, {"weight": torch.arange(8.0), "name": "x" * 20}, keep=1)
     good = path.read_bytes()

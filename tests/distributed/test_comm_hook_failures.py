@@ -219,6 +219,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_a_hook_that_raises_on_one_rank_ends_the_others_with_it(tmp_path):
     running = [processes.start("-c", SCRIPT, rank, tmp_path / "store", GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
     outcomes = [process.communicate(timeout=patience(60)) for process in running]

@@ -23,6 +23,7 @@ OPTIONS = {
     "private": {"gradient_as_bucket_view": False},
     "bfloat16": {"wire_dtype": torch.bfloat16},
 }
+EACH = ["views", "bfloat16", pytest.param("private", marks=pytest.mark.slow)]
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def train(rank, size, kind, steps, set_to_none, idle):
         return error, uploaded
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", EACH)
 def test_the_fourth_step_can_be_captured(ranks, kind):
     for error, uploaded in ranks(train, kind, 3, False, False):
         assert (error, uploaded) == ("", 0)
@@ -88,7 +89,7 @@ def test_the_first_step_is_refused_by_name(ranks):
         assert f"rank {rank}: the first synchronised backward of a model is captured in a CUDA graph" in error
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", EACH)
 def test_gradients_that_are_made_anew_are_refused_by_name(ranks, kind):
     for error, uploaded in ranks(train, kind, 4, True, False):
         assert "tensors are not where the last call found them, while a CUDA graph is being captured" in error

@@ -110,6 +110,7 @@ class Layer(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caps", [[1, 2], [2], [1, 1, 3]], ids=str)
 def test_the_compiler_splits_by_the_largest_of_the_caps_as_for_torch(caps):
     counts = []

@@ -64,6 +64,7 @@ def test_buckets_are_sent_while_later_parts_of_the_compiled_backward_run(ranks):
         assert sent_by_then == sorted(sent_by_then)
 
 
+@pytest.mark.slow
 def test_without_splits_nothing_is_sent_before_the_compiled_backward_ends(ranks):
     assert ranks(trace_backward, False) == [(1, [0])] * 2
 
@@ -84,6 +85,13 @@ def reduce_in_python(rank, size, mode):
                 assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("mode", ["python_reducer", "python_reducer_without_compiled_forward", "no_optimization"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "python_reducer",
+        pytest.param("python_reducer_without_compiled_forward", marks=pytest.mark.slow),
+        pytest.param("no_optimization", marks=pytest.mark.slow),
+    ],
+)
 def test_other_modes_of_the_compiler_give_the_mean_too(ranks, mode):
     ranks(reduce_in_python, mode)

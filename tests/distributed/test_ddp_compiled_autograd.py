@@ -101,6 +101,7 @@ def send_early(rank, size):
     assert min(sent[1:]) > 0
 
 
+@pytest.mark.slow
 def test_complete_buckets_are_sent_while_the_compiled_backward_runs(ranks):
     ranks(send_early, timeout=180)
 
@@ -205,6 +206,7 @@ def train_two(rank, size):
         (head(model(data(rank, step))).sum() * float("nan")).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_two_wrappers_in_one_backward_and_anomaly_mode(ranks):
     ranks(train_two)
@@ -256,6 +258,7 @@ def compile_whole(rank, size):
     assert_equal(expected, model, 0)
 
 
+@pytest.mark.slow
 def test_a_graph_without_breaks_is_refused_by_name(ranks):
     ranks(compile_whole)
 

@@ -58,6 +58,7 @@ def differ_in_shape(rank, size):
     assert re.search(r"rank 1 has .*shape=\(3, 2\).*rank 0 has .*shape=\(2, 2\)", str(ours))
 
 
+@pytest.mark.slow
 def test_a_different_shape_is_an_error_on_all_ranks_where_torch_has_one_on_some(ranks):
     ranks(differ_in_shape)
 

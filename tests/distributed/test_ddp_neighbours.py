@@ -290,8 +290,9 @@ def count_graphs(rank, size, cap, order):
     assert graphs_of(DistributedDataParallel, cap, order, True) == ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["outside", "inside"])
-@pytest.mark.parametrize("cap", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cap", [2, 4])
 @pytest.mark.filterwarnings("ignore::Warning:torch")
 def test_the_compiler_splits_graphs_where_it_splits_torchs(ranks, cap, order):
     """And fullgraph=True, which torch's class cannot take outside, changes nothing."""
@@ -314,7 +315,7 @@ def train_compiled(rank, size, order):
         assert_equal_models(*models, f"in step {step}")
 
 
-@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("order", [pytest.param("outside", marks=pytest.mark.slow), "inside"])
 @pytest.mark.filterwarnings("ignore::Warning:torch")
 def test_compiled_steps_equal_torchs_bitwise(ranks, order):
     ranks(train_compiled, order)

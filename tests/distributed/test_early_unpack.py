@@ -84,7 +84,9 @@ def all_steps(rank, size, wrap):
                 assert (early > 0) == (large is NONE)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(wrap, marks=() if wrap in ("small", "bfloat16") else pytest.mark.slow) for wrap in WRAPS]
+)
 def test_every_step_gives_the_same_bits(ranks, wrap):
     ranks(all_steps, wrap)
 

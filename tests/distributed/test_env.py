@@ -93,6 +93,7 @@ def test_paddles_variables_start_a_job():
     assert [json.loads(out)["sum"] for out, _ in told] == [3.0, 3.0], told
 
 
+@pytest.mark.slow
 def test_torchs_own_launcher_works_too():
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", SCRIPTS / "join.py")
     assert json.loads(done.stdout)["sum"] == 1.0, done.stderr

@@ -82,7 +82,7 @@ def nothing_is_lost(rank, size, wires, steps=30):
             assert (arrived[place] - true[place]).abs().max() > 2 * tolerance
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_what_arrives_is_the_true_sum_but_for_what_is_kept(ranks, size):
     ranks(nothing_is_lost, WIRES, size=size)
 

@@ -130,12 +130,14 @@ def by_hand(rank, size, name, late, options):
 PLAIN, WIRE, ORDERED = {}, {"wire_dtype": torch.bfloat16}, {"deterministic": True}
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["when it starts", "when it is waited for"])
+@pytest.mark.parametrize(
+    "late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["when it starts", "when it is waited for"]
+)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("allreduce", PLAIN),
-        ("_allgather_base", ORDERED),
+        pytest.param("_allgather_base", ORDERED, marks=pytest.mark.slow),
         pytest.param("allreduce", WIRE, marks=pytest.mark.slow),
         pytest.param("allreduce", {"bucket_size": 0}, marks=pytest.mark.slow),
         pytest.param("allgather", PLAIN, marks=pytest.mark.slow),

@@ -123,7 +123,13 @@ def summed(_state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.parametrize("face", [face for face in FACES if face != "in buckets"])
+QUICK = ("views", "deterministic", "half wire")
+
+
+@pytest.mark.parametrize(
+    "face",
+    [pytest.param(face, marks=() if face in QUICK else pytest.mark.slow) for face in FACES if face != "in buckets"],
+)
 def test_sixty_steps_are_those_of_torch(ranks, face):
     first, second = ranks(as_torchs, face, NONE, {"clip": 0.3} if face in ("views", "ddp") else {})
     assert first == second
@@ -132,11 +138,11 @@ def test_sixty_steps_are_those_of_torch(ranks, face):
 @pytest.mark.parametrize(
     ("face", "options"),
     [
-        ("views", {"micros": 3}),
+        pytest.param("views", {"micros": 3}, marks=pytest.mark.slow),
         ("in buckets", {"micros": 3}),
-        ("views", {"micros": 3, "synced": (0, 1)}),
-        ("in buckets", {"micros": 4, "synced": (1,)}),
-        ("views", {"half": True}),
+        pytest.param("views", {"micros": 3, "synced": (0, 1)}, marks=pytest.mark.slow),
+        pytest.param("in buckets", {"micros": 4, "synced": (1,)}, marks=pytest.mark.slow),
+        pytest.param("views", {"half": True}, marks=pytest.mark.slow),
         ("views", {"fused": True, "micros": 2}),
     ],
 )
@@ -144,6 +150,7 @@ def test_sixty_steps_with_accumulation_autocast_and_a_fused_optimizer(ranks, fac
     ranks(as_torchs, face, NONE, options)
 
 
+@pytest.mark.slow
 def test_sixty_steps_with_gradients_that_are_reduced_in_place(ranks):
     ranks(as_torchs, "private", ALL, {"micros": 2, "synced": (0,)})
 

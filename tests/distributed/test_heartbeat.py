@@ -122,6 +122,7 @@ def test_a_rank_that_leaves_its_group_is_named_and_lives(faulty):
     assert "DPFuseError" not in told[faulty]
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_reported_and_given_up():
     limit = whole(4)
     job = Job("freeze", limit)
@@ -150,6 +151,7 @@ def test_a_rank_that_has_fewer_steps_is_named():
     assert "rank 1 ended without an error" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_in_a_collective_of_its_own_is_a_deadlock():
     limit = whole(2)
     job = Job("barrier", limit)
@@ -171,11 +173,12 @@ def test_a_long_evaluation_is_waited_for():
     assert re.search(r"rank 0 is between steps, before step 4, for \d+ s, at stall.py:\d+ in evaluate", told[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "limit", "why"),
     [
         ("lame-freeze", 3, "sent no heartbeat for {limit} s"),
-        pytest.param("lame-kill", 60, "ended", marks=pytest.mark.slow),
+        ("lame-kill", 60, "ended"),
     ],
 )
 def test_a_rank_whose_collectives_never_end_is_ended(what, limit, why):
@@ -231,7 +234,7 @@ def cable() -> Iterator[Machines]:
             pytest.skip(f"network namespaces cannot be made here: {error}")
 
 
-@pytest.mark.slow  # the default run has the same on one cable in tests/faults
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "seconds_down"), [(4, None), (10, 5)])
 def test_a_link_that_is_cut(cable, limit, seconds_down):
     variables = {"WORLD_SIZE": 2, "MASTER_ADDR": cable.addresses[0], "MASTER_PORT": cable.port, "OMP_NUM_THREADS": 1}

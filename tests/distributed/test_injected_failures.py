@@ -44,7 +44,12 @@ def assert_all_end_well(survey: Survey, planned: Iterable[Fault], enough: int = 
         pytest.fail("\n".join(rows), pytrace=False)
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("private", "deterministic", "local", "accumulating", "manual")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_a_failure_on_one_rank_of_two_ends_with_the_mean_or_with_named_errors(surveys, case):
     survey = surveys[2]
     planned = survey.some_faults(case, 3, SEED)
@@ -52,6 +57,7 @@ def test_a_failure_on_one_rank_of_two_ends_with_the_mean_or_with_named_errors(su
     assert_all_end_well(survey, planned)
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_of_three_ends_with_the_mean_or_with_named_errors(surveys):
     survey = surveys[3]
     planned = survey.some_faults("buckets", 4, SEED)

@@ -31,6 +31,7 @@ groups[1].allreduce([torch.ones(4)])
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_waits_for_what_is_called_back():
     ours = run("-c", PROGRAM, warm=False, GLOO_SOCKET_IFNAME="lo")
     assert (ours.returncode, ours.stdout) == (0, "called back\n"), ours.stderr

@@ -71,6 +71,7 @@ def test_a_script_finds_itself_as_under_python():
     assert seen["environment"]["OMP_NUM_THREADS"] is None
 
 
+@pytest.mark.slow
 def test_a_module_runs_and_variables_of_the_user_stay():
     done = launch("--nproc_per_node=1", "-m", "tests.distributed.scripts.join", "a", OMP_NUM_THREADS="3")
     seen = reports(done.stdout)[0]
@@ -88,11 +89,11 @@ def test_without_a_count_one_rank_starts_and_a_hint_is_given():
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [
-        ("raise", 1, "raised ValueError: planted"),
-        pytest.param("raise-while-peer-sleeps", 1, "raised ValueError: planted", marks=pytest.mark.slow),
-        pytest.param("exit", 3, "ended with exit code 3", marks=pytest.mark.slow),
+        pytest.param("raise", 1, "raised ValueError: planted", marks=pytest.mark.slow),
+        ("raise-while-peer-sleeps", 1, "raised ValueError: planted"),
+        ("exit", 3, "ended with exit code 3"),
         pytest.param("_exit", 4, "ended with exit code 4", marks=pytest.mark.slow),
-        ("kill", 137, "was killed by SIGKILL"),
+        pytest.param("kill", 137, "was killed by SIGKILL", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code, text):
@@ -145,7 +146,8 @@ def test_redirected_output_shows_the_traceback_of_the_first_failure(tmp_path):
     assert list(tmp_path.glob("**/stdout.log"))
 
 
-@pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
 def test_log_dir_keeps_a_log_per_rank_and_the_first_failure_is_still_reported(how, tmp_path):
     logs = tmp_path / "new" / "logs"
     done = launch("--nproc_per_node=2", "--log_dir", logs, SCRIPTS / "fail.py", how, TEST_SECRET="hunter2")
@@ -185,7 +187,7 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))],
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGKILL, signal.SIGINT))],
 )
 def test_no_rank_outlives_the_launcher(number):
     words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
@@ -200,6 +202,7 @@ def test_no_rank_outlives_the_launcher(number):
         assert f"dpfuse.launch: got {number.name}" in told
 
 
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback():
     done = launch("--nproc_per_node", 2, SCRIPTS / "listeners.py")
     assert done.returncode == 0, done.stderr
@@ -214,6 +217,7 @@ def test_the_check_for_listeners_sees_an_open_one():
     del store
 
 
+@pytest.mark.slow
 def test_a_restarted_job_starts_afresh():
     done = launch("--nproc_per_node=1", "--max_restarts=1", SCRIPT, TEST_FAIL_UNTIL_RESTART="1")
     assert done.returncode == 0, done.stderr
@@ -312,6 +316,7 @@ def test_ranks_of_a_rank_see_their_own_job():
     assert torchruns == ["", [], 1]  # torchrun sets no endpoints, and those around are another job's
 
 
+@pytest.mark.slow
 def test_starting_up_does_not_import_torchrun():
     code = "import dpfuse.job, sys; print([m for m in sys.modules if m.startswith('torch.distributed.run')])"
     assert run("-c", code, warm=False).stdout == "[]\n"

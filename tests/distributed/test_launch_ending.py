@@ -53,8 +53,8 @@ def launched(*words, warm=True, **variables):
 
 
 def cases(first, *others):
-    """Every test run has the first case, with two seconds to end. `make test-all` has all, with the usual eight."""
-    return [(*first, 2), *(pytest.param(*case, 8, marks=pytest.mark.slow) for case in (first, *others))]
+    """The first case with two seconds to end, and all with the usual eight."""
+    return [(*first, 2), *((*case, 8) for case in (first, *others))]
 
 
 since_flag = since_torch(2, 12, "no flag --shutdown_timeout")
@@ -68,6 +68,7 @@ def test_ranks_get_eight_seconds_to_end_if_nothing_else_is_said():
     assert parse(["--nproc_per_node=2", str(SCRIPT)]).seconds_to_end == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "fault", "time_to_end"),
     cases(("in C", "raise"), ("in C", "kill"), ("ignores", "raise"), ("ignores", "kill")),
@@ -82,6 +83,7 @@ def test_a_peer_failed_and_the_others_will_not_end(how, fault, time_to_end):
     assert "dpfuse.launch: rank 1 " in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number", "time_to_end"),
     cases(("ignores", signal.SIGTERM), ("ignores", signal.SIGINT), ("in C", signal.SIGTERM), ("in C", signal.SIGHUP)),
@@ -146,6 +148,7 @@ def test_a_restart_leaves_nothing_of_the_attempt_before():
     ended(job, second, within=DELAY + 5)
 
 
+@pytest.mark.slow
 def test_what_ranks_leave_behind_after_they_ended_well_is_theirs():
     job = start("-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "leaves_a_child.py", warm=True)
     out, _ = job.communicate(timeout=patience(60))
@@ -193,6 +196,7 @@ def test_nobody_outlives_a_parent_that_cannot_end_its_ranks(number):
     ended(job, pids, LIMIT)
 
 
+@pytest.mark.slow
 def test_nobody_outlives_a_launcher_that_is_killed():
     job = launched(SCRIPT, "idle", warm=False)
     pids = started(job, 4)

@@ -161,6 +161,7 @@ def test_a_pickle_from_a_peer_is_text(tmp_path):
     assert not os.path.exists(marker)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_spawn_reads_nothing_from_a_folder_that_others_can_write_to(tmp_path, monkeypatch):
     """torch's own error files lie in the common one, and their names are known once the ranks run."""
@@ -188,7 +189,8 @@ def test_spawn_reads_nothing_from_a_folder_that_others_can_write_to(tmp_path, mo
     assert list(tmp_path.glob("pytorch-errorfile*")) == [name]
 
 
-@pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
 def test_the_environment_is_never_printed(how):
     done = launched("--nproc_per_node=2", SCRIPTS / "fail.py", how, TEST_SECRET="hunter2", LOGLEVEL="DEBUG")
     assert done.returncode != 0
@@ -196,6 +198,7 @@ def test_the_environment_is_never_printed(how):
     assert "hunter2" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_folders_of_the_launcher_are_the_users_own_and_go_with_it(tmp_path):
     job = start(
         "-m", "dpfuse.launch", "--nproc_per_node=1", SCRIPTS / "fail.py", "sleep", warm=True, TMPDIR=str(tmp_path)
@@ -210,6 +213,7 @@ def test_folders_of_the_launcher_are_the_users_own_and_go_with_it(tmp_path):
     assert [path for path in tmp_path.iterdir() if path.name.startswith("dpfuse")] == []
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_machine_do_not_meet():
     words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "join.py")
     jobs = [start(*words, job, warm=True, PYTHON_EXEC=python(warm=True)) for job in ("a", "b")]
@@ -236,6 +240,7 @@ def writes_a_key(port):
     return store.get("planted") == b"by a stranger"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_network_of_its_own_shuts_strangers_out_of_a_job(tmp_path, closed):
     around = own_network() if closed else []

@@ -91,7 +91,9 @@ def deleted(rank, size, face, options, keeps_module):
     return held, known - len(synchronisers())
 
 
-@pytest.mark.parametrize("keeps_module", [True, False], ids=["module kept", "module gone"])
+@pytest.mark.parametrize(
+    "keeps_module", [pytest.param(True, marks=pytest.mark.slow), False], ids=["module kept", "module gone"]
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_wrapper_that_is_deleted_frees_its_buffers(ranks, options, keeps_module):
     assert ranks(deleted, "dp", OPTIONS[options], keeps_module) == [([], 1)] * 2

@@ -132,7 +132,12 @@ def train(rank, size, face):
             assert_gradients(model.module, means(bare, loss, [step], size), f"{loss.__name__}, step {step},")
 
 
-@pytest.mark.parametrize("face", FACES)
+def with_marks(*quick):
+    """All faces; those that are not among the quick ones are slow."""
+    return [pytest.param(face, marks=() if face in quick else pytest.mark.slow) for face in FACES]
+
+
+@pytest.mark.parametrize("face", with_marks("paddle", "private", "accumulating"))
 def test_parameters_that_are_ready_before_any_output_are_averaged(ranks, face):
     ranks(train, face)
 
@@ -162,7 +167,7 @@ def accumulate(rank, size, face, backward_outside):
 
 
 @pytest.mark.parametrize("backward_outside", [False, True], ids=["", "backward outside of no_sync"])
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", with_marks("paddle"))
 def test_so_they_are_where_gradients_accumulate(ranks, face, backward_outside):
     ranks(accumulate, face, backward_outside)
 

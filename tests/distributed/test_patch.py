@@ -314,6 +314,7 @@ def compile_patched(rank, size):
         assert ImportedBefore._get_active_ddp_module() is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::Warning:torch")
 def test_the_compiler_splits_both_kinds_at_bucket_borders_while_patched(ranks):
     ranks(compile_patched)

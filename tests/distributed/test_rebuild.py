@@ -94,6 +94,7 @@ def ramps(rank, size, machines):
     return [[len(bucket.params) for bucket in plan.buckets] for plan in (*first, *(m.bucket_plan for m in models))]
 
 
+@pytest.mark.slow
 def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks):
     for plans in ranks(ramps, 2):
         greedy = [6, 25, 1]
@@ -104,6 +105,7 @@ def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks
         assert plans[8:] == [greedy, greedy]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_cores_of_one_machine_get_few_buckets(ranks):
     for plans in ranks(ramps, 1):
         assert plans[:5] == plans[5:]

@@ -160,7 +160,7 @@ def followed(rank, size, change, views, face, options=()):
         pair.step()
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("views", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["views", "private"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_on_all_ranks_is_followed(ranks, change, views):
     ranks(followed, change, views, "torch" if views else "paddle")
@@ -214,7 +214,9 @@ def test_a_module_with_a_scale_follows(ranks):
     ranks(followed, replace_layer, True, "paddle", {"gradient_scale": 0.5})
 
 
-@pytest.mark.parametrize("change", [replace_everything, add_layer, convert])
+@pytest.mark.parametrize(
+    "change", [add_layer, *(pytest.param(each, marks=pytest.mark.slow) for each in (replace_everything, convert))]
+)
 def test_three_ranks_follow(ranks, change):
     ranks(followed, change, True, "torch", size=3)
     ranks(changed_in_a_window, change, False, size=3)

@@ -114,7 +114,7 @@ MODES = {
     "private": {"gradient_as_bucket_view": False},
     "deterministic": {"deterministic": True},
 }
-CASES = [(2, 20), (3, 50), pytest.param(4, 400, marks=pytest.mark.slow)]
+CASES = [(2, 20), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 50), (4, 400)))]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -47,7 +47,7 @@ def test_every_rank_returns_its_value_and_the_parents_environment_stays():
 
 
 @pytest.mark.usefixtures("warm_spawn")
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 def test_ranks_know_themselves_by_paddles_variables(start_method, monkeypatch):
     # As if spawned by a rank of a larger job.
     for name, value in {"TRAINER_ID": "7", "TRAINERS_NUM": "9", "TRAINER_ENDPOINTS": "a:1,b:2"}.items():
@@ -73,6 +73,7 @@ def test_ranks_know_themselves_by_paddles_variables(start_method, monkeypatch):
         assert len(set(endpoints)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_join_false_returns_at_once_and_large_results_wait_in_their_queue():
     context = spawn(functions.large_result, nprocs=2, join=False)
@@ -84,7 +85,7 @@ def test_join_false_returns_at_once_and_large_results_wait_in_their_queue():
 
 
 @pytest.mark.usefixtures("warm_spawn")
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 def test_plain_torch_initialisation_works_inside(start_method):
     context = spawn(functions.plain_torch, nprocs=2, start_method=start_method)
     assert [queue.get() for queue in context.return_queues] == [(0, 2, "lo"), (1, 2, "lo")]
@@ -102,6 +103,7 @@ def test_forked_ranks_leave_what_their_parent_needs(tmp_path):
         assert Path(folder).exists()
 
 
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback():
     addresses = spawn(functions.addresses, nprocs=2).return_queues[0].get()
     assert len(addresses) >= 2
@@ -111,10 +113,10 @@ def test_nothing_listens_beyond_loopback():
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("raise", "raised ValueError: planted"),
+        pytest.param("raise", "raised ValueError: planted", marks=pytest.mark.slow),
         ("exit", "ended with exit code 5"),
-        ("kill", "was killed by SIGKILL"),
-        ("raise-while-peer-ignores-sigterm", "raised ValueError: planted"),
+        pytest.param("kill", "was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param("raise-while-peer-ignores-sigterm", "raised ValueError: planted", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_ends_the_others_and_is_named(how, text, tmp_path, request):
@@ -155,7 +157,7 @@ def test_a_failed_rank_has_no_value():
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))],
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGKILL, signal.SIGINT))],
 )
 def test_no_rank_outlives_a_parent_that_is_ended(number, tmp_path):
     parent = start(SCRIPTS / "spawn_and_wait.py", tmp_path, warm=number != signal.SIGKILL)
@@ -253,6 +255,7 @@ def test_as_many_cards_as_ranks():
         spawn(functions.variable, args=("RANK",), nprocs=3, gpus="0,1")
 
 
+@pytest.mark.slow
 def test_a_function_from_the_prompt_is_explained():
     code = "from dpfuse.job import spawn\ndef f(): pass\nspawn(f, nprocs=1)"
     done = run("-c", code)

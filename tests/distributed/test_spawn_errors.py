@@ -93,7 +93,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end(kind):
     assert len(whole.encode()) > MOST
 
 
-@pytest.mark.parametrize("kind", ["long", "own"])
+@pytest.mark.parametrize("kind", ["long", pytest.param("own", marks=pytest.mark.slow)])
 def test_the_job_ends_at_once_and_not_when_the_other_rank_does(kind):
     began = time.monotonic()
     told = error_of(f"{kind}, on rank 1", ranks=2)
@@ -109,6 +109,7 @@ def test_a_rank_that_ends_without_an_exception_is_not_blamed_on_the_start():
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_func_says_so(capfd):
     with pytest.raises(DPFuseError, match="ended with exit code 1 before func; its own output above says why"):
         spawn(raising.fails_with, args=(raising.CannotBeRead(),), nprocs=1)

@@ -136,8 +136,8 @@ def transform(rank, size, face, users):
         assert model.reducer.completed == 3, name
 
 
-@pytest.mark.parametrize("users", [(0, 1), (1,)], ids=["every rank", "one rank"])
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("users", [pytest.param((0, 1), marks=pytest.mark.slow), (1,)], ids=["every rank", "one rank"])
+@pytest.mark.parametrize("face", ["data_parallel", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_transform_is_that_of_the_bare_module(ranks, face, users):
     ranks(transform, face, users, timeout=120)
 

@@ -38,6 +38,7 @@ def test_every_rank_gets_the_same_table(ranks, size):
     assert seconds[0] < seconds[2]
 
 
+@pytest.mark.slow
 def test_waiting_for_a_late_rank_does_not_count(ranks):
     late = patience(0.05)
     (_, seconds), other = ranks(measure_all, late, size=2, timeout=60)

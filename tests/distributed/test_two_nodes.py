@@ -103,7 +103,8 @@ def check(machines, told, per_node, port):
             assert s["interface"] == (f"cable{node}" if machines.apart else "lo")
 
 
-@pytest.mark.parametrize("per_node", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("per_node", [1, 4])
 def test_the_documents_command_with_ips(machines, folder, per_node):
     if not machines.apart:
         pytest.skip(f"each machine must have addresses of its own; {machines.kind}")
@@ -152,9 +153,8 @@ def test_machines_without_ranks_number_themselves(machines):
     assert sorted(s["paddle"]["PADDLE_NNODES"] for node in seen for s in node) == ["2"] * 4
 
 
-@pytest.mark.parametrize(
-    ("number", "how"), [(1, signal.SIGKILL), pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "how"), [(1, signal.SIGKILL), (0, signal.SIGTERM)])
 def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, machines):
     nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "fail.py", "loop") for n in (0, 1)]
     pids = [pids_in(node.stdout.readline())[0] for node in nodes]

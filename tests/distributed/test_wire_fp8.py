@@ -95,7 +95,7 @@ def flat(grad):
     return grad.t().reshape(-1).float() if grad.dim() == 2 and not grad.is_contiguous() else grad.reshape(-1).float()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_kind_of_gradient_arrives(ranks, size):
     ranks(every_kind, size=size)
 

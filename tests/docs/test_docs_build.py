@@ -20,6 +20,7 @@ HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)", re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_sphinx_builds_every_page_without_a_warning(tmp_path):
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")

@@ -28,8 +28,13 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+LONG = ("CONTRIBUTING.md", "docs/guide/bucket_sizing.md")  # their programs take seconds
 PROGRAMS = [
-    pytest.param(program, id=f"{name_of(page)}:{program.blocks[0].line}")
+    pytest.param(
+        program,
+        id=f"{name_of(page)}:{program.blocks[0].line}",
+        marks=pytest.mark.slow if name_of(page) in LONG else (),
+    )
     for page in pages()
     if page.parent != FOLDER  # whose blocks are files: test_tutorials.py
     for program in programs_of(page)
@@ -157,6 +162,7 @@ def texts_of_the_sources() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_error_that_is_explained_exists():
     phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/guide/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(phrases) > 20

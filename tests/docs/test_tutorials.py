@@ -14,20 +14,9 @@ MAX_BYTES = 100_000  # of a picture
 IMAGE = re.compile(r"!\[[^\]]+\]\((images/[\w.-]+)\)")
 
 
-EACH_TIME = ("from_ddp", "from_paddle")  # the others run in the long run
-
-
-def slow(page):
-    return page.stem not in EACH_TIME or any("slow" in block.marker.split() for block in blocks_of(page))
-
-
-PAGES = [
-    pytest.param(page, id=page.stem, marks=[pytest.mark.slow, pytest.mark.timeout(900)] if slow(page) else [])
-    for page in tutorials()
-]
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", tutorials(), ids=lambda page: page.stem)
 def test_a_tutorial_prints_what_it_shows(page, tmp_path):
     for command, (code, printed) in zip(commands_of(page), run(page, tmp_path, timeout=280), strict=True):
         assert (code != 0) == command.fails, f"{command.text}\n{printed}"

@@ -6,8 +6,7 @@ shown, `…` stands for anything, and a number with a decimal point for any such
 free port, so that two runs of the tests on one machine do not meet. After ```console, a marker may follow:
 
 - `varies: reason`: the output is another one in each run;
-- `fails`: the last command ends with an error;
-- `slow`: `make test` leaves the page to `make test-all`.
+- `fails`: the last command ends with an error.
 
 `python -m tests.docs.tutorials PAGE` runs a page, writes what its commands print into it, and keeps the pictures that
 it shows. An output that fits what is shown stays as it is, unless it varies.

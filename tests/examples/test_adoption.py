@@ -253,6 +253,7 @@ def test_the_smallest_difference_is_noticed():
         same_bits([ones, ones], [ones])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checklist")
 def test_the_examples_networks_are_the_same_each_time():
     pytest.importorskip("sklearn")

@@ -57,6 +57,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_rank_0_alone_reports(folder: Path) -> None:
     done = demo(folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,6 +80,7 @@ def test_two_ranks_train_and_rank_0_alone_reports(folder: Path) -> None:
     assert "\x1b" not in done.stdout, "colours where nobody can see them"
 
 
+@pytest.mark.slow
 def test_a_failed_check_fails_the_command(folder: Path) -> None:
     done = demo(folder, "--required-accuracy", "1.01")
     assert done.returncode != 0
@@ -140,6 +142,7 @@ def test_every_mode_of_this_ddp_takes_part() -> None:
     assert len({tuple(sorted(arguments)) for arguments in modes.values()}) == len(modes) in (2, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_all_of_fashion_mnist_has_to_reach_the_accuracy(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def refuse(reason: str) -> Callable[[Path], Path]:
     return source
 
 
+@pytest.mark.slow
 def test_sources_are_asked_in_order_until_one_has_the_images(
     small_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tests.patience import patience
 EXAMPLE = Path(__file__).parents[2] / "examples/log_metrics.py"
 
 
+@pytest.mark.slow
 def test_numbers_are_printed_on_one_rank():
     done = launch("--nproc_per_node=2", str(EXAMPLE), "--steps=11")
     assert done.returncode == 0, done.stderr

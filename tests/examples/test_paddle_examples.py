@@ -176,6 +176,7 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_the_basic_api_learns_on_two_ranks(mnist: str) -> None:
     first, second = launched("mnist_basic_api.py", "--limit", 512, "--epochs", 3, DPFUSE_DATA=mnist)
     assert weights(first) == weights(second)

@@ -36,6 +36,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(tmp_path_factory.mktemp("sharded"))
 
 
+@pytest.mark.slow
 def test_it_learns_with_the_bits_of_the_plain_optimizer_and_half_of_its_states(sharded: Run, tmp_path: Path) -> None:
     plain = Run(tmp_path, "--plain")
     assert len(sharded.losses) == STEPS

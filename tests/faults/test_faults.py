@@ -26,9 +26,7 @@ WRONG = {
 
 
 FIRST = ("dpfuse",)
-EACH_TIME = dict.fromkeys(
-    ("kill_mid_backward", "freeze_rank", "nan_one_rank", "uneven_steps"), (*FIRST, "sharded", "in_backward")
-)
+EACH_TIME = dict.fromkeys(("kill_mid_backward", "nan_one_rank"), (*FIRST, "sharded", "in_backward"))
 
 
 def plays() -> list[object]:

@@ -54,6 +54,7 @@ def test_triton_without_gpu_or_interpreter_names_the_remedy(monkeypatch: pytest.
     assert table.flat.eq(0).all()
 
 
+@pytest.mark.slow
 def test_the_cpu_path_works_where_triton_is_not_installed() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

@@ -129,7 +129,7 @@ def test_blocks_of_all_kinds_are_torch_s_own_casts(ways: Ways, format: torch.dty
 
 @both
 @every_format
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
 @every_dtype
 def test_every_dtype_is_scaled_in_float32_and_encoded_once(
     ways: Ways, dtype: torch.dtype, scale: float, format: torch.dtype

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dpfuse_kernels
-from tests.kernels.layouts import BACKENDS, DTYPES, Backend, assert_equal, expected, guarded, same_bits
+from tests.kernels.layouts import DTYPES, REFERENCE, TRITON, Backend, assert_equal, expected, guarded, same_bits
 
 SHAPES = [(), (1,), (16,), (3,), (4, 4), (2, 1, 3), (0,), (5, 0), (1, 7), (4097,), (64, 65), (33000,)]
 KINDS = ["private", "none", "own", "own, another object", "transposed", "shifted"]
+EACH = [pytest.param(TRITON, marks=pytest.mark.slow), REFERENCE]  # Triton's interpreter takes seconds
 
 
 def made(kind: str, value: Tensor, view: Tensor) -> Tensor | None:
@@ -30,7 +31,7 @@ def made(kind: str, value: Tensor, view: Tensor) -> Tensor | None:
     return value.clone()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=repr)
+@pytest.mark.parametrize("backend", EACH, ids=repr)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     items=st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(KINDS)), min_size=1, max_size=12),
@@ -81,7 +82,7 @@ def test_any_list(
     assert buffer.untouched_outside_slots()
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "matched"], ids=str)
+@pytest.mark.parametrize("backend", [*EACH, "matched"], ids=str)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     items=st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(KINDS)), min_size=1, max_size=12),

@@ -60,7 +60,7 @@ def test_example_of_the_kernel_docstring(backend: Backend) -> None:
 
 @both
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 def test_every_dtype_pair_measures_what_is_then_in_the_tensors(
     backend: Backend, dtype: torch.dtype, wire: torch.dtype, scale: float, accumulate: bool
@@ -91,7 +91,7 @@ def target(kind: str, view: Tensor, dtype: torch.dtype) -> Tensor | None:
     return torch.ones(view.shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "matched"], ids=str)
+@pytest.mark.parametrize("backend", [pytest.param(TRITON, marks=pytest.mark.slow), REFERENCE, "matched"], ids=str)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     items=st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(KINDS)), min_size=1, max_size=8),
@@ -275,7 +275,7 @@ def packed(dtype: torch.dtype, format: torch.dtype) -> tuple[MxTable, list[Any]]
 @both_ways
 @every_format
 @every_dtype
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
 def test_eight_bit_blocks_are_measured_as_they_are_unpacked(
     ways: Ways, dtype: torch.dtype, format: torch.dtype, scale: float
 ) -> None:

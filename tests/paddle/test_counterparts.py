@@ -87,6 +87,7 @@ def test_counterparts_of_torch_exist():
             assert found is not None, (path, name)
 
 
+@pytest.mark.slow
 def test_tools_that_ask_a_module_get_their_usual_answers():
     assert not hasattr(paddle, "__wrapped__")
     assert getattr(paddle, "anything", 3) == 3

@@ -40,32 +40,22 @@ def reports(text):
     return sorted((json.loads(line) for line in text.splitlines()), key=lambda seen: seen["rank"])
 
 
+@pytest.mark.slow
 def test_python_alone_runs_on_one_process(folder):
     done = run("python train.py", folder)
     assert [(s["rank"], s["world_size"], s["sum"]) for s in reports(done.stdout)] == [(0, 1, 1.0)], done.stderr
     assert "found no job in the environment" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "size", "door"),
     [
-        pytest.param("python -m paddle.distributed.launch train.py", 1, "dpfuse.launch", marks=pytest.mark.slow),
+        ("python -m paddle.distributed.launch train.py", 1, "dpfuse.launch"),
         ("python -m paddle.distributed.launch --gpus='0,1' train.py", 2, "dpfuse.paddle.distributed.launch"),
-        pytest.param(
-            "python -m paddle.distributed.launch --gpus '0,1' train.py", 2, "dpfuse.launch", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "python -m paddle.distributed.launch --selected_gpus=0,1 demo.py",
-            2,
-            "dpfuse.launch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "python -m paddle.distributed.launch --gpus=0,1,2,3 train_with_fleet.py",
-            4,
-            "dpfuse.launch",
-            marks=pytest.mark.slow,
-        ),
+        ("python -m paddle.distributed.launch --gpus '0,1' train.py", 2, "dpfuse.launch"),
+        ("python -m paddle.distributed.launch --selected_gpus=0,1 demo.py", 2, "dpfuse.launch"),
+        ("python -m paddle.distributed.launch --gpus=0,1,2,3 train_with_fleet.py", 4, "dpfuse.launch"),
     ],
 )
 def test_the_launcher_starts_as_many_ranks_as_cards(command, size, door, folder):
@@ -88,12 +78,14 @@ def test_the_launcher_is_reached_by_name():
     assert dpfuse.paddle.distributed.launch.main is dpfuse.launch.main
 
 
+@pytest.mark.slow
 def test_cards_made_visible_by_export_count(folder):
     done = run("export CUDA_VISIBLE_DEVICES=0,1\npython -m paddle.distributed.launch train.py", folder)
     assert done.returncode == 0, done.stderr
     assert len(reports(done.stdout)) == max(1, min(2, torch.cuda.device_count()))
 
 
+@pytest.mark.slow
 def test_the_typographic_dash_of_the_page_is_explained(folder):
     done = run("python -m paddle.distributed.launch –selected_gpus=0,1 demo.py", folder)
     assert (done.returncode, done.stdout) == (2, "")
@@ -161,6 +153,7 @@ def test_paddles_flags_for_any_job_are_accepted(dash, folder, capsys, monkeypatc
     assert (args.run_mode, args.job_id, args.log_level) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_the_log_level_reaches_torchrun(folder):
     quiet, loud = (
         run(f"python -m paddle.distributed.launch {flag} --nproc_per_node 1 train.py", folder)

@@ -33,7 +33,7 @@ def continue_training(rank, size, folder, accumulate):
     assert resumed._stepper.epochs == 0
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_in_parts_is_training_in_one(accumulate, tmp_path):
     continue_training(0, 1, str(tmp_path), accumulate)
 

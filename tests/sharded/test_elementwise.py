@@ -52,10 +52,6 @@ KINDS = {
 }
 
 
-# The others are updated in the same way, and tried in the long run.
-FIRST = ("momentum", "AdamW", "Lion")
-
-
 def with_marks(names, first):
     """Names of cases; those that are not among the first are slow."""
     return [pytest.param(name, marks=() if name in first else pytest.mark.slow) for name in names]
@@ -74,13 +70,16 @@ def differing(rank, size, kind, settings, steps=STEPS, how=None, buckets=3):
     return steps
 
 
-@pytest.mark.parametrize("name", with_marks(KINDS, FIRST))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_have_the_bits_of_ddp(ranks, name):
     assert ranks(differing, *KINDS[name]) == [[], []]
 
 
 @pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"check_finite": "raise"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, pytest.param({"check_finite": "raise"}, marks=pytest.mark.slow)], ids=str
+)
 def test_both_wrappers_and_their_options(ranks, face, options):
     how = {"face": face, "options": options}
     assert ranks(differing, *KINDS["AdamW"], 30, how) == [[], []]
@@ -110,7 +109,7 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", with_marks(HOWS, ("groups and a scheduler", "bfloat16", "gathered in forward")))
 def test_programs_have_the_bits_of_ddp(ranks, how):
     kind = KINDS["Adam"]  # its update has the same bits in 16 bits, wherever an element lies
     assert ranks(differing, *kind, 60, HOWS[how]) == [[], []]
@@ -122,7 +121,7 @@ def clipped(step, model, optimizer):
     assert model.clip_grad_norm_(0.3 if step else 1e3) > 0
 
 
-@pytest.mark.parametrize("name", ["momentum", "AdamW"])
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.slow), "AdamW"])
 def test_clipping_has_the_bits_of_the_plain_optimizer_with_clipping(ranks, name):
     whole = {"comm_buffer_size": 1, "last_comm_buffer_size": 1}
     how = {"peer": dpfuse.DataParallel, "around": clipped, "options": whole}

@@ -20,7 +20,8 @@ from tests.sharded.test_whole_tensors import ADAMW, halves
 EXTRA = {"step_in_backward": True}
 
 
-@pytest.mark.parametrize("name", with_marks(["SGD", "momentum", "AdamW", "Adagrad", "Lion"], ["AdamW", "Lion"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW", "Adagrad", "Lion"])
 def test_two_ranks_have_the_bits_of_ddp(ranks, name):
     assert ranks(differing, *KINDS[name], 100, {"extra": EXTRA}) == [[], []]
 
@@ -28,7 +29,7 @@ def test_two_ranks_have_the_bits_of_ddp(ranks, name):
 PROGRAMS = ["accumulation", "groups and a scheduler", "float64", "bfloat16", "gathered in forward"]
 
 
-@pytest.mark.parametrize("how", with_marks(PROGRAMS, PROGRAMS[:2]))
+@pytest.mark.parametrize("how", with_marks(PROGRAMS, ["groups and a scheduler"]))
 def test_programs_have_the_bits_of_ddp(ranks, how):
     assert ranks(differing, *KINDS["Adam"], 60, HOWS[how] | {"extra": EXTRA}) == [[], []]
 
@@ -43,7 +44,7 @@ def in_order(rank, size):
     return trained_beside(optim.AdamW, 30, peer=peer, extra=EXTRA, lr=0.01)[0]
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_more_ranks_have_the_bits_of_ordered_sums(ranks, size):
     assert ranks(in_order, size=size) == [[]] * size
 
@@ -128,7 +129,7 @@ def memory(rank, size):
     return most / bytes_of_ddp
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_few_buckets_have_memory_for_gradients(ranks, size):
     for share in ranks(memory, size=size):
         assert share <= 0.10
@@ -152,6 +153,7 @@ def muon(rank, size):
     return bits_differ(*seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_whole_tensors_are_updated_too(ranks, size):
     assert ranks(muon, size=size) == [False] * size

@@ -105,7 +105,7 @@ class _Both:
 
 
 @pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
-@pytest.mark.parametrize("options", [{}, {"gather": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"gather": "forward"}, marks=pytest.mark.slow)], ids=str)
 def test_updates_in_float32_have_the_bits_of_ddp_and_copies_by_hand(ranks, muon, options):
     assert ranks(beside_ddp, muon, options) == [([], False)] * 2
 

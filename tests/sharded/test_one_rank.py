@@ -26,6 +26,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "other"), [("norm", "waits for parameters in the optimizer's step"), ("state", "waits for bucket 0")]
 )

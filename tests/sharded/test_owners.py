@@ -114,7 +114,7 @@ def test_loads_are_respected_and_do_not_change():
     assert loads == [0.0, 12.0, 4.0]
 
 
-@pytest.mark.parametrize("ranks", [1024, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1024, marks=pytest.mark.slow), 3])
 def test_ten_thousand_items_stay_close_to_the_bound(ranks):
     generator = random.Random(3)
     costs = [generator.random() for _ in range(10_000)]

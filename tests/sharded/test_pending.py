@@ -105,7 +105,12 @@ def read(rank, size, name, gather):
         return READS[name](model).detach().clone(), waited
 
 
-@pytest.mark.parametrize("name", READS)
+QUICK = ("numpy", "state dict", "deepcopy", "in place", "forward")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in READS]
+)
 def test_every_use_gets_the_new_values(ranks, name):
     late, early = ranks(read, name, "forward"), ranks(read, name, "step")
     assert [waited for _, waited in late + early] == [True, True, False, False]

@@ -229,6 +229,7 @@ PROGRAMS = [
     Accumulating, Uneven, Adversarial, Growing, Frozen, Tied, Mixed, Recomputing, Averaging, Skipping, Compiled,
     Scheduled, Scaled, ScaledByOurs,
 ]  # fmt: skip
+QUICK = (Accumulating, Adversarial, Growing, Recomputing, Averaging, Skipping, ScaledByOurs)
 
 
 def losses(program: Program, optimizer: str, gather: str, rank: int, options: dict[str, Any]) -> Iterator[Tensor]:
@@ -267,7 +268,11 @@ def differs(rank: int, size: int, kind: type[Program], gather: str) -> bool:
 
 
 @pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "forward"])
-@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in PROGRAMS],
+    ids=lambda kind: kind.__name__,
+)
 def test_a_program_has_the_bits_of_the_plain_optimizer(ranks, kind, gather):
     assert ranks(differs, kind, gather) == [False, False]
 

@@ -30,7 +30,7 @@ def compared(rank, size):
     return differing, largest, bits_differ(everywhere[1:], everywhere[:-1])
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_more_ranks_have_the_bits_of_ordered_sums_and_are_close_to_ddp(ranks, size):
     for differing, largest, apart in ranks(compared, size=size):
         assert differing == []

@@ -51,7 +51,7 @@ def resumed(rank, size, model_state, state):
     return bits_differ(*seen), seen[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_state_is_loaded_by_any_number_of_ranks_and_by_the_plain_optimizer(ranks, size):
     model_state, plain, sharded = ranks(saved)[0]
     results = [ranks(resumed, model_state, state, size=size) for state in (plain, sharded)]

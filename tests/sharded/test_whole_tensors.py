@@ -81,15 +81,19 @@ def beside_ddp(rank, size, options, steps, micro, peer):
     return differing, bits_differ(*values)
 
 
-LONG = pytest.param({}, 200, 1, marks=pytest.mark.slow)  # Muon's products in 16 bits take minutes on some CPUs
-LATE = pytest.param({"gather": "forward"}, 200, 1, marks=pytest.mark.slow)
+# Muon's products in 16 bits take seconds for a few steps, and minutes on some CPUs.
+LONG = [
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in (({}, 40, 1), ({}, 20, 3), ({}, 200, 1), ({"gather": "forward"}, 200, 1))
+]
 
 
-@pytest.mark.parametrize(("options", "steps", "micro"), [({}, 40, 1), ({}, 20, 3), LONG, LATE], ids=str)
+@pytest.mark.parametrize(("options", "steps", "micro"), [({}, 6, 1), *LONG], ids=str)
 def test_muon_and_adamw_have_the_bits_of_ddp_on_two_ranks(ranks, options, steps, micro):
     assert ranks(beside_ddp, options, steps, micro, "ddp", timeout=240) == [([], False)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_more_ranks_have_the_bits_of_ordered_sums(ranks, size):
     assert ranks(beside_ddp, {}, 30, 1, "ordered", size=size) == [([], False)] * size
@@ -138,7 +142,7 @@ def resumed(rank, size, folder):
     return bits_differ([*model.module.parameters()], [*again.module.parameters()])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_states_of_whole_tensors_are_saved_and_loaded(ranks, size, tmp_path):
     assert ranks(resumed, str(tmp_path), size=size) == [False] * size
 
@@ -259,7 +263,7 @@ def bytes_sent(rank, size, extra):
 
 
 @pytest.mark.parametrize("extra", [{}, {"step_in_backward": True}], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_as_many_bytes_travel_as_in_an_all_reduce(ranks, size, extra):
     found = ranks(bytes_sent, extra, size=size)
     in_a_ring = 2 * (size - 1) * found[0][1]  # of all ranks together

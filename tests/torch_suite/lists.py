@@ -208,30 +208,17 @@ NOT_COUNTED = {
     "test_sync_bn_logged": SYNC_BN,
 }
 
-# Without the marker `slow`: the constructor, accumulation, buffers, hooks, join, unused parameters, static graphs.
+# Without the marker `slow`, one each: the constructor, accumulation, hooks, join, buffers, unused parameters, a
+# refusal, static graphs.
 QUICK = frozenset(
     {
-        "test_DistributedDataParallelCPU",
-        "test_DistributedDataParallelCPU_grad_is_view",
         "test_DistributedDataParallel_requires_grad",
-        "test_DistributedDataParallel_with_amp_and_grad_is_view",
         "test_accumulate_gradients_no_sync",
-        "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-        "test_ddp_broadcast_buffers_deprecation_warning",
-        "test_ddp_build_debug_param_to_name_mapping",
         "test_ddp_comm_hook_logging",
         "test_ddp_grad_div_uneven_inputs",
-        "test_ddp_hook_parity_allreduce",
-        "test_ddp_ignore_params_arg",
         "test_ddp_init_sync_buffers_with_forward_sync_buffers_false",
-        "test_ddp_join_model_equivalence",
-        "test_ddp_model_diff_num_params_across_ranks",
-        "test_ddp_namedtuple",
         "test_ddp_shared_grad_acc_unused_params",
-        "test_ddp_sink_noclone",
         "test_ddp_unused_params_rebuild_buckets_exception",
-        "test_grads_same_across_ranks_with_no_sync",
-        "test_output_unused_in_loss_dict_module",
         "test_static_graph_multi_forward",
     }
 )

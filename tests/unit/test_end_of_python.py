@@ -25,7 +25,9 @@ gate.release()
 """
 
 
-@pytest.mark.parametrize(("kind", "ran"), [("wrapped", True), ("nothing wrapped", False)])
+@pytest.mark.parametrize(
+    ("kind", "ran"), [("wrapped", True), pytest.param("nothing wrapped", False, marks=pytest.mark.slow)]
+)
 def test_a_thread_that_waits_for_python_runs_before_the_end(tmp_path, kind, ran):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

@@ -103,7 +103,7 @@ def test_an_error_of_the_server_reaches_every_rank(job):
         (Doing.LOSS, EndKind.NORMAL, "If it caught an exception, let it raise the exception again"),
     ],
 )
-@pytest.mark.parametrize("watcher", [0, 2])
+@pytest.mark.parametrize("watcher", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_group_that_is_destroyed_after_an_error_in_forward_keeps_the_error(job, watcher, doing, kind, text):
     job.boards[1].error = "ValueError: planted"
     job.boards[1].place = (Wrapper(0, 60.0), doing, 3, -1)
@@ -131,7 +131,7 @@ def test_a_rank_that_leaves_goes_on_beating_and_its_end_stays(job, leaver):
     assert all(job.state(rank, leaver).end.kind is EndKind.LEFT for rank in {0, 1, 2} - {leaver})
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_after_it_left_is_told_so(job, leaver):
     board = job.boards[leaver]
     board.place = (Wrapper(0, 60.0), Doing.BACKWARD, 3, 0)

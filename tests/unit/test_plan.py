@@ -149,6 +149,7 @@ def test_rebuilding_in_reverse_registration_order_changes_nothing():
     assert rebuild_plan(plan, list(reversed(range(49)))).layout == plan.layout
 
 
+@pytest.mark.slow
 def test_the_time_of_planning_grows_with_the_number_of_parameters_not_its_square():
     def seconds(count: int) -> float:
         specs = [ParamSpec(f"p{n}", (1000 + n % 7, 3), "float32") for n in range(count)]

@@ -40,7 +40,7 @@ def reference(replicas: list[list[nn.Parameter]], factor: float) -> list[Tensor]
 
 
 @pytest.mark.parametrize("dtypes", [*([dtype] for dtype in DTYPES), DTYPES], ids=str)
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [{}, {"scale": 1.0}, {"scale": 0.3}, {"bucket_size": 0}, {"bucket_size": 64}], ids=str
 )

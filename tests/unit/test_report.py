@@ -71,6 +71,7 @@ rank_states = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     every=st.lists(rank_states, min_size=2, max_size=6),

@@ -115,7 +115,10 @@ def test_a_thread_that_has_ended_does_nothing():
     assert thread_state(thread.ident) == ("", "", None)
 
 
-@pytest.mark.parametrize("program", [CROWD, COLLECTING], ids=["threads come and go", "garbage is collected"])
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(CROWD, id="threads come and go", marks=pytest.mark.slow), pytest.param(COLLECTING, id="collections")],
+)
 def test_nothing_harms_the_reader(program):
     done = subprocess.run(
         [warm_python(), "-c", program], capture_output=True, text=True, timeout=patience(60), check=False

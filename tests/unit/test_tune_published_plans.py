@@ -148,7 +148,9 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("BERT-large", "ViT-L") else ()) for name in NETWORKS]
+)
 def test_no_rival_beats_the_plan_on_published_networks(name):
     timeline = NETWORKS[name]
     total = sum(timeline.nbytes)
