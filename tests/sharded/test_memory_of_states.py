@@ -139,14 +139,18 @@ CASES = TORCH | {kind.__name__: (kind, RATE) for kind in OWN}
 
 
 def live_bytes():
-    """The bytes of all memory behind the tensors of this process."""
+    """The bytes of all memory behind the tensors of this process; a byte that two storages share counts once."""
     gc.collect()
-    found = {}
+    found = set()
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and type(each) is not ShardedGradient and not each.is_meta:
             storage = each.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            found.add((storage.data_ptr(), storage.nbytes()))
+    total = counted = 0
+    for begin, nbytes in sorted(found):
+        total += max(0, begin + nbytes - max(begin, counted))
+        counted = max(counted, begin + nbytes)
+    return total
 
 
 class Peak(TorchDispatchMode):
