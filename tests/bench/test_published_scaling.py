@@ -27,6 +27,7 @@ def test_the_record_is_what_the_command_computes():
     assert {**found, "machine": None} == json.loads(json.dumps({**computed(), "machine": None}))
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_record():
     page = published_scaling.PAGE.read_text(encoding="utf-8")
     assert published_scaling.fill(page, computed()["tables"]) == page

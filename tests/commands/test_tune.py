@@ -56,6 +56,7 @@ def check_folder(folder, ranks):
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_spawn")
 def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "new" / "folder"

@@ -116,7 +116,7 @@ def test_a_rank_that_fails_before_func_says_so(capfd):
     assert "planted: cannot be read" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize("logs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_launcher_cuts_a_long_message_too(logs, tmp_path):
     words = ["--log_dir", tmp_path / "logs"] if logs else []
     done = launch("--nproc_per_node=1", *words, SCRIPTS / "raising.py", "long", warm_ranks=True, TMPDIR=str(tmp_path))
@@ -134,9 +134,14 @@ def test_the_launcher_cuts_a_long_message_too(logs, tmp_path):
     ("kind", "code", "text"),
     [
         ("keyboard", 130, "raised KeyboardInterrupt: keyboard-text; it was the first rank to fail"),
-        ("own", 1, "raised Skip: skip-text; it was"),
-        ("no str", 1, "raised NoTextError: <str() of it raised ZeroDivisionError>; it was"),
-        ("exit 256", 0, ""),
+        pytest.param("own", 1, "raised Skip: skip-text; it was", marks=pytest.mark.slow),
+        pytest.param(
+            "no str",
+            1,
+            "raised NoTextError: <str() of it raised ZeroDivisionError>; it was",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("exit 256", 0, "", marks=pytest.mark.slow),
     ],
 )
 def test_the_launcher_tells_any_exception(kind, code, text):
