@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from dpfuse.engine.collective import resolve_group
+from dpfuse.comm.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import (

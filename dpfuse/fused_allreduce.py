@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dpfuse.engine import votes
+from dpfuse.comm import votes
+from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.failed import has_raised
+from dpfuse.comm.waiting import board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
 from dpfuse.engine.buffer import dense_stride
-from dpfuse.engine.collective import resolve_group
-from dpfuse.engine.failed import has_raised
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
-from dpfuse.engine.waiting import board_of, leave
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.manual_plan import plan_groups

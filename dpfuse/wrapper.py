@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.engine import votes
-from dpfuse.engine.abilities import abilities_of, backend_of
-from dpfuse.engine.collective import resolve_group
+from dpfuse.comm import votes
+from dpfuse.comm.abilities import abilities_of, backend_of
+from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.registered_memory import can_register
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
-from dpfuse.engine.registered_memory import can_register
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError

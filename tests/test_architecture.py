@@ -66,14 +66,15 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
     ("layers", "allowed"),
     [
         ({"kernels"}, set()),
-        ({"engine"}, {"kernels"} | OPEN_TO_ALL),
-        ({"gradients"}, {"engine", "kernels"} | OPEN_TO_ALL),
-        ({"model"}, {"engine", "gradients", "liveness"} | OPEN_TO_ALL),
-        ({"liveness", "job"}, {"engine", "liveness", "job"} | OPEN_TO_ALL),
-        (FACES, {"engine", "gradients", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
-        ({"sharded"}, {"engine", "gradients", "model", "kernels"} | FACES | OPEN_TO_ALL),
+        ({"comm"}, OPEN_TO_ALL),
+        ({"engine"}, {"comm", "kernels"} | OPEN_TO_ALL),
+        ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
+        ({"model"}, {"comm", "engine", "gradients", "liveness"} | OPEN_TO_ALL),
+        ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
+        (FACES, {"comm", "engine", "gradients", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
+        ({"sharded"}, {"comm", "engine", "gradients", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],
-    ids=["kernels", "engine", "gradients", "model", "liveness and job", "faces", "sharded"],
+    ids=["kernels", "comm", "engine", "gradients", "model", "liveness and job", "faces", "sharded"],
 )
 def test_a_layer_imports_only_what_lies_below(layers, allowed):
     found = [breach for layer in sorted(layers) for breach in breaches(layer, allowed)]
@@ -123,7 +124,7 @@ def test_files_begin_with_a_docstring():
 
 def test_the_paddle_wing_uses_only_public_names():
     """Of dpfuse.job, too, it takes what the package exports."""
-    inner = re.compile(r"^\s*(from|import) dpfuse\.(job|engine|model|gradients)\.", re.MULTILINE)
+    inner = re.compile(r"^\s*(from|import) dpfuse\.(job|comm|engine|model|gradients)\.", re.MULTILINE)
     paddle = [path for path in SOURCES if layer_of(module_of(path)) == "paddle"]
     assert [path for path in paddle if inner.search(path.read_text())] == []
 
@@ -139,7 +140,7 @@ def test_only_one_file_calls_collectives():
     )
     callers = {path for path in SOURCES if calls.search(path.read_text()) and layer_of(module_of(path)) != "job"}
     assert {str(path.relative_to(ROOT / "dpfuse")) for path in callers} == {
-        "engine/collective.py", "paddle/gathered.py", "paddle/distributed/fleet/collective.py"
+        "comm/collective.py", "paddle/gathered.py", "paddle/distributed/fleet/collective.py"
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.ddp.logging_data import logging_data
 from dpfuse.ddp.mixed_precision import MixedPrecision
@@ -28,7 +29,6 @@ from dpfuse.ddp.placement import (
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
 from dpfuse.engine.torch_private import leave_untraced
-from dpfuse.engine.votes import report_failure
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import FaceParts
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options

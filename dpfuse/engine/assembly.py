@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import registered_memory
-from dpfuse.engine.abilities import abilities_of
+from dpfuse.comm import registered_memory
+from dpfuse.comm.abilities import abilities_of
 from dpfuse.engine.averaging import FP8, UNCHANGED, Averaging, Wire, averaging_for, real_dtype
 from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
 from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.window import Field, Window
 

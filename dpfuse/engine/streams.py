@@ -9,7 +9,7 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.comm.waiting import NO_LIMIT
 
 __all__ = ["SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
 

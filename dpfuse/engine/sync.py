@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import votes
+from dpfuse.comm import votes
+from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
@@ -22,7 +23,6 @@ from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.protocols import BucketObserver, HookExchanges
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
-from dpfuse.engine.waiting import Track, board_of, leave
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective, messages
+from dpfuse.comm import collective
+from dpfuse.engine import messages
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.window import Window

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.engine import votes
+from dpfuse.comm import votes
 from dpfuse.engine.plan import BucketPlan
 
 __all__ = ["ModelChange"]

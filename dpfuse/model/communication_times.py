@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.waiting import NO_LIMIT
-from dpfuse.model.completion import call_when_landed
+from dpfuse.comm.completion import call_when_landed
+from dpfuse.comm.waiting import NO_LIMIT
 
 __all__ = ["CommunicationTimes"]
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.completion import call_when_landed
 from dpfuse.engine.buffer import PLAIN, Buffer, Format
 from dpfuse.engine.protocols import Exchange, PackStep, SparseOwner
 from dpfuse.engine.report import Report
 from dpfuse.errors import DPFuseError
 from dpfuse.model.comm_hook import CommHook
-from dpfuse.model.completion import call_when_landed
 
 __all__ = ["Hooked", "HookedBuffer", "HookedRows"]
 

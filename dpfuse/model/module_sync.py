@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpfuse.comm.completion import let_threads_finish_at_exit
+from dpfuse.comm.waiting import LOSS, Track
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import BackwardRecorder, Wrap
@@ -17,7 +19,6 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.protocols import HookExchanges
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.sync import GradSync, SyncSettings, names_of
-from dpfuse.engine.waiting import LOSS, Track
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
@@ -30,7 +31,6 @@ from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.comm_hook import CommHook
-from dpfuse.model.completion import let_threads_finish_at_exit
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.hooked import Hooked
 from dpfuse.model.metrics import Metrics

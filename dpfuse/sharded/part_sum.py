@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.engine.protocols import Exchange
-from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.sharded.division import Region
 from dpfuse_kernels import sum_parts
 

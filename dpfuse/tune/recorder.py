@@ -15,11 +15,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.completion import call_when_landed
+from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
-from dpfuse.model.completion import call_when_landed
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpfuse.engine import collective, votes
+from dpfuse.comm import collective, votes
 from dpfuse.engine.averaging import FP8
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse import DataParallel, DPFuseError
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from tests.freed import still_held
 
 # Several buckets, so that the ready order matters for the rebuild.

@@ -17,7 +17,7 @@ from torch import nn
 
 import dpfuse
 from bench.network import Network, simulated_network
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.exchanges.ordered import _OrderedWork
 from dpfuse_kernels import sum_parts
 from tests.distributed.random_models import added_in_rank_order, trained
@@ -295,7 +295,7 @@ def by_hand_without_all_to_all(rank, size):
     for param in params:
         param.grad = torch.full_like(param, rank)
     text = f"rank {rank}: deterministic=True needs .*does not support"
-    with mock.patch("dpfuse.engine.collective.start_all_to_all", refuse), pytest.raises(dpfuse.DPFuseError, match=text):
+    with mock.patch("dpfuse.comm.collective.start_all_to_all", refuse), pytest.raises(dpfuse.DPFuseError, match=text):
         dpfuse.fused_allreduce_gradients(params, deterministic=True)
     assert all(param.grad.eq(rank).all() for param in params)
     dist.barrier()

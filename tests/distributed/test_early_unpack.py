@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.delivery import EarlyPrivate
 from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, copied, grads, large_from, mean_over_ranks
 from tests.distributed.test_rebuild import Repeating, expected_mean

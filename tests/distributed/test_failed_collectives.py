@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import dpfuse
+from dpfuse.comm.failed import has_raised
 from dpfuse.engine.exchanges import in_place
-from dpfuse.engine.failed import has_raised
 
 
 class GroupError(Exception):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dpfuse
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.guard import DeviceGuard
 from dpfuse.gradients.square_sum import _MeasuredViews
 from tests.distributed.in_place import copied, large_from

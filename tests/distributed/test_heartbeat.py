@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine.waiting import board_of
+from dpfuse.comm.waiting import board_of
 from dpfuse.liveness.diagnosis import WARN_AFTER
 from tests.distributed.processes import SCRIPTS, free_port, pids_in, start
 from tests.distributed.test_two_nodes import Machines, namespaces

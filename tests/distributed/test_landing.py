@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.model import completion as landing
+from dpfuse.comm import completion as landing
 from dpfuse.model.hooked import _HookWork
 from tests.distributed.processes import run
 
@@ -19,7 +19,7 @@ from datetime import timedelta
 from threading import Thread
 import torch
 import torch.distributed as dist
-from dpfuse.model.completion import call_when_landed
+from dpfuse.comm.completion import call_when_landed
 
 store, groups = dist.HashStore(), {}
 make = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))})

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import dpfuse
-from dpfuse.engine import votes
+from dpfuse.comm import votes
 from dpfuse.job import interfaces, launcher, spawn
 from dpfuse.job.launcher import main
 from tests.distributed.processes import ROOT, SCRIPTS, clean_environment, pids_in, python, start
@@ -127,7 +127,7 @@ class Planted:
 
 def hostile(rank, size, marker):
     """Rank 1 sends a pickle wherever a text or a state is expected."""
-    group = dpfuse.engine.collective.resolve_group(None)
+    group = dpfuse.comm.collective.resolve_group(None)
     text = pickle.dumps(Planted(marker), protocol=0).decode()
     told = []
     for content in (text, votes.FAILURE + text):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine import collective, votes
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm import collective, votes
+from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.plan import rebuild_plan
 from tests.freed import still_held
 

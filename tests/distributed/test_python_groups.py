@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
-from dpfuse.engine.abilities import backend_of
-from dpfuse.engine.waiting import board_of
+from dpfuse.comm.abilities import backend_of
+from dpfuse.comm.waiting import board_of
 
 
 class StrictWork(dist._Work):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.bucket import BucketState
 from dpfuse.engine.plan import plan_buckets, rebuild_plan
 from dpfuse.liveness import start

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 
 LAYERS = 6
 MOST = 0.002  # seconds that a hook may sleep

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpfuse import DataParallel, DistributedDataParallel
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 
 FACES = {"data_parallel": DataParallel, "ddp": DistributedDataParallel}
 

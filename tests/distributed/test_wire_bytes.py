@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def refused(rank, size):
         raise RuntimeError("Backend does not support alltoall_base")
 
     text = rf'rank {rank}: wire_reduce="fp32" needs a back end .*does not support.*or leave wire_reduce out'
-    with mock.patch("dpfuse.engine.collective.start_all_to_all", refuse):
+    with mock.patch("dpfuse.comm.collective.start_all_to_all", refuse):
         with pytest.raises(dpfuse.DPFuseError, match=text):
             dpfuse.fused_allreduce_gradients([param], wire_dtype=torch.float16, wire_reduce="fp32")
         # float32 travels by an all-reduce, which is all that it needs.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpfuse.comm.waiting import Track
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
@@ -20,7 +21,6 @@ from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Feed
 from dpfuse.engine.reducer import Calls, Phase, Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
-from dpfuse.engine.waiting import Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm.abilities import Abilities
+from dpfuse.comm.registered_memory import VARIABLE, can_register
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackArguments
-from dpfuse.engine.registered_memory import VARIABLE, can_register
 from dpfuse.model.comm_hook import CommHook
 from dpfuse.model.hooked import Hooked
 from tests.unit.stand_ins import surroundings

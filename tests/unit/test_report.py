@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report, _hash
 from dpfuse.engine.window import Field, Window
 from tests.unit import stand_ins

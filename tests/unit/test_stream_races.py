@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import dpfuse
+from dpfuse.comm.abilities import Abilities, answers_of
+from dpfuse.comm.waiting import Board, put_board
 from dpfuse.engine import assembly, report, sync
-from dpfuse.engine.abilities import Abilities, answers_of
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges import in_place, ordered
 from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.guard import DeviceGuard
 from dpfuse.engine.streams import SideStream, WritingStreams
-from dpfuse.engine.waiting import Board, put_board
 from tests.cuda_model import Cuda, RaceError, StreamGroup
 
 DEVICE = torch.device("cuda", 0)

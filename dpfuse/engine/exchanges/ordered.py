@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.engine.buffer import PLAIN, Zeros
 from dpfuse.engine.protocols import Exchange
 from dpfuse.engine.streams import new_stream
-from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
 

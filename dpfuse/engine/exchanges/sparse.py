@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Exchange, PackStep

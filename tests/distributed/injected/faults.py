@@ -17,7 +17,7 @@ import torch
 
 import dpfuse
 import dpfuse_kernels
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 
 __all__ = ["ERRORS", "KINDS", "TEXT", "Point", "Record", "failing"]
 
@@ -29,12 +29,12 @@ FOLDERS = (
     f"{ROOT}/gradients/",
     f"{ROOT}/fused_allreduce.py",
     f"{ROOT}/model/agreement.py",
-    f"{ROOT}/model/asking.py",
+    *(f"{ROOT}/comm/{name}.py" for name in ("abilities", "asking", "failed", "registered_memory", "votes")),
     f"{Path(dpfuse_kernels.__file__).parent}/",
 )
 # A collective that has begun cannot be taken back, and waiting for one is not ours to interrupt.
-LEFT_OUT = tuple(f"{ROOT}/engine/{name}.py" for name in ("collective", "waiting", "patience"))
-COLLECTIVE = f"{ROOT}/engine/collective.py"
+LEFT_OUT = tuple(f"{ROOT}/comm/{name}.py" for name in ("collective", "waiting"))
+COLLECTIVE = f"{ROOT}/comm/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group"})
 WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
 # Lines that cannot fail: they look at names, bind one, loop over a list, empty one, or only call a function of ours,

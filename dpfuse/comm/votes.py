@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import collective
-from dpfuse.engine.failed import has_raised
+from dpfuse.comm import collective
+from dpfuse.comm.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 __all__ = [

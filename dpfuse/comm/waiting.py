@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine.failed import has_raised
+from dpfuse.comm.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 __all__ = [

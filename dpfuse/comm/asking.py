@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
-from dpfuse.engine.abilities import Abilities, abilities_of, answers_of, backend_of
-from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.comm import collective
+from dpfuse.comm.abilities import Abilities, abilities_of, answers_of, backend_of
+from dpfuse.comm.waiting import NO_LIMIT
 
 __all__ = ["ask"]
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dpfuse.engine.abilities import abilities_of
-from dpfuse.engine.failed import mark
-from dpfuse.engine.waiting import NO_LIMIT, board_of, finish
+from dpfuse.comm.abilities import abilities_of
+from dpfuse.comm.failed import mark
+from dpfuse.comm.waiting import NO_LIMIT, board_of, finish
 from dpfuse.errors import DPFuseError
 
 __all__ = [

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.abilities import abilities_of
-from dpfuse.engine.collective import group_device, start_broadcast
-from dpfuse.engine.waiting import board_of, finish
+from dpfuse.comm.abilities import abilities_of
+from dpfuse.comm.collective import group_device, start_broadcast
+from dpfuse.comm.waiting import board_of, finish
 
 __all__ = ["FlatBroadcast", "broadcast_flat"]
 
