@@ -16,6 +16,8 @@ from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
 from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on
 from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.comm_hook import CommHook
+from dpfuse.engine.exchanges.hooked import AfterHooks, HookedBuffer, HookedRows, Unpadded
 from dpfuse.engine.exchanges.in_place import InPlace, suits_in_place
 from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts, OrderedSum, Rounding
 from dpfuse.engine.exchanges.sparse import SparseRows
@@ -26,7 +28,7 @@ from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import MB, Bucket, BucketPlan
-from dpfuse.engine.protocols import Delivery, Exchange, Feed, HookExchanges, SparseOwner
+from dpfuse.engine.protocols import Delivery, Exchange, Feed
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import SideStream, writers_on
 from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
@@ -65,7 +67,7 @@ class Assembly:
     accumulates: bool = False
     overlaps: bool = True
     features: list[Feature] = field(default_factory=list)
-    hook: HookExchanges | None = None
+    hook: CommHook | None = None
     make_report: Callable[[int, torch.dtype, torch.device], Report] | None = None
 
     def make(
@@ -252,17 +254,18 @@ class _Making:
         return delivery
 
     def _hooked(
-        self, hook: HookExchanges, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
+        self, hook: CommHook, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
     ) -> Parts:
         group, is_last = self.assembly.group, order == len(self.plan.buckets) - 1
         exchange: Exchange
         if bucket.sparse:
             buffer = self._buffer(_without_slots(bucket), [], [])
-            owner = SparseOwner(bucket, params[0], names[0])
-            exchange = hook.sparse(group, buffer, order, label, is_last=is_last, owner=owner)
+            exchange = HookedRows(
+                group, hook, buffer, order, is_last=is_last, label=label, planned=bucket, param=params[0], name=names[0]
+            )
             return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Delivery(), None)
-        buffer = self._buffer(bucket, params, names, format=hook.format)
-        exchange = hook.dense(group, buffer, order, label, is_last=is_last)
+        buffer = self._buffer(bucket, params, names, format=Unpadded())
+        exchange = HookedBuffer(group, hook, buffer, order, is_last=is_last, label=label)
         delivery = self._delivery(order, bucket, buffer, Hooks(params), None, label)
         return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, delivery, None)
 
@@ -274,7 +277,7 @@ class _Making:
         group, hook, own = self.assembly.group, self.assembly.hook, list(buckets)
         exchange: Exchange = AllReduce(group)
         if hook is not None:
-            exchange = hook.report(group, report, lambda: [b.error for b in own if b.error is not None])
+            exchange = AfterHooks(group, hook, report, lambda: [b.error for b in own if b.error is not None])
         parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Delivery(), report)
         return GradBucket(empty, [], parts, self.assembly.around, "the report")
 

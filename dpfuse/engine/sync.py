@@ -16,11 +16,12 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
 from dpfuse.engine.bucket import GradBucket, Surroundings
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.protocols import BucketObserver, HookExchanges
+from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
 from dpfuse.engine.window import Field, Window
@@ -157,7 +158,7 @@ class GradSync:
         return self._assembly.group
 
     @property
-    def hook(self) -> HookExchanges | None:
+    def hook(self) -> CommHook | None:
         """The communication hook that reduces the gradients, if a user has registered one."""
         return self._assembly.hook
 
@@ -207,7 +208,7 @@ class GradSync:
         self.plan = plan
         self.reducer.adopt(buckets)
 
-    def set_hook(self, hook: HookExchanges) -> None:
+    def set_hook(self, hook: CommHook) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
         self._assembly = replace(self._assembly, hook=hook)
         self.remake()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS, Track
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import BackwardRecorder, Wrap
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.protocols import HookExchanges
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.sync import GradSync, SyncSettings, names_of
 from dpfuse.engine.window import Window
@@ -30,9 +30,7 @@ from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
-from dpfuse.model.comm_hook import CommHook
 from dpfuse.model.follow import ModuleFollower, params_of
-from dpfuse.model.hooked import Hooked
 from dpfuse.model.metrics import Metrics
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
@@ -191,7 +189,7 @@ class ModuleSync:
         return self.grads.params
 
     @property
-    def hook(self) -> HookExchanges | None:
+    def hook(self) -> CommHook | None:
         """What reduces the gradients in place of the collectives, if a user has registered it."""
         return self.grads.hook
 
@@ -352,7 +350,7 @@ class ModuleSync:
             )
         if refusal := self._refusal_of(hook):
             raise DPFuseError(f"rank {self.group.rank()}: {refusal}")
-        self.grads.set_hook(Hooked(hook))
+        self.grads.set_hook(hook)
 
     def _refusal_of(self, hook: CommHook) -> str:
         """Return why `hook` cannot be registered now, and what to do; empty if it can be."""

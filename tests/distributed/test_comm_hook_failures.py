@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dpfuse
 from dpfuse import DistributedDataParallel
 from dpfuse.ddp.hook_check import checked_hook
-from dpfuse.model.comm_bucket import CommBucket
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
 from tests.distributed import processes
 from tests.distributed.test_comm_hooks import BUILTIN, SMALL, Mlp, with_then
 from tests.patience import patience

@@ -21,8 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
 from dpfuse.hooks import fused_bf16, fused_fp16
-from dpfuse.model.comm_bucket import CommBucket
 
 BUILTIN = dist.BuiltinCommHookType
 SMALL = 100 / 2**20  # MB: several buckets for the nets below

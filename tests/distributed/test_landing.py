@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.comm import completion as landing
-from dpfuse.model.hooked import _HookWork
+from dpfuse.engine.exchanges.hooked import _HookWork
 from tests.distributed.processes import run
 
 PROGRAM = """

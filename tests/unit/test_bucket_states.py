@@ -17,6 +17,7 @@ from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState
 from dpfuse.engine.delivery import Private, RenewedViews
 from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.ordered import OrderedSum
 from dpfuse.engine.exchanges.sparse import SparseRows
@@ -28,7 +29,6 @@ from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading
 from dpfuse.errors import DPFuseError
-from dpfuse.model.hooked import HookedBuffer, HookedRows
 from tests.unit.stand_ins import make_report, surroundings
 
 LEGAL = {FREE: {"send", "send_empty"}, FLIGHT: {"wait", "discard"}, LANDED: {"deliver", "discard"}}

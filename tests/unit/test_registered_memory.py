@@ -8,11 +8,10 @@ import torch
 from dpfuse.comm.abilities import Abilities
 from dpfuse.comm.registered_memory import VARIABLE, can_register
 from dpfuse.engine.assembly import Assembly
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackArguments
-from dpfuse.model.comm_hook import CommHook
-from dpfuse.model.hooked import Hooked
 from tests.unit.stand_ins import surroundings
 
 CUDA = torch.device("cuda", 0)
@@ -106,7 +105,7 @@ def test_a_bucket_of_a_communication_hook_does_not_lie_there():
     """The hook may replace the buffer."""
     backend = Backend()
     plan = plan_buckets([ParamSpec("a", (3,), "float32")])
-    hook = Hooked(CommHook(None, lambda state, bucket: None, 0))
+    hook = CommHook(None, lambda state, bucket: None, 0)
     Assembly(Group(backend), surroundings(), registered=True, hook=hook).make(plan, [torch.zeros(3)])
     assert not backend.given
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
 from dpfuse.errors import DPFuseError
-from dpfuse.model.comm_bucket import CommBucket
 
 __all__ = ["CommHook"]
 

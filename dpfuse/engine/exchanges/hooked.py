@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -15,13 +14,14 @@ from torch.futures import Future
 
 from dpfuse.comm import collective
 from dpfuse.comm.completion import call_when_landed
-from dpfuse.engine.buffer import PLAIN, Buffer, Format
-from dpfuse.engine.protocols import Exchange, PackStep, SparseOwner
+from dpfuse.engine.buffer import PLAIN, Buffer
+from dpfuse.engine.exchanges.comm_hook import CommHook
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import Exchange, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.errors import DPFuseError
-from dpfuse.model.comm_hook import CommHook
 
-__all__ = ["Hooked", "HookedBuffer", "HookedRows"]
+__all__ = ["AfterHooks", "HookedBuffer", "HookedRows", "Unpadded"]
 
 
 class Unpadded:
@@ -37,41 +37,6 @@ class Unpadded:
     table = staticmethod(PLAIN.table)
     pack = staticmethod(PLAIN.pack)
     unpack = staticmethod(PLAIN.unpack)
-
-
-@dataclass(frozen=True)
-class Hooked:
-    """Makes the exchanges of a communication hook.
-
-    Args:
-        hook: of the wrapper.
-    """
-
-    hook: CommHook
-
-    @property
-    def name(self) -> str:
-        """The name of the hook, for errors."""
-        return self.hook.name
-
-    @property
-    def format(self) -> Format:
-        """A buffer without padding."""
-        return Unpadded()
-
-    def dense(self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool) -> Exchange:
-        """Return the exchange of one bucket."""
-        return HookedBuffer(group, self.hook, buffer, order, is_last=is_last, label=label)
-
-    def sparse(
-        self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool, owner: SparseOwner
-    ) -> Exchange:
-        """Return the exchange of one parameter with sparse gradients."""
-        return HookedRows(group, self.hook, buffer, order, is_last=is_last, label=label, owner=owner)
-
-    def report(self, group: dist.ProcessGroup, report: Report, errors: Callable[[], list[Exception]]) -> Exchange:
-        """Return the exchange of the report."""
-        return AfterHooks(group, self.hook, report, errors)
 
 
 class HookedBuffer(Exchange):
@@ -158,7 +123,9 @@ class HookedRows(HookedBuffer):
 
     Args:
         group, hook, buffer, index, is_last, label: as for `HookedBuffer`.
-        owner: the parameter.
+        planned: the plan of the bucket.
+        param: its one parameter.
+        name: of the parameter, for errors.
     """
 
     def __init__(
@@ -170,15 +137,17 @@ class HookedRows(HookedBuffer):
         *,
         is_last: bool,
         label: str,
-        owner: SparseOwner,
+        planned: Bucket,
+        param: Tensor,
+        name: str,
     ) -> None:
         super().__init__(group, hook, buffer, index, is_last=is_last, label=label)
-        self._registered = owner.bucket.params[0]
-        self._param = owner.param
-        self._name = owner.name
-        self._shape = tuple(owner.param.shape)
-        self._dtype: torch.dtype = getattr(torch, owner.bucket.dtype)
-        self._device = torch.device(owner.bucket.device)
+        self._registered = planned.params[0]
+        self._param = param
+        self._name = name
+        self._shape = tuple(param.shape)
+        self._dtype: torch.dtype = getattr(torch, planned.dtype)
+        self._device = torch.device(planned.device)
         self._grad = self._without_rows()
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
