@@ -13,7 +13,7 @@ from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.grad_scaler import GradScaler
 from dpfuse.gradients.replicas import reduce_replicas
 from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
-from dpfuse.model.communication_times import CommunicationTimes
+from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.plan_file import load_plan
 from dpfuse.sharded import ShardedOptimizer
 from dpfuse.version import __version__

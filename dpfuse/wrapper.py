@@ -29,10 +29,10 @@ from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.gradients.weight import GradientWeight
+from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
-from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions

@@ -26,12 +26,12 @@ from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
+from dpfuse.measure.metrics import Metrics
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.follow import ModuleFollower, params_of
-from dpfuse.model.metrics import Metrics
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 

@@ -27,6 +27,7 @@ ROOT = Path(dpfuse.__file__).parent
 FOLDERS = (
     f"{ROOT}/engine/",
     f"{ROOT}/gradients/",
+    f"{ROOT}/measure/local_squares.py",
     f"{ROOT}/fused_allreduce.py",
     f"{ROOT}/model/agreement.py",
     *(f"{ROOT}/comm/{name}.py" for name in ("abilities", "asking", "failed", "registered_memory", "votes")),

@@ -18,11 +18,11 @@ from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import SLOTS, Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.window import Window
-from dpfuse.gradients.local_squares import LocalSquares, host_knows
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
-from dpfuse.model.communication_times import CommunicationTimes
-from dpfuse.model.step_times import StepTimes
+from dpfuse.measure.communication_times import CommunicationTimes
+from dpfuse.measure.local_squares import LocalSquares, host_knows
+from dpfuse.measure.step_times import StepTimes
 
 __all__ = ["Metrics", "noise_of"]
 
