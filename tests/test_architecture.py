@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-FACES = {"data_parallel", "wrapper", "fused_allreduce", "grad_scaler", "hooks"}
+FACES = {"data_parallel", "wrapper", "manual", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "version"}
 

@@ -12,7 +12,7 @@ from dpfuse.engine.averaging import averaging_for, real_dtype
 from dpfuse.engine.buffer import dense_stride
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, Bucket
-from dpfuse.gradients.manual_plan import plan_groups
+from dpfuse.manual.plan import plan_groups
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 
 __all__ = ["reduce_replicas"]

@@ -22,7 +22,7 @@ def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
 
     Example:
         >>> from dpfuse import ParamSpec
-        >>> from dpfuse.gradients.manual_plan import plan_groups
+        >>> from dpfuse.manual.plan import plan_groups
         >>> specs = [ParamSpec("", (2,), dtype) for dtype in ("float32", "float64", "float32")]
         >>> [bucket.params for bucket in plan_groups(specs, 1024).buckets]
         [(0,), (1,), (2,)]

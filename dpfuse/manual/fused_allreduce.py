@@ -28,7 +28,7 @@ from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
-from dpfuse.gradients.manual_plan import plan_groups
+from dpfuse.manual.plan import plan_groups
 from dpfuse.model.agreement import prepare_group
 
 __all__ = ["fused_allreduce_gradients"]
