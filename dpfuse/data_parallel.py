@@ -108,7 +108,10 @@ class DataParallel(SyncedModule):
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
-        self._tune_if_asked()
+        if self._options.autotune and self._sync is not None:
+            from dpfuse.tune import autotune  # it takes time to import
+
+            autotune(self)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         super()._connect(group, fresh=fresh)

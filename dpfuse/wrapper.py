@@ -147,13 +147,6 @@ class SyncedModule(nn.Module):
             self.module, plan, group, self._options, self._number, self._face_parts(), self._agreed_buffers
         )
 
-    def _tune_if_asked(self) -> None:
-        """Begin to tune, where a size of "auto" was passed."""
-        if self._options.autotune and self._sync is not None:
-            from dpfuse.tune import autotune  # it takes time to import
-
-            autotune(self)
-
     def _face_parts(self) -> FaceParts:
         """What this face adds to the synchronisation."""
         return FaceParts()

@@ -192,7 +192,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.bucket_bytes_cap_default = sizes.small_mb < sizes.cap_mb
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
-        self._tune_if_asked()
+        if self._options.autotune and self._sync is not None:
+            from dpfuse.tune import autotune  # it takes time to import
+
+            autotune(self)
 
     def _face_parts(self) -> FaceParts:
         parts = super()._face_parts()
