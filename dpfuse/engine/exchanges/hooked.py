@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from dpfuse.comm import collective
 from dpfuse.comm.completion import call_when_landed
+from dpfuse.comm.work import StagedWork
 from dpfuse.engine.buffer import PLAIN, Buffer
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.plan import Bucket
@@ -227,12 +228,12 @@ class AfterHooks(Exchange):
             DPFuseError: the hook failed earlier.
         """
         self._hook.check()
-        return _LateWork(lambda: self._send(flat), self._explain)
+        return StagedWork(self._stages(flat), late=True, explain=self._explain)
 
-    def _send(self, flat: Tensor) -> dist.Work:
+    def _stages(self, flat: Tensor) -> Iterator[dist.Work]:
         if self._errors():
             self._report.write_failure(flat)
-        return collective.all_reduce(flat, self.group)
+        yield collective.all_reduce(flat, self.group)
 
     def _explain(self, error: RuntimeError) -> Exception:
         errors = self._errors()
@@ -244,44 +245,6 @@ class AfterHooks(Exchange):
         told = DPFuseError(f"{errors[0]}; then the other ranks could not be told: {error}")
         told.__cause__ = errors[0]
         return told
-
-
-class _LateWork(dist.Work):
-    """A collective that starts when it is first waited for.
-
-    Args:
-        start: starts it.
-        explain: returns the error to raise for an error of the collective.
-    """
-
-    def __init__(self, start: Callable[[], dist.Work], explain: Callable[[RuntimeError], Exception]) -> None:
-        super().__init__()
-        self._start = start
-        self._explain = explain
-        self._work: dist.Work | None = None
-        self._future: Future[Any] = Future()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the collective, at most `timeout`; it can be called again if that was too short."""
-        try:
-            if self._work is None:
-                self._work = self._start()
-            self._work.wait(timeout)
-            if not self._future.done():
-                self._future.set_result([])
-            return True
-        except RuntimeError as error:
-            if self._work is not None and not self._work.is_completed():
-                raise  # it has not ended yet
-            raise self._explain(error) from error
-
-    def is_completed(self) -> bool:
-        """Whether a wait returns or raises at once."""
-        return self._work is not None and self._work.is_completed()
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that is done when this work was waited for."""
-        return self._future
 
 
 class _HookWork(dist.Work):
