@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.engine import messages
 from dpfuse.engine.report import Report
-from dpfuse.engine.streams import capturing
+from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
@@ -27,8 +27,7 @@ class _Told(NamedTuple):
     """What the weights of a backward came to, which nothing has looked at yet."""
 
     step: int
-    values: Tensor  # their sum, the number of bad ones, the number of ranks with one; on the CPU behind `ready`
-    ready: torch.cuda.Event | None
+    values: HostCopy  # their sum, the number of bad ones, the number of ranks with one
     weight: float  # of this rank, where it can be gathered
 
 
@@ -128,10 +127,9 @@ class GradientWeight:
         values = torch.stack([total, bad, weighing])
         if not values.is_cuda:
             own = 0.0 if self.value is None or self._window.elsewhere else self.value.item()
-            self._told.append(_Told(self._step(), values, None, own))
+            self._told.append(_Told(self._step(), HostCopy(values), own))
         elif not capturing() and weighs:
-            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            self._told.append(_Told(self._step(), copy, torch.cuda.current_stream(values.device).record_event(), 0.0))
+            self._told.append(_Told(self._step(), HostCopy(values), 0.0))
         if weighs:
             self.value = None
         mean = torch.where((total > 0) & (bad == 0), 1 / (total * self._scale), math.nan)
@@ -150,18 +148,16 @@ class GradientWeight:
             return
         told_before, self._told = self._told, []
         for told in told_before:
-            if told.ready is not None and told.step == self._step() and not wait:
+            if told.values.late and told.step == self._step() and not wait:
                 self._told.append(told)
                 continue
-            if told.ready is not None:
-                told.ready.synchronize()  # it has passed, or the device is a step behind
-            total, bad, weighing = told.values.tolist()
+            total, bad, weighing = told.values.read()  # they have arrived, or the device is a step behind
             if weighing and not (0 < total < math.inf and not bad):
                 raise DPFuseError(messages.weightless(self._group.rank(), told.step, self._gathered(told)))
 
     def _gathered(self, told: _Told) -> list[float]:
         """The weights of all ranks; none from a GPU, where ranks do not hear of it at the same time."""
-        if told.ready is not None:
+        if told.values.late:
             return []
         row = torch.tensor([told.weight], dtype=torch.float64, device=collective.group_device(self._group))
         return [float(other.item()) for other in collective.all_gather(row, self._group)]
