@@ -125,9 +125,7 @@ class Reducer:
     """Sends complete buckets in plan order while backward runs, and delivers them at its end.
 
     Args:
-        buckets: in communication order; the last one carries the report.
-        params: by registration index.
-        names: of the parameters.
+        in_use: the buckets.
         wiring: what it uses besides.
 
     Attributes:
@@ -139,9 +137,7 @@ class Reducer:
         accumulation: counts and accumulates backwards that are not synchronised.
     """
 
-    def __init__(
-        self, buckets: Sequence[GradBucket], params: Sequence[Tensor], names: Sequence[str], wiring: Wiring
-    ) -> None:
+    def __init__(self, in_use: BucketSet, wiring: Wiring) -> None:
         self.phase = IDLE
         self.rebuilt = False
         self.completed = 0
@@ -152,8 +148,8 @@ class Reducer:
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
-        self._in_use = BucketSet(buckets, params, names, [1] * len(names))
-        self._use(self._in_use)
+        self._in_use = in_use
+        self._use(in_use)
         watch_steps(self)
 
     # --- The buckets in use ---
@@ -163,34 +159,38 @@ class Reducer:
         """The buckets in use, in communication order."""
         return self._in_use.buckets
 
-    def adopt(
-        self, buckets: Sequence[GradBucket], marks: Sequence[int] | None = None, *, rebuilt: bool | None = None
-    ) -> None:
+    @property
+    def in_use(self) -> BucketSet:
+        """What this rank uses: of the changed model, where a change is pending."""
+        return self._in_use
+
+    @property
+    def agreed(self) -> BucketSet:
+        """What all ranks have agreed on."""
+        return self._in_use if self._change is None else self._change.outdated
+
+    @property
+    def change(self) -> str:
+        """The change of this rank's model that not all ranks have heard of, in words; empty if there is none."""
+        return "" if self._change is None else self._change.text
+
+    def adopt(self, buckets: BucketSet, *, rebuilt: bool | None = None) -> None:
         """Use these buckets of the same parameters from now on.
 
         Args:
-            buckets: in communication order.
-            marks: how often each parameter becomes ready in a backward; None if that is as before.
+            buckets: what to use.
             rebuilt: whether they are planned for the observed ready order; None keeps the value.
         """
-        marks = self._in_use.marks if marks is None else marks
         before = self.rebuilt
         if rebuilt is not None:
             self.rebuilt = rebuilt
         try:
-            self._use(BucketSet(buckets, self._in_use.params, self._in_use.names, marks, self._in_use.recorded))
+            self._use(buckets)
         except BaseException:
             self.rebuilt = before
             raise
 
-    def follow(
-        self,
-        buckets: Sequence[GradBucket],
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        change: str,
-        agree: Callable[[], None],
-    ) -> None:
+    def follow(self, buckets: BucketSet, change: str, agree: Callable[[], None]) -> None:
         """Use the buckets of a changed model once all ranks have changed theirs.
 
         The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
@@ -198,14 +198,16 @@ class Reducer:
 
         Args:
             buckets: of the changed model.
-            params: its parameters.
-            names: of these.
             change: what has changed, for errors.
-            agree: called once all have changed; raises on every rank if their changes differ.
+            agree: called once all have changed. It calls `settle_change`, or raises on every rank if their changes
+                differ.
         """
-        outdated = self._in_use if self._change is None else self._change.outdated
-        self._change = _Change(outdated, change, agree)
-        self._use(BucketSet(buckets, params, names, [1] * len(names)))
+        self._change = _Change(self.agreed, change, agree)
+        self._use(buckets)
+
+    def settle_change(self) -> None:
+        """Keep the changed model, since all ranks have agreed on it."""
+        self._change, self.rebuilt = None, False
 
     def unfollow(self) -> None:
         """Return to the buckets before the change, since it was undone."""
@@ -497,7 +499,7 @@ class Reducer:
         """
         run, wiring = self._run, self._wiring
         wiring.calls.check_group()
-        sent = self._in_use if self._change is None else self._change.outdated
+        sent = self.agreed
         run.outcome.failed = True
         if not run.delivered:
             self._send_empty(sent.buckets)
@@ -672,7 +674,7 @@ class Reducer:
             self.accumulation.forget()
             self._reset()
             raise
-        self._change, self.rebuilt, run.next = None, False, 0
+        run.next = 0
         run.outcome.changed, run.outcome.frozen = False, self._frozen
 
     def _hear(self) -> Reading:
@@ -767,7 +769,7 @@ class Reducer:
             late = [self._in_use.names[index] for index in sorted(set(outcome.late))]
             return messages.failed(wiring.rank, wiring.size, reading.failed(), not outcome.well, error, late)
         if reading.any_changed:
-            change = "" if self._change is None else self._change.text
+            change = self.change
             return messages.changed(wiring.rank, wiring.size, reading.changed(), outcome.changed, change)
         return messages.differing(wiring.rank, wiring.fields, reading)
 

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS, Track
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import BackwardRecorder, Wrap
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
-from dpfuse.engine.sync import GradSync, SyncSettings, names_of
+from dpfuse.engine.sync import GradSync, SyncSettings
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
@@ -225,7 +226,7 @@ class ModuleSync:
     @property
     def is_changing(self) -> bool:
         """Whether this rank's module has changed, and the ranks have not agreed on that yet."""
-        return bool(self._follower.change)
+        return bool(self.reducer.change)
 
     @property
     def is_compiled(self) -> bool:
@@ -324,7 +325,7 @@ class ModuleSync:
 
     def use_plan(self, plan: BucketPlan) -> None:
         """As that of `GradSync`."""
-        assert not self._follower.change
+        assert not self.reducer.change
         self.grads.use_plan(plan)
 
     def average_over(self, rank_count: int) -> None:
@@ -354,7 +355,7 @@ class ModuleSync:
 
     def _refusal_of(self, hook: CommHook) -> str:
         """Return why `hook` cannot be registered now, and what to do; empty if it can be."""
-        phase, change, option = self.reducer.phase, self._follower.change, self._options.of_communication
+        phase, change, option = self.reducer.phase, self.reducer.change, self._options.of_communication
         if option is not None:
             return (
                 f"a communication hook was registered with {option}, expected one of the two: {hook.name} adds up as "

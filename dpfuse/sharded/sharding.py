@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dpfuse.comm.abilities import abilities_of
 from dpfuse.comm.waiting import BETWEEN, READ, Doing
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.buffer import Buffer, Format, Zeros
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
-from dpfuse.engine.sync import names_of
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery

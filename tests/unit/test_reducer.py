@@ -14,6 +14,7 @@ from torch import nn
 
 from dpfuse.comm.waiting import Track
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
+from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.param_spec import ParamSpec
@@ -140,7 +141,8 @@ class Bench:
         self.window = Window()
         self.refuse_rebuild = self.left = None
         self.at_end = 0
-        self.params, buckets, self.names = self.planned([f"p{i}" for i in range(count)], feed)
+        in_use = self.planned([f"p{i}" for i in range(count)], feed)
+        self.params, self.names = in_use.params, in_use.names
         self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
         wiring = Wiring(
             window=self.window,
@@ -162,7 +164,7 @@ class Bench:
             rank=RANK,
             size=SIZE,
         )
-        self.reducer = Reducer(buckets, self.params, self.names, wiring)
+        self.reducer = Reducer(in_use, wiring)
 
     def planned(self, names, feed=None, prefix=""):
         plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in names], 32 / 2**20, 16 / 2**20)
@@ -180,7 +182,7 @@ class Bench:
             )
             for order, bucket in enumerate(plan.buckets)
         ]
-        return params, buckets, names
+        return BucketSet(plan, params, buckets)
 
     def install(self, hooks):
         self.installed.append(set(hooks))
@@ -190,7 +192,7 @@ class Bench:
         self.seen.append((order, marks))
         if self.refuse_rebuild is not None:
             return self.refuse_rebuild
-        self.reducer.adopt(self.reducer.buckets, marks, rebuilt=True)
+        self.reducer.adopt(self.reducer.in_use.remade(self.reducer.buckets, marks=marks), rebuilt=True)
         return None
 
     def check_group(self):
@@ -851,10 +853,11 @@ def test_a_pack_that_fails_in_a_capture_is_reported_and_nothing_is_read():
 def follow(bench, agree):
     """Three parameters in two buckets take the place of six in four; their log has names of its own."""
     old = bench.report
-    bench.params, buckets, names = bench.planned(["a", "b", "c"], prefix="new ")
+    changed = bench.planned(["a", "b", "c"], prefix="new ")
+    bench.params = changed.params
     bench.new_report, bench.report = bench.report, old
     bench.hooks.clear()
-    bench.reducer.follow(buckets, bench.params, names, "parameter 'c' was added", agree)
+    bench.reducer.follow(changed, "parameter 'c' was added", lambda: (agree(), bench.reducer.settle_change()))
 
 
 def test_the_buckets_of_a_changed_model_are_sent_once_all_ranks_have_told_of_it_in_the_old_ones():
