@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from dpfuse.comm import votes
 from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
-from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
+from dpfuse.engine.averaging import averaging_for
 from dpfuse.engine.bucket import Surroundings
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.exchanges.comm_hook import CommHook
@@ -25,45 +25,15 @@ from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
+from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
-__all__ = ["GradSync", "SyncSettings"]
+__all__ = ["GradSync"]
 
 BUCKETS = "the buckets after the first synchronised backward"
 
 log = logging.getLogger("dpfuse.rebuild")
-
-
-@dataclass(frozen=True)
-class SyncSettings:
-    """How gradients are averaged; what users pass to a wrapper, as far as the engine needs it.
-
-    Args:
-        number: of the wrapper, among those of its group.
-        scale: factor on each rank's gradients; None is the mean.
-        wire: how gradients travel.
-        views: whether `.grad` becomes a view of the buffers.
-        registered: whether buffers lie in memory that the group's back end has registered.
-        deterministic: whether sums are formed in the order of the ranks; buckets keep the order of registration.
-        accumulates: whether buckets take gradients in backwards that are not synchronised, too.
-        strict: whether to wait in each backward for what the peers report.
-        warn_unused: whether to warn, once, of parameters without a gradient.
-        alone: whether another wrapper of the same parameters would break what this one does.
-        stall_timeout: seconds.
-    """
-
-    number: int = 0
-    scale: float | None = None
-    wire: Wire = UNCHANGED
-    views: bool = True
-    registered: bool = False
-    deterministic: bool = False
-    accumulates: bool = False
-    strict: bool = False
-    warn_unused: bool = True
-    alone: bool = False
-    stall_timeout: float = 60.0
 
 
 class GradSync:
@@ -111,12 +81,7 @@ class GradSync:
         self._assembly = Assembly(
             group,
             Surroundings(board_of(group), self.listening.observers, self._leave),
-            scale=settings.scale,
-            wire=settings.wire,
-            views=settings.views,
-            registered=settings.registered,
-            deterministic=settings.deterministic,
-            accumulates=settings.accumulates,
+            settings,
             features=list(features),
             make_report=lambda count, dtype, device: Report(group, count, compared, window, dtype, device),
         )
@@ -186,9 +151,9 @@ class GradSync:
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
         self._rank_count = rank_count
-        scale, wire = self._assembly.scale, self._assembly.wire.dtype
+        settings = self._assembly.settings
         for bucket in self.reducer.buckets:
-            bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
+            bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, settings.scale, settings.wire.dtype))
 
     def shadow_backward(self) -> None:
         """Take part in a backward of other ranks, as `Reducer.shadow_backward` does, and tell the recorder."""
@@ -273,7 +238,7 @@ class GradSync:
         def build() -> BucketSet:
             if any(feature.keeps_buckets for feature in self._assembly.features):
                 return self.reducer.in_use.remade(self.reducer.buckets, marks=marks.tolist())
-            keeps = self.plan.tuned or self._assembly.deterministic
+            keeps = self.plan.tuned or self._assembly.settings.deterministic
             one_machine = (board := board_of(self.group)) is not None and board.one_machine
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
             return self._remade(plan, marks.tolist())

@@ -26,6 +26,7 @@ from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
+from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.manual.plan import plan_groups
@@ -255,9 +256,7 @@ class _Prepared:
         assembly = Assembly(
             group,
             Surroundings(board_of(group), [], lambda error: _leave(group, error)),
-            scale=options.scale,
-            wire=options.wire,
-            deterministic=options.deterministic,
+            SyncSettings(scale=options.scale, wire=options.wire, deterministic=options.deterministic),
             overlaps=False,
             make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
         )

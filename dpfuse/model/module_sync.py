@@ -19,7 +19,8 @@ from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import BackwardRecorder, Wrap
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
-from dpfuse.engine.sync import GradSync, SyncSettings
+from dpfuse.engine.settings import SyncSettings
+from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
