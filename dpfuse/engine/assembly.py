@@ -241,7 +241,7 @@ class _Making:
             if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
                 delivery = EarlyPrivate(private, buffer, self.side)
         for feature in self.assembly.features:
-            delivery = feature.measured(order, delivery, buffer, self.side if report is None else None)
+            delivery = feature.delivery(order, delivery, buffer, self.side if report is None else None)
         return delivery
 
     def _hooked(

@@ -199,13 +199,13 @@ class Reducer:
         Args:
             buckets: of the changed model.
             change: what has changed, for errors.
-            agree: called once all have changed. It calls `settle_change`, or raises on every rank if their changes
+            agree: called once all have changed. It calls `keep_change`, or raises on every rank if their changes
                 differ.
         """
         self._change = _Change(self.agreed, change, agree)
         self._use(buckets)
 
-    def settle_change(self) -> None:
+    def keep_change(self) -> None:
         """Keep the changed model, since all ranks have agreed on it."""
         self._change, self.rebuilt = None, False
 
@@ -221,11 +221,11 @@ class Reducer:
         marks = self._in_use.marks
         for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
             writers = bucket.parts.writers
-            eager = bucket.parts.feed.hooks() if self._settled_buckets else {}
+            eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
-            usual = noting(ready.entries.append if self._settled_buckets else self._record)
+            usual = noting(ready.entries.append if self._uses_ready_lists else self._record)
             hooks |= dict.fromkeys(bucket.plan.params, usual)
-            if not self._settled_buckets:
+            if not self._uses_ready_lists:
                 continue
             for index, param in zip(bucket.plan.params, bucket.params, strict=True):
                 pack = eager.get(index) if marks[index] == 1 else None  # else more may be added to the gradient
@@ -243,7 +243,7 @@ class Reducer:
         self._wiring.calls.install(self.hooks())
 
     @property
-    def _settled_buckets(self) -> bool:
+    def _uses_ready_lists(self) -> bool:
         return self.rebuilt and self._change is None
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
@@ -279,7 +279,7 @@ class Reducer:
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
         if value != self._require_sync and self.phase is IDLE:
-            self.settle_unaveraged()
+            self.refuse_unaveraged()
         self._require_sync = value
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
@@ -301,7 +301,7 @@ class Reducer:
         """Whether a forward that synchronises still waits for its backward."""
         return bool(self._run.forward)
 
-    def settle_unaveraged(self) -> None:
+    def refuse_unaveraged(self) -> None:
         """Forget ready gradients of a backward that went through no output and reached no sentinel.
 
         It is called while no backward is open. If one runs all the same, they may be its own, and are kept.
@@ -373,7 +373,7 @@ class Reducer:
                 # averaged. But a bucket must not be complete by entries of a backward before.
                 for ready in self._in_use.ready:
                     if ready.entries:
-                        self.settle_unaveraged()
+                        self.refuse_unaveraged()
                         self._in_use.doubt_early()
                         break
             wiring.window.backward_begins(announced=announced)
@@ -388,7 +388,7 @@ class Reducer:
                 self._freeze(frozenset(index for index in self._frozen if not params[index].requires_grad))
             if not sync:
                 self._enter(LOCAL)
-            elif not self._settled_buckets and self._in_use.report.unreadable:
+            elif not self._uses_ready_lists and self._in_use.report.unreadable:
                 raise DPFuseError(messages.unsettled(wiring.rank))
             else:
                 run.outcome.frozen = self._frozen
@@ -453,13 +453,13 @@ class Reducer:
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
             if self.phase is CHANGED:
-                self._settle_change()
+                self._learn_of_change()
             complete = self._note_stragglers()
             self._send_next(rest=True, complete=complete)
-            run.reading = self._hear()
+            run.reading = self._receive()
         if run.reading is not ALL_WELL and not run.reading.all_well:
             self._fail(run.reading)
-        self._deliver()
+        self._deliver_rest()
         if not self.rebuilt:
             self._rebuild()
         self._complete()
@@ -511,7 +511,7 @@ class Reducer:
         else:
             reading = ALL_WELL
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
-        if run.delivered and not self._settled_buckets:
+        if run.delivered and not self._uses_ready_lists:
             wiring.calls.decline()  # the peers are already in the vote on the buckets
         self._reset()
         if reading.any_well:
@@ -524,14 +524,14 @@ class Reducer:
             DPFuseError: that backward failed on some rank.
         """
         window = self._wiring.window
-        window.elsewhere = True
+        window.without_inputs = True
         try:
             with self._unused.expected():
                 self.record_forward(True)
                 self.open(announced=True)
                 self.close(lambda: True)
         finally:
-            window.elsewhere = False
+            window.without_inputs = False
 
     # --- While it runs ---
 
@@ -652,7 +652,7 @@ class Reducer:
         finally:
             self._enter(IDLE)
 
-    def _settle_change(self) -> None:
+    def _learn_of_change(self) -> None:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
         change, run = self._change, self._run
         assert change is not None
@@ -677,7 +677,7 @@ class Reducer:
         run.next = 0
         run.outcome.changed, run.outcome.frozen = False, self._frozen
 
-    def _hear(self) -> Reading:
+    def _receive(self) -> Reading:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
         report, outcome = self._in_use.report, self._run.outcome
         buckets, well = self._in_use.buckets, outcome.well
@@ -723,7 +723,7 @@ class Reducer:
             self._reset()
         raise DPFuseError(text) from cause
 
-    def _deliver(self) -> None:
+    def _deliver_rest(self) -> None:
         """Deliver what has waited for the report, which says that all is well on every rank."""
         run, report = self._run, self._in_use.report
         if run.delivered:

@@ -152,7 +152,7 @@ class Report:
         """Return what this rank packs, [numel]."""
         self._landing = None
         values: list[object] = [each.value() for each in self._fields]
-        values += self._window.asks, self._window.elsewhere, outcome.frozen
+        values += self._window.asks, self._window.without_inputs, outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
             return self._source  # as in nearly every backward
@@ -315,7 +315,7 @@ class Report:
         yield from ["frozen"] * HASH_BITS
 
     def _with_rows(self, reading: Reading, outcome: Outcome) -> Reading:
-        values = [-1 if self._window.elsewhere else each.value() % (1 << each.bits) for each in self._fields]
+        values = [-1 if self._window.without_inputs else each.value() % (1 << each.bits) for each in self._fields]
         row = torch.tensor(
             [not outcome.well, outcome.changed, *values, len(outcome.frozen)],
             dtype=torch.int64,

@@ -187,9 +187,9 @@ class GradSync:
         self.reducer.unfollow()
         self.remake()  # a feature may have been added meanwhile
 
-    def settle_change(self) -> None:
+    def keep_change(self) -> None:
         """Keep the changed model, on which all ranks have agreed."""
-        self.reducer.settle_change()
+        self.reducer.keep_change()
         self._spoiler = guard_of(self.params, self.group.size())
 
     def bucket_set(self, plan: BucketPlan, params: Sequence[Tensor]) -> BucketSet:

@@ -49,7 +49,7 @@ class SquareSum:
         self._known = False
         self._views = ()  # the bucket may get another buffer
 
-    def settle_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
+    def note_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """It is that of these, which share the memory of a buffer and live as long as it does.
 
         Args:
@@ -57,14 +57,14 @@ class SquareSum:
             addresses: where they were then, as `Tensor.data_ptr` gives them.
         """
         self._views, self._private, self._addresses = views, [], addresses
-        self._settle(views)
+        self._note(views)
 
-    def settle_private(self, grads: Sequence[Tensor]) -> None:
+    def note_private(self, grads: Sequence[Tensor]) -> None:
         """It is that of these, each of which has memory of its own."""
         self._views, self._private, self._addresses = (), list(map(ref, grads)), list(map(Tensor.data_ptr, grads))
-        self._settle(grads)
+        self._note(grads)
 
-    def _settle(self, grads: Sequence[Tensor]) -> None:
+    def _note(self, grads: Sequence[Tensor]) -> None:
         try:
             self._versions = self._count(grads)
         except RuntimeError:  # backward ran in inference mode, whose tensors count no writes
@@ -98,7 +98,7 @@ class NormInBackward(Feature):
         self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=bucket.device))
         return self._sums[order].value
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         if isinstance(delivery, (Views, RenewedViews)):
             self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=buffer.flat.device))
             return _MeasuredViews(delivery, buffer, self._sums[order], side)
@@ -140,7 +140,7 @@ class MeasuredDelivery(Delivery):
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         whole = self._delivery.deliver(missing, untouched)
         if whole:
-            self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
+            self.squares.note_private([param.grad for param in self._buffer.params if param.grad is not None])
         return whole
 
     def discard(self) -> None:
@@ -179,9 +179,9 @@ class _MeasuredViews(MeasuredDelivery):
             if not self._measured:
                 self._measure()
             if isinstance(self._views, Views):  # they count their writes together
-                self.squares.settle_views(self._buffer.views, self._buffer.gradients.addresses)
+                self.squares.note_views(self._buffer.views, self._buffer.gradients.addresses)
             else:
-                self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
+                self.squares.note_private([param.grad for param in self._buffer.params if param.grad is not None])
         return whole
 
     def _measure(self) -> None:

@@ -101,7 +101,7 @@ class GradientWeight:
     def begins(self, scale: float) -> bool:
         """A synchronised backward begins, which multiplies with `scale` for the mean; does this rank weigh it?"""
         self._scale = scale
-        self._weighs = self.value is not None and not self._window.elsewhere
+        self._weighs = self.value is not None and not self._window.without_inputs
         return self._weighs
 
     def tell(self, report: Report, packed: Tensor) -> None:
@@ -121,12 +121,12 @@ class GradientWeight:
             give no mean.
         """
         weighs, self._weighs = self._weighs, False
-        if not weighs and not self._window.elsewhere:
+        if not weighs and not self._window.without_inputs:
             return None
         total, bad, weighing = (report.slot(name).double() for name in ("weight", "bad_weight", "weighing"))
         values = torch.stack([total, bad, weighing])
         if not values.is_cuda:
-            own = 0.0 if self.value is None or self._window.elsewhere else self.value.item()
+            own = 0.0 if self.value is None or self._window.without_inputs else self.value.item()
             self._told.append(_Told(self._step(), HostCopy(values), own))
         elif not capturing() and weighs:
             self._told.append(_Told(self._step(), HostCopy(values), 0.0))

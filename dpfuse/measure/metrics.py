@@ -110,12 +110,12 @@ class Metrics(Feature):
         if host_knows(packed):
             total, wrong = (float(sum(numbers)) for numbers in zip(*self._sent, strict=True))
             known = 1.0 if weight is None else float(weight)
-            takes_part = known > 0 if weight is not None else not self._window.elsewhere
+            takes_part = known > 0 if weight is not None else not self._window.without_inputs
             # What is sent is weight times gradient: divided once, the weighted square is left.
             report.write_numbers(packed, "squares", [total / known if known > 0 else 0.0, takes_part, wrong])
             return
         squares, nonfinite = (torch.stack(numbers).sum() for numbers in zip(*self._sent, strict=True))
-        measured = torch.full_like(squares, not self._window.elsewhere)
+        measured = torch.full_like(squares, not self._window.without_inputs)
         if weight is not None:
             measured = (weight > 0).double()
             squares = torch.where(weight > 0, squares / weight.double(), 0.0)

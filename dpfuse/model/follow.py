@@ -142,7 +142,7 @@ class ModuleFollower:
         refusal = self.settle_buffers() if self.compare_buffers else ""
         if refusal:
             raise DPFuseError(refusal)
-        self._grads.settle_change()
+        self._grads.keep_change()
         self._signature.agree()
         self._wish = ""
         self._agreed()

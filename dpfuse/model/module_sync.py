@@ -259,7 +259,7 @@ class ModuleSync:
                 self.attach_factors()
         idle, own_tensors = reducer.phase is IDLE, True
         if idle:
-            reducer.settle_unaveraged()
+            reducer.refuse_unaveraged()
             own_tensors = self._follower.look()
             if not own_tensors and not self._follower.reaches_parameters():
                 return False

@@ -75,7 +75,7 @@ class Sharding(Dividing):
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
         return PartSum(self._group, _regions_of(buffer), self._incoming)
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
@@ -148,7 +148,7 @@ class ShardingInBackward(Sharding):
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
         return SumInBackward(buffer, _regions_of(buffer), self._group, self._incoming, self._in_backward)
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         return DeliveryInBackward(buffer, _regions_of(buffer), self._group, self._in_backward)
 
     def opened(self, *, sync: bool, announced: bool) -> None:

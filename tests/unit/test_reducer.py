@@ -430,7 +430,7 @@ def unaveraged(bench):
 OPTIMIZER = {
     "open": lambda bench: bench.reducer.open(announced=True),
     "no_sync": lambda bench: setattr(bench.reducer, "require_sync", False),
-    "forward": lambda bench: bench.reducer.settle_unaveraged(),
+    "forward": lambda bench: bench.reducer.refuse_unaveraged(),
     "step": lambda bench: torch.optim.SGD(bench.params, lr=0.1).step(),
 }
 
@@ -461,8 +461,8 @@ def test_they_count_as_a_backward_inside_no_sync():
     bench = Bench().settled()
     bench.reducer.require_sync = False
     unaveraged(bench)
-    bench.reducer.settle_unaveraged()
-    bench.reducer.settle_unaveraged()
+    bench.reducer.refuse_unaveraged()
+    bench.reducer.refuse_unaveraged()
     (backwards, _) = bench.window.fields()
     assert backwards.value() == 1
 
@@ -857,7 +857,7 @@ def follow(bench, agree):
     bench.params = changed.params
     bench.new_report, bench.report = bench.report, old
     bench.hooks.clear()
-    bench.reducer.follow(changed, "parameter 'c' was added", lambda: (agree(), bench.reducer.settle_change()))
+    bench.reducer.follow(changed, "parameter 'c' was added", lambda: (agree(), bench.reducer.keep_change()))
 
 
 def test_the_buckets_of_a_changed_model_are_sent_once_all_ranks_have_told_of_it_in_the_old_ones():
@@ -943,12 +943,12 @@ def test_a_rank_that_shadows_a_backward_takes_part_as_one_without_inputs_and_doe
     for bucket in bench.buckets:
         bucket.lacks = list(bucket.plan.params)
     elsewhere = []
-    bench.report.used_somewhere = lambda indices: elsewhere.append(bench.window.elsewhere) or set(indices)
+    bench.report.used_somewhere = lambda indices: elsewhere.append(bench.window.without_inputs) or set(indices)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bench.reducer.shadow_backward()
     assert bench.orders("send") == [0, 1, 2, 3]
-    assert (elsewhere, bench.window.elsewhere) == ([True], False)
+    assert (elsewhere, bench.window.without_inputs) == ([True], False)
     for bucket in bench.buckets:
         bucket.lacks = [5] if 5 in bucket.plan.params else []
     with pytest.warns(UserWarning, match="'p5' got no gradient"):

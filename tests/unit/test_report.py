@@ -26,7 +26,7 @@ def make_report(rank=0, size=2, told=None, *, elsewhere=False, asks=False, dtype
     """A report whose fields say what is in `told`, which may change."""
     told = {} if told is None else told
     window = Window()
-    window.elsewhere, window.asks = elsewhere, asks
+    window.without_inputs, window.asks = elsewhere, asks
     fields = [Field(name, lambda name=name: told.get(name, 0), str, "", bits) for name, bits in BITS.items()]
     return stand_ins.make_report(params, dtype, rank=rank, size=size, fields=fields, window=window)
 
