@@ -15,7 +15,7 @@ from dpfuse.comm import collective, votes
 from dpfuse.engine.averaging import FP8
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.measure import SIZES, measure_all_reduce
 from dpfuse.tune.planner import optimal_plan

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
 from dpfuse.errors import DPFuseError
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 
 GROUPS = [[1, 4, 5], [0, 2], [3]]
 
