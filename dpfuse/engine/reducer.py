@@ -452,16 +452,23 @@ class Reducer:
             return
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
+            # 1. Where this rank's model has changed: learn from the old buckets whether all have, and agree.
             if self.phase is CHANGED:
                 self._learn_of_change()
+            # 2. Send what is left; the report goes with the last bucket.
             complete = self._note_stragglers()
             self._send_next(rest=True, complete=complete)
+            # 3. Wait for all buckets, deliver what does not depend on the report, and read it.
             run.reading = self._receive()
+        # 4. If a rank has failed, raise on every rank.
         if run.reading is not ALL_WELL and not run.reading.all_well:
             self._fail(run.reading)
+        # 5. Deliver the rest: where gradients are missing, the report tells which parameters some rank has used.
         self._deliver_rest()
+        # 6. After the first synchronised backward: agree on buckets for the order that it has shown.
         if not self.rebuilt:
             self._rebuild()
+        # 7. Choose sentinels, warn, and forget this backward.
         self._complete()
 
     def _complete(self) -> None:
