@@ -256,8 +256,8 @@ class SyncedModule(nn.Module):
         Args:
             weight: 0 or more; 0 leaves this rank out. A tensor with one number, on the device of the gradients, is not
                 waited for. It is used as float32. None takes it back.
-            reduction: what the loss is of that which the weight counts: "mean", or "sum" for a loss that is added up,
-                whose gradient is a multiple of the weight already.
+            reduction: how the loss comes from the samples (or tokens) that the weight counts. "mean": it is their mean.
+                "sum": it is their sum, whose gradient is a multiple of the weight already.
 
         Raises:
             TypeError, ValueError: an argument that is no such thing.

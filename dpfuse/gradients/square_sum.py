@@ -28,8 +28,8 @@ class SquareSum:
     """Measured while a bucket delivers its gradients, so that their norm needs no second pass over them.
 
     It is of no use once a gradient was replaced, moved, taken away, or written by an operation that torch counts.
-    Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph:
-    once it was measured in a capture it is of use in captures only, and before only outside.
+    Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph.
+    So a sum that was measured in a capture is used in captures only, and any other sum only outside of them.
 
     Args:
         value: where the sum is put, [] float64 on the device of the gradients.
@@ -73,7 +73,7 @@ class SquareSum:
         self._known = True
 
     def of(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """It, [] float64, if it still is that of these; else None."""
+        """Return the sum, [] float64, if it still is the one of these gradients; else None."""
         if not self._known or self._captured != capturing():
             return None
         measured: Sequence[Tensor | None] = self._views or [reference() for reference in self._private]

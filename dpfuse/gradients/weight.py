@@ -136,13 +136,13 @@ class GradientWeight:
         return torch.where(weighing > 0, mean, 1.0)
 
     def hear(self, *, wait: bool = False) -> None:
-        """At the end of a backward: have the weights given no mean? From a GPU they come a backward later.
+        """At the end of a backward, raise if the weights gave no mean. From a GPU they come one backward later.
 
         Args:
             wait: ask for them at once.
 
         Raises:
-            DPFuseError: they have not; on every rank.
+            DPFuseError: they gave none; on every rank.
         """
         if not self._told or capturing():
             return

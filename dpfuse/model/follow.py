@@ -35,7 +35,7 @@ class ModuleFollower:
         window: takes what this rank asks for.
 
     Attributes:
-        compare_buffers: whether some forward sends buffers, if maybe not this one.
+        compare_buffers: whether buffers are sent in some forwards; it may not be this one.
     """
 
     def __init__(
