@@ -180,7 +180,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             gradient_as_bucket_view,
             each_forward,
             common,
-            reduce_dtype=None if precision is None else precision.wire_dtype,
+            reduce_dtype=None if precision is None else precision.reduce_dtype,
             forward_dtype=None if precision is None else precision.dtype,
             ignored=ignored,
             send_buffers_at_start=at_start,

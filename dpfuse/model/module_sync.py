@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS, Track
+from dpfuse.engine.averaging import Wire
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
@@ -196,9 +197,9 @@ class ModuleSync:
         return self.grads.hook
 
     @property
-    def wire(self) -> str | None:
-        """Name of the dtype that travels; None: each gradient's own."""
-        return self._options.wire.dtype
+    def wire(self) -> Wire:
+        """How gradients travel."""
+        return self._options.wire
 
     @property
     def deterministic(self) -> bool:
@@ -393,8 +394,8 @@ class ModuleSync:
             what = "gradient weights"
         elif self._dividing is not None:
             what = "another ShardedOptimizer of the same model"
-        elif self.wire is not None and any(spec.dtype != self.wire for spec in self.plan.specs):
-            what = f"wire_dtype=torch.{self.wire}"
+        elif self.wire.dtype is not None and any(spec.dtype != self.wire.dtype for spec in self.plan.specs):
+            what = self.wire.argument
         elif other := [spec for spec in self.plan.specs if spec.sparse or spec.dtype.startswith("complex")]:
             what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
         if what:
