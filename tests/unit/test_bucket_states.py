@@ -30,7 +30,7 @@ from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.errors import DPFuseError
-from tests.unit.stand_ins import make_report, surroundings
+from tests.unit.engine_inputs import make_report, surroundings
 
 LEGAL = {FREE: {"send", "send_empty"}, FLIGHT: {"wait", "discard"}, LANDED: {"deliver", "discard"}}
 MOVES = {

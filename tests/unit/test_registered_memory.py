@@ -13,7 +13,7 @@ from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackArguments
 from dpfuse.engine.settings import SyncSettings
-from tests.unit.stand_ins import surroundings
+from tests.unit.engine_inputs import surroundings
 
 CUDA = torch.device("cuda", 0)
 
