@@ -18,8 +18,7 @@ from torch import nn
 import dpfuse
 from bench.network import Network, simulated_network
 from dpfuse.comm import collective
-from dpfuse.engine.exchanges.ordered import _OrderedWork
-from dpfuse_kernels import sum_parts
+from dpfuse.engine.exchanges.ordered import OrderedParts, OrderedSum
 from tests.distributed.random_models import added_in_rank_order, trained
 
 
@@ -151,6 +150,10 @@ def test_a_copy_is_deterministic_too(ranks):
     ranks(a_copy_is_deterministic_too, size=3)
 
 
+def summing(flat):
+    return OrderedSum(dist.group.WORLD, OrderedParts(dist.get_world_size())).start(flat)
+
+
 def queued_at_once(rank, size):
     """What follows on a GPU, with streams that are none: nobody has to wait before everything is under way."""
     made = []
@@ -162,7 +165,7 @@ def queued_at_once(rank, size):
         mock.patch.object(torch.cuda, "stream", entered),
         mock.patch.object(collective, "start_all_gather_into", lambda *args: made.append(gather(*args)) or made[-1]),
     ):
-        work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
+        work = summing(flat)
         work.go_on_on("stream")
         assert len(made) == 1
         assert not work.get_future().done()
@@ -184,7 +187,7 @@ def waited_for_in_slices(rank, size):
     if rank == 1:
         store.wait(["was too short"])
         store.delete_key("was too short")
-    work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
+    work = summing(flat)
     too_short = 0
     while True:
         try:
@@ -211,7 +214,7 @@ def test_it_is_told_from_one_that_has_failed(group):
     exchange = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed"), "is_completed.return_value": False})
     flat = torch.ones(8)
     with mock.patch.object(collective, "start_all_to_all", return_value=exchange):
-        work = _OrderedWork(flat, torch.empty_like(flat), dist.group.WORLD, sum_parts)
+        work = summing(flat)
         assert not work.is_completed()
     exchange.is_completed.return_value = True
     with pytest.raises(RuntimeError, match="connection closed"):
