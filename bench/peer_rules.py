@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune import CostTable, Timeline
 from dpfuse.tune.published_plans import one_bucket_plan
 

@@ -57,10 +57,10 @@ MODEL = r"bench/(large_)?models\.py|torch/nn/(modules/(?!module\.py)|functional)
 # The first label that matches the innermost known frame. dpfuse's own, then torch's.
 LABELS: dict[str, str] = {
     "pack": r"dpfuse_kernels/|engine/feeds/",
-    "waiting for the other ranks": r"Work::wait|WorkGloo|engine/waiting|model/completion",
-    "sending": r"ProcessGroupGloo|gloo::|engine/exchanges/|engine/collective|allreduce",
+    "waiting for the other ranks": r"Work::wait|WorkGloo|comm/(waiting|completion)",
+    "sending": r"ProcessGroupGloo|gloo::|engine/exchanges/|comm/collective|allreduce",
     "noticing gradients": r"engine/(ready|listening|feature|guard|unused|window)\.py|engine/autograd\.py",
-    "report and checks": r"engine/(report|messages|votes|abilities)\.py|liveness/|gradients/",
+    "report and checks": r"engine/(report|messages)\.py|comm/(votes|abilities)\.py|liveness/|gradients/",
     "delivering gradients": r"engine/(delivery|averaging|buffer|memory|bucket|bucket_set)\.py",
     "forward": r"dpfuse/(wrapper|data_parallel)\.py|dpfuse/(model|ddp)/|nn/parallel/distributed\.py",
     "rest of the engine": r"dpfuse/|engine/",

@@ -22,7 +22,7 @@ from bench.machine import describe
 from bench.record_timeline import MODELS, load
 from dpfuse.engine.plan import MB, BucketPlan, assign_buckets
 from dpfuse.engine.ramp import Ramp, ramp_limits
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune import ETHERNET, INFINIBAND, NVLINK, CostTable, Timeline, optimal_plan, simulate
 from dpfuse.tune.link import Link
 from dpfuse.tune.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan

@@ -9,11 +9,11 @@ from dpfuse.ddp.patch import patch
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import Bucket, BucketPlan, plan_buckets
 from dpfuse.errors import DPFuseError
-from dpfuse.fused_allreduce import fused_allreduce_gradients
 from dpfuse.grad_scaler import GradScaler
-from dpfuse.gradients.replicas import reduce_replicas
 from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
-from dpfuse.model.communication_times import CommunicationTimes
+from dpfuse.manual.fused_allreduce import fused_allreduce_gradients
+from dpfuse.manual.replicas import reduce_replicas
+from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.plan_file import load_plan
 from dpfuse.sharded import ShardedOptimizer
 from dpfuse.version import __version__

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from dpfuse.engine.collective import resolve_group
+from dpfuse.comm.collective import resolve_group
 from dpfuse.errors import DPFuseError
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import (
@@ -108,7 +108,10 @@ class DataParallel(SyncedModule):
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)
-        self._tune_if_asked()
+        if self._options.autotune and self._sync is not None:
+            from dpfuse.tune import autotune  # it takes time to import
+
+            autotune(self)
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         super()._connect(group, fresh=fresh)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 
 __all__ = ["fused_bf16", "fused_fp16"]
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.engine import votes
-from dpfuse.engine.abilities import abilities_of, backend_of
-from dpfuse.engine.collective import resolve_group
+from dpfuse.comm import votes
+from dpfuse.comm.abilities import abilities_of, backend_of
+from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.registered_memory import can_register
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
-from dpfuse.engine.registered_memory import can_register
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
@@ -29,10 +29,10 @@ from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.gradients.weight import GradientWeight
+from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
-from dpfuse.model.communication_times import CommunicationTimes
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions
@@ -147,13 +147,6 @@ class SyncedModule(nn.Module):
             self.module, plan, group, self._options, self._number, self._face_parts(), self._agreed_buffers
         )
 
-    def _tune_if_asked(self) -> None:
-        """Begin to tune, where a size of "auto" was passed."""
-        if self._options.autotune and self._sync is not None:
-            from dpfuse.tune import autotune  # it takes time to import
-
-            autotune(self)
-
     def _face_parts(self) -> FaceParts:
         """What this face adds to the synchronisation."""
         return FaceParts()
@@ -263,8 +256,8 @@ class SyncedModule(nn.Module):
         Args:
             weight: 0 or more; 0 leaves this rank out. A tensor with one number, on the device of the gradients, is not
                 waited for. It is used as float32. None takes it back.
-            reduction: what the loss is of that which the weight counts: "mean", or "sum" for a loss that is added up,
-                whose gradient is a multiple of the weight already.
+            reduction: how the loss comes from the samples (or tokens) that the weight counts. "mean": it is their mean.
+                "sum": it is their sum, whose gradient is a multiple of the weight already.
 
         Raises:
             TypeError, ValueError: an argument that is no such thing.

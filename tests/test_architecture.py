@@ -13,12 +13,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-FACES = {"data_parallel", "wrapper", "fused_allreduce", "grad_scaler", "hooks"}
+FACES = {"data_parallel", "wrapper", "manual", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
+ENTRIES = {"__main__", "bench", "launch", "distributed"}  # they only start something, or hand names on
 OPEN_TO_ALL = {"errors", "version"}
+# A size of "auto" asks for the tuner when a wrapper was made.
+CALLS_THE_TUNER = {"dpfuse.data_parallel -> dpfuse.tune"}
 
 
 def module_of(path: Path) -> str:
@@ -66,55 +70,56 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
     ("layers", "allowed"),
     [
         ({"kernels"}, set()),
-        ({"engine"}, {"kernels"} | OPEN_TO_ALL),
-        ({"gradients"}, {"engine", "kernels"} | OPEN_TO_ALL),
-        ({"model"}, {"engine", "gradients", "liveness"} | OPEN_TO_ALL),
-        ({"liveness", "job"}, {"engine", "liveness", "job"} | OPEN_TO_ALL),
-        (FACES, {"engine", "gradients", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
-        ({"sharded"}, {"engine", "gradients", "model", "kernels"} | FACES | OPEN_TO_ALL),
+        ({"comm"}, OPEN_TO_ALL),
+        ({"engine"}, {"comm", "kernels"} | OPEN_TO_ALL),
+        ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
+        ({"measure"}, {"comm", "engine", "gradients", "kernels"} | OPEN_TO_ALL),
+        ({"model"}, {"comm", "engine", "gradients", "liveness", "measure"} | OPEN_TO_ALL),
+        ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
+        (FACES, {"comm", "engine", "gradients", "measure", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
+        ({"sharded"}, {"comm", "engine", "gradients", "measure", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],
-    ids=["kernels", "engine", "gradients", "model", "liveness and job", "faces", "sharded"],
+    ids=["kernels", "comm", "engine", "gradients", "measure", "model", "liveness and job", "faces", "sharded"],
 )
 def test_a_layer_imports_only_what_lies_below(layers, allowed):
     found = [breach for layer in sorted(layers) for breach in breaches(layer, allowed)]
-    # The one exception: comm_buffer_size="auto" asks for the tuner when it is used.
-    assert [breach for breach in found if breach != "dpfuse.wrapper -> dpfuse.tune"] == []
+    assert [breach for breach in found if breach not in CALLS_THE_TUNER] == []
 
 
 def test_nothing_below_imports_the_wings():
     """They use the faces and public names; only `dpfuse/__init__.py` and the entry points hand their names on."""
-    entries = {"dpfuse", "__main__", "bench", "launch", "distributed"}
     below = [
         f"{module} -> {other}"
         for module in MODULES
-        if layer_of(module) not in WINGS | entries
+        if layer_of(module) not in WINGS | ENTRIES | {"dpfuse"}
         for other in imports_of(module)
         if layer_of(other) in WINGS
     ]
-    assert [breach for breach in below if breach != "dpfuse.wrapper -> dpfuse.tune"] == []
+    assert [breach for breach in below if breach not in CALLS_THE_TUNER] == []
 
 
-def test_there_is_no_import_cycle_types_included():
+def test_there_is_no_import_cycle_those_for_types_and_through_package_faces_included():
     def path_to_itself(start: str, module: str, seen: set[str]) -> Iterator[str]:
         for other in imports_of(module):
             if other == start:
                 yield module
-            elif other not in seen and not is_package_face(other):
+            elif other not in seen:
                 seen.add(other)
                 yield from path_to_itself(start, other, seen)
 
-    circles = {module for module in MODULES if not is_package_face(module) if [*path_to_itself(module, module, set())]}
-    assert circles == set()
+    assert {module for module in MODULES if [*path_to_itself(module, module, set())]} == set()
 
 
-def is_package_face(module: str) -> bool:
-    """An `__init__.py` that only hands names on."""
-    path = MODULES[module]
-    return path.name == "__init__.py" and not re.search(r"^class ", path.read_text(), re.MULTILINE)
+def test_layers_form_at_most_eleven_floors():
+    below: dict[str, set[str]] = {layer_of(module): set() for module in MODULES}
+    for module in MODULES:
+        below[layer_of(module)] |= {layer_of(other) for other in imports_of(module)} - {layer_of(module)}
 
+    @cache
+    def floor(layer: str) -> int:
+        return 1 + max(map(floor, below[layer]), default=0)
 
-def test_few_modules_lie_directly_in_the_package():
-    assert len([path for path in (ROOT / "dpfuse").glob("*.py") if path.name != "__init__.py"]) <= 10
+    assert max(floor(layer) for layer in below if layer not in ENTRIES) <= 11
 
 
 def test_files_begin_with_a_docstring():
@@ -123,7 +128,7 @@ def test_files_begin_with_a_docstring():
 
 def test_the_paddle_wing_uses_only_public_names():
     """Of dpfuse.job, too, it takes what the package exports."""
-    inner = re.compile(r"^\s*(from|import) dpfuse\.(job|engine|model|gradients)\.", re.MULTILINE)
+    inner = re.compile(r"^\s*(from|import) dpfuse\.(job|comm|engine|model|gradients)\.", re.MULTILINE)
     paddle = [path for path in SOURCES if layer_of(module_of(path)) == "paddle"]
     assert [path for path in paddle if inner.search(path.read_text())] == []
 
@@ -132,15 +137,67 @@ def test_there_is_no_package_called_kernels():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_only_one_file_calls_collectives():
+# What starts a collective: methods of process groups, and functions of torch.distributed.
+BY_GROUP = re.compile(
+    r"_?all_?(gather|reduce|to_?all)\w*|_?reduce_scatter\w*|(monitored_)?barrier|broadcast|i?recv\w*|batch_isend_irecv"
+    r"|_?(broadcast|gather|scatter|send|recv)_object\w*|reduce|gather|scatter|i?send"
+)
+COMMON = {"broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier"}  # other objects have these, too
+HOLDERS = re.compile(r"(.*\.)?(dist|distributed|_?\w*group)")  # what a process group, or torch.distributed, is called
+
+
+def is_collective(name: str) -> bool:
+    return BY_GROUP.fullmatch(name) is not None and not name.endswith("_hook")  # a hook is no call
+
+
+def collectives_in(tree: ast.AST) -> list[str]:
+    """The calls of collectives in a syntax tree, and references to them, without those through `comm.collective`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_collective(node.attr):
+            holder = ast.unparse(node.value)
+            if holder != "collective" and (node.attr not in COMMON or HOLDERS.fullmatch(holder)):
+                found.append(f"{holder}.{node.attr}")
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.distributed"):
+            found += [alias.name for alias in node.names if is_collective(alias.name)]
+    return found
+
+
+def test_only_one_folder_calls_collectives():
     """One of the library; the wing, a user of it like any other, has one for each of its systems that needs any."""
-    calls = re.compile(
-        r"\b(dist|group|torch\.distributed)\.(all\w+|broadcast\w*|reduce\w*|barrier|gather\w*|scatter\w*)[(,]"
-    )
-    callers = {path for path in SOURCES if calls.search(path.read_text()) and layer_of(module_of(path)) != "job"}
-    assert {str(path.relative_to(ROOT / "dpfuse")) for path in callers} == {
-        "engine/collective.py", "paddle/gathered.py", "paddle/distributed/fleet/collective.py"
-    }  # fmt: skip
+    callers = {str(path.relative_to(ROOT)) for path in SOURCES if collectives_in(ast.parse(path.read_text()))}
+    assert callers == {
+        "dpfuse/comm/collective.py",
+        "dpfuse/job/env.py",  # a barrier, before there is anything to average
+        "dpfuse/paddle/distributed/fleet/collective.py",
+        "dpfuse/paddle/gathered.py",
+    }
+
+
+METHODS_OF_GROUPS = {
+    name
+    for name in dir(dist.ProcessGroup)
+    if re.search(r"gather|reduce|to_?all|barrier|broadcast|scatter|send|recv", name) and not name.startswith("__")
+}
+
+
+@pytest.mark.parametrize("name", sorted(METHODS_OF_GROUPS))
+def test_every_collective_of_a_group_is_seen(name):
+    assert collectives_in(ast.parse(f"work = self._group.{name}([flat])"))
+    assert collectives_in(ast.parse(f"start = partial(process_group.{name}, [flat])"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["dist.all_reduce(flat)", "torch.distributed.broadcast(flat, 0)", "from torch.distributed import all_gather as g"],
+)
+def test_every_way_to_a_collective_is_seen(source):
+    assert collectives_in(ast.parse(source))
+
+
+@pytest.mark.parametrize("source", ["bucket.send(flat)", "collective.all_reduce(flat, group)", "flat.scatter(0, a, b)"])
+def test_what_is_no_collective_is_left_alone(source):
+    assert collectives_in(ast.parse(source)) == []
 
 
 def test_nothing_that_peers_send_is_unpickled():

@@ -30,7 +30,7 @@ from dpfuse.checkpoint.training_state import (
     sampler_state,
     set_sampler_state,
 )
-from dpfuse.engine import collective, votes
+from dpfuse.comm import collective, votes
 from dpfuse.errors import DPFuseError
 from dpfuse.wrapper import SyncedModule
 

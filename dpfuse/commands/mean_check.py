@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.engine import collective, votes
-from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.comm import collective, votes
+from dpfuse.comm.waiting import NO_LIMIT
 
 __all__ = ["check_mean"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dpfuse.comm.collective import group_device, resolve_group
+from dpfuse.comm.votes import agree_on_success
 from dpfuse.commands.user_model import Target, build
-from dpfuse.engine.collective import group_device, resolve_group
-from dpfuse.engine.votes import agree_on_success
 from dpfuse.errors import DPFuseError
 from dpfuse.job import init_parallel_env, spawn
 from dpfuse.job.spawn_context import RankError

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dpfuse.comm.abilities import backend_of
+from dpfuse.comm.collective import group_device
 from dpfuse.commands.machine import machine_facts, software_versions
-from dpfuse.engine.abilities import backend_of
-from dpfuse.engine.collective import group_device
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 

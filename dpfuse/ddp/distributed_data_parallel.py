@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.ddp.logging_data import logging_data
 from dpfuse.ddp.mixed_precision import MixedPrecision
@@ -28,7 +29,6 @@ from dpfuse.ddp.placement import (
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
 from dpfuse.engine.torch_private import leave_untraced
-from dpfuse.engine.votes import report_failure
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import FaceParts
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
@@ -180,7 +180,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             gradient_as_bucket_view,
             each_forward,
             common,
-            reduce_dtype=None if precision is None else precision.wire_dtype,
+            reduce_dtype=None if precision is None else precision.reduce_dtype,
             forward_dtype=None if precision is None else precision.dtype,
             ignored=ignored,
             send_buffers_at_start=at_start,
@@ -192,7 +192,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.bucket_bytes_cap_default = sizes.small_mb < sizes.cap_mb
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
-        self._tune_if_asked()
+        if self._options.autotune and self._sync is not None:
+            from dpfuse.tune import autotune  # it takes time to import
+
+            autotune(self)
 
     def _face_parts(self) -> FaceParts:
         parts = super()._face_parts()

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.futures import Future
 
-from dpfuse.model.comm_bucket import CommBucket
-from dpfuse.model.comm_hook import CommHook
+from dpfuse.engine.exchanges.comm_bucket import CommBucket
+from dpfuse.engine.exchanges.comm_hook import CommHook
 
 __all__ = ["built_in_hook", "checked_hook"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from dpfuse.engine import collective
-from dpfuse.engine.waiting import board_of, finish
+from dpfuse.comm import collective
+from dpfuse.comm.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 
 if TYPE_CHECKING:

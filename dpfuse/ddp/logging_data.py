@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any
 
+from dpfuse.comm.abilities import backend_of
 from dpfuse.ddp.torch_names import TorchNames
-from dpfuse.engine.abilities import backend_of
 from dpfuse.engine.plan import BucketPlan
 
 __all__ = ["logging_data"]

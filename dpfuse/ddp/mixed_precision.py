@@ -36,7 +36,7 @@ class MixedPrecision:
 
     Attributes:
         dtype: of the copies; None where there are none.
-        wire_dtype: in which gradients travel; None is their own.
+        reduce_dtype: in which gradients travel; None is their own.
     """
 
     def __init__(self, config: Any, ignored: Collection[str]) -> None:
@@ -48,10 +48,10 @@ class MixedPrecision:
                 "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision, got "
                 f"{type(config).__name__}; pass one, or leave it out"
             ) from None
-        self.wire_dtype: torch.dtype | None = reduce_dtype or self.dtype
-        if self.wire_dtype is not None and self.wire_dtype not in (getattr(torch, name) for name in WIRES):
+        self.reduce_dtype: torch.dtype | None = reduce_dtype or self.dtype
+        if self.reduce_dtype is not None and self.reduce_dtype not in (getattr(torch, name) for name in WIRES):
             raise ValueError(
-                f"mixed_precision reduces gradients in {self.wire_dtype}, expected one of "
+                f"mixed_precision reduces gradients in {self.reduce_dtype}, expected one of "
                 f"{', '.join(f'torch.{name}' for name in WIRES)}; set reduce_dtype"
             )
         self._ignored = ignored

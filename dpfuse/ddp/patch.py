@@ -79,7 +79,7 @@ def patch(**options: Unpack[CommonOptions]) -> Patch:
     are undone.
 
     Args:
-        options: arguments for each wrapper that is made, such as `metrics=20` or `wire_dtype=torch.bfloat16`: those of
+        options: arguments for each wrapper that is made, such as `metrics=20` or `deterministic=True`: those of
             `DistributedDataParallel` that torch's class does not have. An argument of the call itself takes precedence,
             and a later patch takes precedence over an earlier one.
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from dpfuse.engine.collective import resolve_group
+from dpfuse.comm.collective import resolve_group
 
 __all__ = ["device_index", "group_of", "refuse_sync_batch_norm_on_cpu", "shard_as_tensor_parallel", "single_device"]
 

@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from dpfuse.comm.flat_broadcast import broadcast_flat
 from dpfuse.ddp.backward_optimizers import BackwardOptimizers
 from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
 from dpfuse.ddp.hook_check import built_in_hook, checked_hook
 from dpfuse.ddp.torch_names import TorchNames
-from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.module_sync import FaceParts
 
 __all__ = ["TorchHooks"]

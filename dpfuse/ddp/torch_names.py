@@ -9,9 +9,9 @@ from typing import Any, Literal, overload
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpfuse.comm.flat_broadcast import BROADCAST_BYTES
 from dpfuse.engine.reducer import IDLE
 from dpfuse.errors import DPFuseError
-from dpfuse.model.flat_broadcast import BROADCAST_BYTES
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.wrapper import SyncedModule
 

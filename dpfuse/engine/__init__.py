@@ -1,9 +1,8 @@
-"""The engine: averages the gradients of some parameters while backward runs. It imports nothing of dpfuse but errors.
+"""The engine: averages the gradients of some parameters while backward runs. It imports kernels, `comm` and errors.
 
 Read `plan` (sizes in, buckets out), `autograd` (ready hooks, the end of a backward), `reducer` with `ready` (when a
-bucket is sent), `bucket` with `protocols`, `buffer`, `delivery`, `feeds` and `exchanges` (what it is made of), and
-`collective`. `assembly` makes the buckets, `bucket_set` holds those in use, `listening` tells recorders too,
+bucket is sent), `bucket` with `protocols`, `buffer`, `delivery`, `feeds` and `exchanges` (what it is made of).
+`assembly` makes the buckets, `bucket_set` holds those in use, `listening` tells recorders too,
 and `sync` wires everything. `report` is what the ranks tell each other, and `unused` what follows for parameters
-without a gradient. `abilities` keeps what
-process groups can do.
+without a gradient.
 """

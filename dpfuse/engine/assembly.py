@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import registered_memory
-from dpfuse.engine.abilities import abilities_of
-from dpfuse.engine.averaging import FP8, UNCHANGED, Averaging, Wire, averaging_for, real_dtype
+from dpfuse.comm import registered_memory
+from dpfuse.comm.abilities import abilities_of
+from dpfuse.engine.averaging import FP8, Averaging, averaging_for, real_dtype
 from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
 from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on
 from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.comm_hook import CommHook
+from dpfuse.engine.exchanges.hooked import AfterHooks, HookedBuffer, HookedRows, Unpadded
 from dpfuse.engine.exchanges.in_place import InPlace, suits_in_place
 from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts, OrderedSum, Rounding
 from dpfuse.engine.exchanges.sparse import SparseRows
@@ -26,8 +28,9 @@ from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import MB, Bucket, BucketPlan
-from dpfuse.engine.protocols import Delivery, Exchange, Feed, HookExchanges, SparseOwner
+from dpfuse.engine.protocols import Delivery, Exchange, Feed
 from dpfuse.engine.report import Report
+from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.streams import SideStream, writers_on
 from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
 
@@ -43,12 +46,7 @@ class Assembly:
     Args:
         group: process group of the collectives.
         around: what all buckets share.
-        scale: factor on each rank's gradients; None is the mean.
-        wire: how gradients travel.
-        views: whether `.grad` becomes a view of the buffers.
-        registered: whether buffers lie in memory that the group's back end has registered.
-        deterministic: whether sums are formed in the order of the ranks, so that no bit depends on the plan.
-        accumulates: whether buckets take dense gradients in backwards that are not synchronised, too.
+        settings: how gradients are averaged.
         overlaps: whether backward goes on while buckets travel.
         features: add steps to buckets; may grow between two calls of `make`.
         hook: reduces the gradients instead of the collectives.
@@ -57,15 +55,10 @@ class Assembly:
 
     group: dist.ProcessGroup
     around: Surroundings
-    scale: float | None = None
-    wire: Wire = UNCHANGED
-    views: bool = False
-    registered: bool = False
-    deterministic: bool = False
-    accumulates: bool = False
+    settings: SyncSettings = field(default_factory=SyncSettings)
     overlaps: bool = True
     features: list[Feature] = field(default_factory=list)
-    hook: HookExchanges | None = None
+    hook: CommHook | None = None
     make_report: Callable[[int, torch.dtype, torch.device], Report] | None = None
 
     def make(
@@ -144,14 +137,14 @@ class _Making:
         if self.assembly.hook is not None:
             return Averaging(real_dtype(bucket.dtype), 1.0)
         # Rows are not blocks: sparse gradients are not quantized.
-        wire = None if bucket.sparse and assembly.wire.is_fp8 else assembly.wire.dtype
-        return averaging_for(bucket.dtype, self.rank_count, assembly.scale, wire)
+        wire = None if bucket.sparse and assembly.settings.wire.is_fp8 else assembly.settings.wire.dtype
+        return averaging_for(bucket.dtype, self.rank_count, assembly.settings.scale, wire)
 
     def _is_renewed(self, bucket: Bucket) -> bool:
         """Whether private gradients of this bucket lie in its buffer, which gets new memory while one is held."""
         assembly = self.assembly
-        private = not assembly.views and assembly.hook is None and not assembly.accumulates
-        usual = assembly.overlaps and not assembly.registered and COUNTS_REFERENCES
+        private = not assembly.settings.views and assembly.hook is None and not assembly.settings.accumulates
+        usual = assembly.overlaps and not assembly.settings.registered and COUNTS_REFERENCES
         on_cpu = self.side is None and torch.device(bucket.device).type == "cpu"
         whole = not self._divides and self._averaging(bucket).dtype == real_dtype(bucket.dtype)
         return private and usual and on_cpu and whole
@@ -182,13 +175,13 @@ class _Making:
             ordered = Blocks(size, getattr(torch, averaging.dtype))
         elif divided is not None:
             pass
-        elif assembly.deterministic or assembly.wire.adds_in_float32(averaging.dtype):
+        elif assembly.settings.deterministic or assembly.settings.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
         renewed = self._is_renewed(bucket)
         in_place = (
             ordered is None
             and divided is None
-            and not (assembly.views or assembly.accumulates or renewed)
+            and not (assembly.settings.views or assembly.settings.accumulates or renewed)
             and suits_in_place(bucket, averaging.dtype)
         )
         if in_place:
@@ -206,7 +199,7 @@ class _Making:
         writers = writers_on(torch.device(bucket.device))
         memory = RenewedMemory(buffer) if renewed else None
         feed: Feed = AtOnce(buffer)
-        if assembly.accumulates:
+        if assembly.settings.accumulates:
             feed = Accumulating(buffer, hooks, writers, label)
         elif self._packs_eagerly(bucket, buffer):
             feed = Eager(bucket, buffer, hooks, memory)
@@ -217,7 +210,7 @@ class _Making:
     def _packs_eagerly(self, bucket: Bucket, buffer: Buffer) -> bool:
         assembly = self.assembly
         return (
-            (assembly.views or self._divides or self._is_renewed(bucket))
+            (assembly.settings.views or self._divides or self._is_renewed(bucket))
             and assembly.overlaps
             and all(feature.eager for feature in self.assembly.features)
             and Eager.suits(bucket, buffer.averaging.dtype)
@@ -236,7 +229,7 @@ class _Making:
         delivery: Delivery
         if memory is not None:
             delivery = RenewedViews(hooks, memory, Private(buffer, 1.0, label=label))
-        elif self.assembly.views and buffer.holds_gradients:
+        elif self.assembly.settings.views and buffer.holds_gradients:
             delivery = Views(buffer, hooks)
         else:
             found = (each.squares(order, bucket) for each in self.assembly.features)
@@ -248,21 +241,22 @@ class _Making:
             if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
                 delivery = EarlyPrivate(private, buffer, self.side)
         for feature in self.assembly.features:
-            delivery = feature.measured(order, delivery, buffer, self.side if report is None else None)
+            delivery = feature.delivery(order, delivery, buffer, self.side if report is None else None)
         return delivery
 
     def _hooked(
-        self, hook: HookExchanges, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
+        self, hook: CommHook, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
     ) -> Parts:
         group, is_last = self.assembly.group, order == len(self.plan.buckets) - 1
         exchange: Exchange
         if bucket.sparse:
             buffer = self._buffer(_without_slots(bucket), [], [])
-            owner = SparseOwner(bucket, params[0], names[0])
-            exchange = hook.sparse(group, buffer, order, label, is_last=is_last, owner=owner)
+            exchange = HookedRows(
+                group, hook, buffer, order, is_last=is_last, label=label, planned=bucket, param=params[0], name=names[0]
+            )
             return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Delivery(), None)
-        buffer = self._buffer(bucket, params, names, format=hook.format)
-        exchange = hook.dense(group, buffer, order, label, is_last=is_last)
+        buffer = self._buffer(bucket, params, names, format=Unpadded())
+        exchange = HookedBuffer(group, hook, buffer, order, is_last=is_last, label=label)
         delivery = self._delivery(order, bucket, buffer, Hooks(params), None, label)
         return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, delivery, None)
 
@@ -274,7 +268,7 @@ class _Making:
         group, hook, own = self.assembly.group, self.assembly.hook, list(buckets)
         exchange: Exchange = AllReduce(group)
         if hook is not None:
-            exchange = hook.report(group, report, lambda: [b.error for b in own if b.error is not None])
+            exchange = AfterHooks(group, hook, report, lambda: [b.error for b in own if b.error is not None])
         parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Delivery(), report)
         return GradBucket(empty, [], parts, self.assembly.around, "the report")
 
@@ -320,7 +314,7 @@ class _Making:
 
     def _zeros(self, device: str) -> Zeros:
         group = self.assembly.group
-        if not self.assembly.registered or self.assembly.hook is not None:
+        if not self.assembly.settings.registered or self.assembly.hook is not None:
             return zeros_on(device)
         return lambda numel, dtype: registered_memory.zeros(
             numel, dtype=dtype, device=torch.device(device), group=group

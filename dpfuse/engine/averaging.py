@@ -142,6 +142,11 @@ class Wire:
         return cls(name, wire_reduce or ("fp32" if name in FP8 else "ring"))
 
     @property
+    def argument(self) -> str:
+        """The argument by which users ask for its dtype, for errors."""
+        return f"wire_dtype=torch.{self.dtype}"
+
+    @property
     def narrows(self) -> bool:
         """Whether gradients may lose bits that their own dtype has."""
         return self.dtype in NARROW
@@ -165,7 +170,7 @@ class Wire:
         if self.reduce != "fp32" or self.dtype == "float32":
             return None
         if self.is_fp8:
-            return torch.uint8, f"wire_dtype=torch.{self.dtype}"
+            return torch.uint8, self.argument
         return cast(torch.dtype, getattr(torch, self.dtype or "float32")), 'wire_reduce="fp32"'
 
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.comm.failed import has_raised
+from dpfuse.comm.waiting import Board, finish
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer
-from dpfuse.engine.failed import has_raised
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import BucketObserver, Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
 from dpfuse.engine.streams import WritingStreams
 from dpfuse.engine.torch_private import profiler_runs, ranged, ranged_without_graph
-from dpfuse.engine.waiting import Board, finish
 from dpfuse.errors import DPFuseError
 
 __all__ = ["FLIGHT", "FREE", "LANDED", "BucketState", "GradBucket", "Parts", "Surroundings"]

@@ -1,4 +1,4 @@
-"""The buckets in use, the ready list of each, and their parameters by name. Knows no order of events."""
+"""All that is in use of one plan: its parameters, buckets, marks and ready lists. Knows no order of events."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.ready import ReadyList
 
-__all__ = ["BucketSet"]
+__all__ = ["BucketSet", "names_of"]
 
 
 class BucketSet:
-    """The buckets of one plan.
+    """One plan, and what is made of it.
 
     Args:
-        buckets: in communication order; the last one carries the report.
+        plan: of the buckets.
         params: by registration index.
-        names: of the parameters.
-        marks: how often each parameter becomes ready in a backward.
+        buckets: of the plan, in communication order; the last one carries the report.
+        marks: how often each parameter becomes ready in a backward; empty for once each.
         seen: what became ready in an earlier backward, in that order, if it is known.
 
     Attributes:
-        buckets, params, names, marks: as given.
+        plan, params, buckets, marks: as given.
+        names: of the parameters.
         report: what travels with the last bucket.
         ready: the ready list of each bucket.
         recorded: what became ready in a backward before there are ready lists, in that order.
@@ -31,21 +33,34 @@ class BucketSet:
 
     def __init__(
         self,
-        buckets: Sequence[GradBucket],
+        plan: BucketPlan,
         params: Sequence[Tensor],
-        names: Sequence[str],
-        marks: Sequence[int],
+        buckets: Sequence[GradBucket],
+        marks: Sequence[int] = (),
         seen: Sequence[Tensor] = (),
     ) -> None:
         report = buckets[-1].parts.report
         assert report is not None
-        self.buckets = list(buckets)
+        self.plan, self.params, self.buckets = plan, params, list(buckets)
         self.report = report
-        self.params, self.names, self.marks = params, names, marks
+        self.marks = marks = marks or [1] * len(params)
+        self.names = names_of(plan)
         self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], seen) for b in buckets]
         self.recorded: list[Tensor] = []
         self._early: set[int] = set()  # ids of parameters that are known to be ready before any output is reached
         self._indices = {id(param): index for index, param in enumerate(params)}
+
+    def remade(
+        self, buckets: Sequence[GradBucket], plan: BucketPlan | None = None, marks: Sequence[int] = ()
+    ) -> BucketSet:
+        """Return a set of other buckets for the same parameters, which knows what became ready in this one.
+
+        Args:
+            buckets: in communication order.
+            plan: of these; None is the plan of this set.
+            marks: of these; empty for the marks of this set.
+        """
+        return BucketSet(plan or self.plan, self.params, buckets, marks or self.marks, self.recorded)
 
     def index_of(self, param: Tensor) -> int:
         """Return the registration index of a parameter."""
@@ -97,3 +112,8 @@ class BucketSet:
             index = self._indices[id(param)]
             counts[index] = counts.pop(index, 0) + 1
         return counts
+
+
+def names_of(plan: BucketPlan) -> list[str]:
+    """Return the names of the planned parameters, by registration index."""
+    return [spec.name for spec in plan.specs]

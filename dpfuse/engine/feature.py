@@ -50,7 +50,7 @@ class Feature:
         """Return where a private delivery adds up the squares of the gradients, [] float64."""
         return None
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         """Return `delivery`, or one that does more around it. On `side`, work can be done while backward runs."""
         return delivery
 

@@ -98,7 +98,7 @@ class RenewedMemory:
         ]
 
     def _is_held(self, known: int) -> bool:
-        """Whether a program holds a gradient. So many references to one that a parameter still has are no program's."""
+        """Return whether a program holds a gradient. Of one that a parameter has, `known` references are ours."""
         if self._alias.data_ptr() != self.buffer.flat.data_ptr():
             return True  # it was moved to memory that is shared with another process
         addresses = list(map(Tensor.data_ptr, self.gradients))

@@ -9,9 +9,6 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer, Format
-from dpfuse.engine.plan import Bucket
-from dpfuse.engine.report import Report
 from dpfuse_kernels import PointerTable
 
 __all__ = [
@@ -20,10 +17,8 @@ __all__ = [
     "Delivery",
     "Exchange",
     "Feed",
-    "HookExchanges",
     "PackArguments",
     "PackStep",
-    "SparseOwner",
 ]
 
 
@@ -175,44 +170,6 @@ class PackStep:
 
     def delivered(self, untouched: Set[int]) -> None:
         """Note that gradients were delivered, except to the untouched parameters, which no rank has used."""
-
-
-@dataclass(frozen=True)
-class SparseOwner:
-    """The parameter of a bucket of sparse gradients.
-
-    Args:
-        bucket: the plan of the one parameter.
-        param: that parameter.
-        name: its name, for errors.
-    """
-
-    bucket: Bucket
-    param: Tensor
-    name: str
-
-
-class HookExchanges(Protocol):
-    """Makes the exchanges of a user's communication hook, which reduces gradients in the place of collectives."""
-
-    @property
-    def name(self) -> str:
-        """The name of the hook, for errors."""
-
-    @property
-    def format(self) -> Format:
-        """How the hook expects gradients in a buffer."""
-
-    def dense(self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool) -> Exchange:
-        """Return the exchange of the bucket at this place in the order of communication."""
-
-    def sparse(
-        self, group: dist.ProcessGroup, buffer: Buffer, order: int, label: str, *, is_last: bool, owner: SparseOwner
-    ) -> Exchange:
-        """Return the exchange of one parameter with sparse gradients."""
-
-    def report(self, group: dist.ProcessGroup, report: Report, errors: Callable[[], list[Exception]]) -> Exchange:
-        """Return the exchange of the report, which goes after all that the hook sends."""
 
 
 class Companion(Protocol):

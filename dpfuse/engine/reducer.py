@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dpfuse.comm.failed import has_raised
+from dpfuse.comm.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine import messages
 from dpfuse.engine.autograd import backward_is_nested, backward_runs
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
-from dpfuse.engine.failed import has_raised
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
@@ -22,7 +23,6 @@ from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.engine.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
@@ -125,9 +125,7 @@ class Reducer:
     """Sends complete buckets in plan order while backward runs, and delivers them at its end.
 
     Args:
-        buckets: in communication order; the last one carries the report.
-        params: by registration index.
-        names: of the parameters.
+        in_use: the buckets.
         wiring: what it uses besides.
 
     Attributes:
@@ -139,9 +137,7 @@ class Reducer:
         accumulation: counts and accumulates backwards that are not synchronised.
     """
 
-    def __init__(
-        self, buckets: Sequence[GradBucket], params: Sequence[Tensor], names: Sequence[str], wiring: Wiring
-    ) -> None:
+    def __init__(self, in_use: BucketSet, wiring: Wiring) -> None:
         self.phase = IDLE
         self.rebuilt = False
         self.completed = 0
@@ -152,8 +148,8 @@ class Reducer:
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
-        self._in_use = BucketSet(buckets, params, names, [1] * len(names))
-        self._use(self._in_use)
+        self._in_use = in_use
+        self._use(in_use)
         watch_steps(self)
 
     # --- The buckets in use ---
@@ -163,34 +159,38 @@ class Reducer:
         """The buckets in use, in communication order."""
         return self._in_use.buckets
 
-    def adopt(
-        self, buckets: Sequence[GradBucket], marks: Sequence[int] | None = None, *, rebuilt: bool | None = None
-    ) -> None:
+    @property
+    def in_use(self) -> BucketSet:
+        """What this rank uses: of the changed model, where a change is pending."""
+        return self._in_use
+
+    @property
+    def agreed(self) -> BucketSet:
+        """What all ranks have agreed on."""
+        return self._in_use if self._change is None else self._change.outdated
+
+    @property
+    def change(self) -> str:
+        """The change of this rank's model that not all ranks have heard of, in words; empty if there is none."""
+        return "" if self._change is None else self._change.text
+
+    def adopt(self, buckets: BucketSet, *, rebuilt: bool | None = None) -> None:
         """Use these buckets of the same parameters from now on.
 
         Args:
-            buckets: in communication order.
-            marks: how often each parameter becomes ready in a backward; None if that is as before.
+            buckets: what to use.
             rebuilt: whether they are planned for the observed ready order; None keeps the value.
         """
-        marks = self._in_use.marks if marks is None else marks
         before = self.rebuilt
         if rebuilt is not None:
             self.rebuilt = rebuilt
         try:
-            self._use(BucketSet(buckets, self._in_use.params, self._in_use.names, marks, self._in_use.recorded))
+            self._use(buckets)
         except BaseException:
             self.rebuilt = before
             raise
 
-    def follow(
-        self,
-        buckets: Sequence[GradBucket],
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        change: str,
-        agree: Callable[[], None],
-    ) -> None:
+    def follow(self, buckets: BucketSet, change: str, agree: Callable[[], None]) -> None:
         """Use the buckets of a changed model once all ranks have changed theirs.
 
         The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
@@ -198,14 +198,16 @@ class Reducer:
 
         Args:
             buckets: of the changed model.
-            params: its parameters.
-            names: of these.
             change: what has changed, for errors.
-            agree: called once all have changed; raises on every rank if their changes differ.
+            agree: called once all have changed. It calls `keep_change`, or raises on every rank if their changes
+                differ.
         """
-        outdated = self._in_use if self._change is None else self._change.outdated
-        self._change = _Change(outdated, change, agree)
-        self._use(BucketSet(buckets, params, names, [1] * len(names)))
+        self._change = _Change(self.agreed, change, agree)
+        self._use(buckets)
+
+    def keep_change(self) -> None:
+        """Keep the changed model, since all ranks have agreed on it."""
+        self._change, self.rebuilt = None, False
 
     def unfollow(self) -> None:
         """Return to the buckets before the change, since it was undone."""
@@ -219,11 +221,11 @@ class Reducer:
         marks = self._in_use.marks
         for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
             writers = bucket.parts.writers
-            eager = bucket.parts.feed.hooks() if self._settled_buckets else {}
+            eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
-            usual = noting(ready.entries.append if self._settled_buckets else self._record)
+            usual = noting(ready.entries.append if self._uses_ready_lists else self._record)
             hooks |= dict.fromkeys(bucket.plan.params, usual)
-            if not self._settled_buckets:
+            if not self._uses_ready_lists:
                 continue
             for index, param in zip(bucket.plan.params, bucket.params, strict=True):
                 pack = eager.get(index) if marks[index] == 1 else None  # else more may be added to the gradient
@@ -241,7 +243,7 @@ class Reducer:
         self._wiring.calls.install(self.hooks())
 
     @property
-    def _settled_buckets(self) -> bool:
+    def _uses_ready_lists(self) -> bool:
         return self.rebuilt and self._change is None
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
@@ -277,7 +279,7 @@ class Reducer:
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
         if value != self._require_sync and self.phase is IDLE:
-            self.settle_unaveraged()
+            self.refuse_unaveraged()
         self._require_sync = value
 
     def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
@@ -299,7 +301,7 @@ class Reducer:
         """Whether a forward that synchronises still waits for its backward."""
         return bool(self._run.forward)
 
-    def settle_unaveraged(self) -> None:
+    def refuse_unaveraged(self) -> None:
         """Forget ready gradients of a backward that went through no output and reached no sentinel.
 
         It is called while no backward is open. If one runs all the same, they may be its own, and are kept.
@@ -371,7 +373,7 @@ class Reducer:
                 # averaged. But a bucket must not be complete by entries of a backward before.
                 for ready in self._in_use.ready:
                     if ready.entries:
-                        self.settle_unaveraged()
+                        self.refuse_unaveraged()
                         self._in_use.doubt_early()
                         break
             wiring.window.backward_begins(announced=announced)
@@ -386,7 +388,7 @@ class Reducer:
                 self._freeze(frozenset(index for index in self._frozen if not params[index].requires_grad))
             if not sync:
                 self._enter(LOCAL)
-            elif not self._settled_buckets and self._in_use.report.unreadable:
+            elif not self._uses_ready_lists and self._in_use.report.unreadable:
                 raise DPFuseError(messages.unsettled(wiring.rank))
             else:
                 run.outcome.frozen = self._frozen
@@ -450,16 +452,23 @@ class Reducer:
             return
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
+            # 1. Where this rank's model has changed: learn from the old buckets whether all have, and agree.
             if self.phase is CHANGED:
-                self._settle_change()
+                self._learn_of_change()
+            # 2. Send what is left; the report goes with the last bucket.
             complete = self._note_stragglers()
             self._send_next(rest=True, complete=complete)
-            run.reading = self._hear()
+            # 3. Wait for all buckets, deliver what does not depend on the report, and read it.
+            run.reading = self._receive()
+        # 4. If a rank has failed, raise on every rank.
         if run.reading is not ALL_WELL and not run.reading.all_well:
             self._fail(run.reading)
-        self._deliver()
+        # 5. Deliver the rest: where gradients are missing, the report tells which parameters some rank has used.
+        self._deliver_rest()
+        # 6. After the first synchronised backward: agree on buckets for the order that it has shown.
         if not self.rebuilt:
             self._rebuild()
+        # 7. Choose sentinels, warn, and forget this backward.
         self._complete()
 
     def _complete(self) -> None:
@@ -497,7 +506,7 @@ class Reducer:
         """
         run, wiring = self._run, self._wiring
         wiring.calls.check_group()
-        sent = self._in_use if self._change is None else self._change.outdated
+        sent = self.agreed
         run.outcome.failed = True
         if not run.delivered:
             self._send_empty(sent.buckets)
@@ -509,7 +518,7 @@ class Reducer:
         else:
             reading = ALL_WELL
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
-        if run.delivered and not self._settled_buckets:
+        if run.delivered and not self._uses_ready_lists:
             wiring.calls.decline()  # the peers are already in the vote on the buckets
         self._reset()
         if reading.any_well:
@@ -522,14 +531,14 @@ class Reducer:
             DPFuseError: that backward failed on some rank.
         """
         window = self._wiring.window
-        window.elsewhere = True
+        window.without_inputs = True
         try:
             with self._unused.expected():
                 self.record_forward(True)
                 self.open(announced=True)
                 self.close(lambda: True)
         finally:
-            window.elsewhere = False
+            window.without_inputs = False
 
     # --- While it runs ---
 
@@ -650,7 +659,7 @@ class Reducer:
         finally:
             self._enter(IDLE)
 
-    def _settle_change(self) -> None:
+    def _learn_of_change(self) -> None:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
         change, run = self._change, self._run
         assert change is not None
@@ -672,10 +681,10 @@ class Reducer:
             self.accumulation.forget()
             self._reset()
             raise
-        self._change, self.rebuilt, run.next = None, False, 0
+        run.next = 0
         run.outcome.changed, run.outcome.frozen = False, self._frozen
 
-    def _hear(self) -> Reading:
+    def _receive(self) -> Reading:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
         report, outcome = self._in_use.report, self._run.outcome
         buckets, well = self._in_use.buckets, outcome.well
@@ -721,7 +730,7 @@ class Reducer:
             self._reset()
         raise DPFuseError(text) from cause
 
-    def _deliver(self) -> None:
+    def _deliver_rest(self) -> None:
         """Deliver what has waited for the report, which says that all is well on every rank."""
         run, report = self._run, self._in_use.report
         if run.delivered:
@@ -767,7 +776,7 @@ class Reducer:
             late = [self._in_use.names[index] for index in sorted(set(outcome.late))]
             return messages.failed(wiring.rank, wiring.size, reading.failed(), not outcome.well, error, late)
         if reading.any_changed:
-            change = "" if self._change is None else self._change.text
+            change = self.change
             return messages.changed(wiring.rank, wiring.size, reading.changed(), outcome.changed, change)
         return messages.differing(wiring.rank, wiring.fields, reading)
 

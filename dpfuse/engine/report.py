@@ -6,7 +6,7 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
-from dpfuse.engine.streams import capturing
+from dpfuse.comm import collective
+from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Field, Window
 
 __all__ = ["ALL_WELL", "SLOTS", "Outcome", "Reading", "Report"]
@@ -146,13 +146,13 @@ class Report:
         self._landing: _Landing | None = None  # of this backward
         self._landed: _Landing | None = None  # of this one, or the one before
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
-        self._pending: _Pending | None = None
+        self._pending: HostCopy | None = None  # the states of an earlier backward
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
         self._landing = None
         values: list[object] = [each.value() for each in self._fields]
-        values += self._window.asks, self._window.elsewhere, outcome.frozen
+        values += self._window.asks, self._window.without_inputs, outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
             return self._source  # as in nearly every backward
@@ -315,7 +315,7 @@ class Report:
         yield from ["frozen"] * HASH_BITS
 
     def _with_rows(self, reading: Reading, outcome: Outcome) -> Reading:
-        values = [-1 if self._window.elsewhere else each.value() % (1 << each.bits) for each in self._fields]
+        values = [-1 if self._window.without_inputs else each.value() % (1 << each.bits) for each in self._fields]
         row = torch.tensor(
             [not outcome.well, outcome.changed, *values, len(outcome.frozen)],
             dtype=torch.int64,
@@ -327,16 +327,13 @@ class Report:
     def _read_later(self, states: Tensor) -> Reading:
         before = ALL_WELL if self._pending is None else self._read_pending()
         self.asked, self._asked_early = before.any_asks or self._asked_early, False
-        copy = torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
-        event = torch.cuda.current_stream(states.device).record_event()  # not always the current device
-        self._pending = _Pending(copy, event.synchronize)
+        self._pending = HostCopy(states)
         return before
 
     def _read_pending(self) -> Reading:
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        pending.ready()
-        return self._interpret(pending.states.tolist())
+        return self._interpret(pending.read())
 
 
 class _Places(NamedTuple):
@@ -354,14 +351,6 @@ class _Landing:
     view: Tensor
     states: Tensor  # its pairs
     reading: Reading | None = None
-
-
-@dataclass(slots=True)
-class _Pending:
-    """The states of an earlier backward, on their way to the host."""
-
-    states: Tensor
-    ready: Callable[[], None]
 
 
 def _bits(number: int, count: int) -> list[int]:

@@ -8,10 +8,11 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.comm.waiting import NO_LIMIT
 
-__all__ = ["SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
+__all__ = ["HostCopy", "SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
 
 _orphans: list[tuple[Any, list[object]]] = []  # events, and the memory that must not be freed before them
 
@@ -19,6 +20,32 @@ _orphans: list[tuple[Any, list[object]]] = []  # events, and the memory that mus
 def capturing() -> bool:
     """Whether the current CUDA stream is being captured in a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class HostCopy:
+    """A copy of a few values for the host, which reads them later. On CUDA it then waits for the copy alone.
+
+    Args:
+        values: on any device, of any shape. On CUDA the copy begins now, on the current stream of their device.
+
+    Attributes:
+        late: whether the values come from a GPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.late = values.is_cuda
+        self._event: torch.cuda.Event | None = None
+        if not self.late:
+            self._copy = values.clone()
+            return
+        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        self._event = torch.cuda.current_stream(values.device).record_event()  # not always the current device
+
+    def read(self) -> list[Any]:
+        """Return the values, as `Tensor.tolist` does, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._copy.tolist())
 
 
 class WritingStreams:

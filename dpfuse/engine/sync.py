@@ -4,64 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import votes
+from dpfuse.comm import votes
+from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
-from dpfuse.engine.averaging import UNCHANGED, Wire, averaging_for
-from dpfuse.engine.bucket import GradBucket, Surroundings
+from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.bucket import Surroundings
+from dpfuse.engine.bucket_set import BucketSet
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.protocols import BucketObserver, HookExchanges
+from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
-from dpfuse.engine.waiting import Track, board_of, leave
+from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
-__all__ = ["GradSync", "SyncSettings"]
+__all__ = ["GradSync"]
 
 BUCKETS = "the buckets after the first synchronised backward"
 
 log = logging.getLogger("dpfuse.rebuild")
-
-
-@dataclass(frozen=True)
-class SyncSettings:
-    """How gradients are averaged; what users pass to a wrapper, as far as the engine needs it.
-
-    Args:
-        number: of the wrapper, among those of its group.
-        scale: factor on each rank's gradients; None is the mean.
-        wire: how gradients travel.
-        views: whether `.grad` becomes a view of the buffers.
-        registered: whether buffers lie in memory that the group's back end has registered.
-        deterministic: whether sums are formed in the order of the ranks; buckets keep the order of registration.
-        accumulates: whether buckets take gradients in backwards that are not synchronised, too.
-        strict: whether to wait in each backward for what the peers report.
-        warn_unused: whether to warn, once, of parameters without a gradient.
-        alone: whether another wrapper of the same parameters would break what this one does.
-        stall_timeout: seconds.
-    """
-
-    number: int = 0
-    scale: float | None = None
-    wire: Wire = UNCHANGED
-    views: bool = True
-    registered: bool = False
-    deterministic: bool = False
-    accumulates: bool = False
-    strict: bool = False
-    warn_unused: bool = True
-    alone: bool = False
-    stall_timeout: float = 60.0
 
 
 class GradSync:
@@ -80,7 +52,6 @@ class GradSync:
         answer: called on every rank in the backward in which all have heard that one asks, by `window.asks`.
 
     Attributes:
-        plan: of the buckets in use.
         source: the rank whose ready order all ranks take.
         listening: tells the reducer, or a recorder, of backwards.
     """
@@ -99,33 +70,24 @@ class GradSync:
         observers: Sequence[BucketObserver] = (),
         answer: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan = plan
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
         watch = BackwardWatch(window.reached)
         self.listening = Listening(watch, alone=settings.alone, wrap=wrap, always=observers)
-        self._params = list(params)
         self._rank_count = group.size()
-        self._agreed: tuple[BucketPlan, list[GradBucket], list[int]] | None = (
-            None  # the buckets that all ranks have agreed on, until they are in use
-        )
-        self._followed: tuple[BucketPlan, Sequence[Tensor], str, Callable[[], None]] | None = None  # a pending change
+        self._agreed: BucketSet | None = None  # that all ranks have agreed on, until it is in use
         self._left: BaseException | None = None  # why this rank has left the group
         compared = [_wrapper_field(settings.number), *fields, *window.fields()]
         self._assembly = Assembly(
             group,
             Surroundings(board_of(group), self.listening.observers, self._leave),
-            scale=settings.scale,
-            wire=settings.wire,
-            views=settings.views,
-            registered=settings.registered,
-            deterministic=settings.deterministic,
-            accumulates=settings.accumulates,
+            settings,
             features=list(features),
             make_report=lambda count, dtype, device: Report(group, count, compared, window, dtype, device),
         )
-        self._spoiler = guard_of(self._params, group.size())
-        self.listening.hooks.put_on(self._params)
+        params = list(params)
+        self._spoiler = guard_of(params, group.size())
+        self.listening.hooks.put_on(params)
         watch, install = self.listening.watch, self.listening.hooks.install
         calls = Calls(
             watch.begin,
@@ -148,8 +110,13 @@ class GradSync:
             group.rank(),
             group.size(),
         )
-        self.reducer = Reducer(self._make_buckets(plan, self._params), self._params, names_of(plan), wiring)
+        self.reducer = Reducer(self.bucket_set(plan, params), wiring)
         self.listening.tell(self.reducer)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan of the buckets on which all ranks have agreed."""
+        return self.reducer.agreed.plan
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -157,14 +124,14 @@ class GradSync:
         return self._assembly.group
 
     @property
-    def hook(self) -> HookExchanges | None:
+    def hook(self) -> CommHook | None:
         """The communication hook that reduces the gradients, if a user has registered one."""
         return self._assembly.hook
 
     @property
     def params(self) -> Sequence[Any]:
         """The parameters whose gradients are averaged, in the order of registration."""
-        return self._params
+        return self.reducer.agreed.params
 
     def record(self, recorder: BackwardRecorder | None) -> None:
         """Tell `recorder` of backwards and of how each bucket travels; None ends the recording."""
@@ -184,9 +151,9 @@ class GradSync:
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
         self._rank_count = rank_count
-        scale, wire = self._assembly.scale, self._assembly.wire.dtype
+        settings = self._assembly.settings
         for bucket in self.reducer.buckets:
-            bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, scale, wire))
+            bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, settings.scale, settings.wire.dtype))
 
     def shadow_backward(self) -> None:
         """Take part in a backward of other ranks, as `Reducer.shadow_backward` does, and tell the recorder."""
@@ -202,45 +169,32 @@ class GradSync:
         """
         assert self.reducer.phase is IDLE
         assert plan.specs == self.plan.specs
-        before = self.reducer.buckets
-        buckets = votes.agree_on_success(lambda: self._make_buckets(plan, self._params, before), self.group, "a plan")
-        self.plan = plan
-        self.reducer.adopt(buckets)
+        self.reducer.adopt(votes.agree_on_success(lambda: self._remade(plan), self.group, "a plan"))
 
-    def set_hook(self, hook: HookExchanges) -> None:
+    def set_hook(self, hook: CommHook) -> None:
         """Let a communication hook reduce the gradients from the next synchronised backward on."""
         self._assembly = replace(self._assembly, hook=hook)
         self.remake()
 
-    def follow(
-        self,
-        plan: BucketPlan,
-        params: Sequence[Tensor],
-        buckets: list[GradBucket],
-        text: str,
-        agree: Callable[[], None],
-    ) -> None:
-        """Use the changed model of this rank; arguments as for `Reducer.follow`, and the plan of the buckets."""
-        self.listening.hooks.put_on(params)
-        self.reducer.follow(buckets, params, names_of(plan), text, agree)
-        self._followed = plan, params, text, agree
+    def follow(self, buckets: BucketSet, text: str, agree: Callable[[], None]) -> None:
+        """Use the changed model of this rank; arguments as for `Reducer.follow`."""
+        self.listening.hooks.put_on(buckets.params)
+        self.reducer.follow(buckets, text, agree)
 
     def unfollow(self) -> None:
         """Return to the model before the change, since it was undone."""
-        self._followed = None
-        self.listening.hooks.put_on(self._params)
+        self.listening.hooks.put_on(self.params)
         self.reducer.unfollow()
         self.remake()  # a feature may have been added meanwhile
 
-    def settle(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+    def keep_change(self) -> None:
         """Keep the changed model, on which all ranks have agreed."""
-        self.plan, self._params = plan, list(params)
-        self._followed = None
-        self._spoiler = guard_of(self._params, self.group.size())
+        self.reducer.keep_change()
+        self._spoiler = guard_of(self.params, self.group.size())
 
-    def buckets_for(self, plan: BucketPlan, params: Sequence[Tensor]) -> list[GradBucket]:
-        """Make buckets of a changed model, which share no memory with those in use."""
-        return self._make_buckets(plan, params)
+    def bucket_set(self, plan: BucketPlan, params: Sequence[Tensor]) -> BucketSet:
+        """Make the buckets of a model, which share no memory with those in use."""
+        return BucketSet(plan, params, self._assembly.make(plan, params, rank_count=self._rank_count))
 
     def remove_hooks(self) -> None:
         """Remove all hooks, and put what the buckets have accumulated back into `.grad`."""
@@ -248,19 +202,16 @@ class GradSync:
         self.listening.watch.forget_leaves()
         self.reducer.accumulation.release()
 
-    def _make_buckets(
-        self, plan: BucketPlan, params: Sequence[Tensor], before: Sequence[GradBucket] = ()
-    ) -> list[GradBucket]:
-        return self._assembly.make(plan, params, before=before, rank_count=self._rank_count)
+    def _remade(self, plan: BucketPlan, marks: Sequence[int] = ()) -> BucketSet:
+        """Make the buckets of `plan` for the parameters in use; equal ones keep their buffers."""
+        before = self.reducer.in_use
+        made = self._assembly.make(plan, before.params, before=before.buckets, rank_count=self._rank_count)
+        return before.remade(made, plan, marks)
 
     def remake(self) -> None:
         """Make the buckets again, since a feature was added or has something else beside them; between backwards."""
         self.reducer.accumulation.release()
-        if self._followed is None:
-            self.reducer.adopt(self._make_buckets(self.plan, self._params, self.reducer.buckets))
-        else:
-            plan, params, text, agree = self._followed
-            self.reducer.follow(self._make_buckets(plan, params), params, names_of(plan), text, agree)
+        self.reducer.adopt(self._remade(self.reducer.in_use.plan))
 
     def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
         # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.
@@ -275,32 +226,28 @@ class GradSync:
             except BaseException as error:
                 self._leave(error)  # it is unknown in which vote the peers are
                 raise
-        plan, buckets, marks = self._agreed
         text, rank = "rank %d: %d buckets after the first synchronised backward, %d before it", self.group.rank()
-        log.info(text, rank, len(plan.buckets), len(self.plan.buckets), extra={"rank": rank})
-        self.plan = plan
-        self.reducer.adopt(buckets, marks, rebuilt=True)
+        log.info(text, rank, len(self._agreed.buckets), len(self.reducer.buckets), extra={"rank": rank})
+        self.reducer.adopt(self._agreed, rebuilt=True)
         self._agreed = None
         return None
 
-    def _agree_on_buckets(
-        self, order: Tensor, marks: Tensor, group: dist.ProcessGroup
-    ) -> tuple[BucketPlan, list[GradBucket], list[int]]:
-        """Return the plan for the agreed ready order, its buckets, and the agreed marks."""
+    def _agree_on_buckets(self, order: Tensor, marks: Tensor, group: dist.ProcessGroup) -> BucketSet:
+        """Return the buckets for the agreed ready order, with the agreed marks."""
 
-        def build() -> tuple[BucketPlan, list[GradBucket], list[int]]:
+        def build() -> BucketSet:
             if any(feature.keeps_buckets for feature in self._assembly.features):
-                return self.plan, list(self.reducer.buckets), marks.tolist()
-            keeps = self.plan.tuned or self._assembly.deterministic
+                return self.reducer.in_use.remade(self.reducer.buckets, marks=marks.tolist())
+            keeps = self.plan.tuned or self._assembly.settings.deterministic
             one_machine = (board := board_of(self.group)) is not None and board.one_machine
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
-            return plan, self._make_buckets(plan, self._params, self.reducer.buckets), marks.tolist()
+            return self._remade(plan, marks.tolist())
 
         votes.agree_on_order(order, marks, group, self.source)
         return votes.agree_on_success(build, group, BUCKETS)
 
     def _decline(self) -> None:
-        votes.agree_on_order(*votes.order_tensors([], [0] * len(self._params), self.group), self.group, self.source)
+        votes.agree_on_order(*votes.order_tensors([], [0] * len(self.params), self.group), self.group, self.source)
         error = DPFuseError("its backward was interrupted after the gradients were averaged")
         votes.report_failure(error, self.group, BUCKETS)
 
@@ -344,11 +291,6 @@ class GradSync:
                 f"rank {self.group.rank()}: {what} while a backward is {self.reducer.phase.name}, expected it between "
                 "backwards."
             )
-
-
-def names_of(plan: BucketPlan) -> list[str]:
-    """Return the names of the planned parameters, by registration index."""
-    return [spec.name for spec in plan.specs]
 
 
 def _wrapper_field(number: int) -> Field:

@@ -42,7 +42,7 @@ class Window:
         counts_forwards: False where ranks may differ in which outputs they use.
 
     Attributes:
-        elsewhere: whether this rank has no inputs, and only takes part for ranks that still have some.
+        without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
         asks: whether this rank asks all ranks for an exchange of their own, once they have heard of it.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
@@ -50,7 +50,7 @@ class Window:
     """
 
     def __init__(self, *, counts_forwards: bool = True) -> None:
-        self.elsewhere = False
+        self.without_inputs = False
         self.asks = False
         self.compares_backwards = True
         self.died = False

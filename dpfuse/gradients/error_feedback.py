@@ -83,7 +83,7 @@ class ErrorFeedback(Feature):
         Returns:
             `world_size`, and under `rank0`, on rank 0, tensors by parameter name, float32 in the parameters' shapes.
         """
-        self._settle()
+        self._forget_what_was_lost()
         values = {name: self._value(spec) for name, spec in self._specs.items()}
         return {"world_size": self._world_size, f"rank{self._rank}": values}
 
@@ -121,7 +121,7 @@ class ErrorFeedback(Feature):
 
     def plan(self, buckets: Iterable[GradBucket]) -> None:
         """Keep the residuals of the parameters of these buckets alone; others are lost, with a warning."""
-        self._settle()
+        self._forget_what_was_lost()
         specs = [
             spec
             for bucket in buckets
@@ -141,7 +141,7 @@ class ErrorFeedback(Feature):
     def begin(self, order: int) -> None:
         """A bucket is about to be packed, of that place in the order of communication."""
         if order <= self._last:
-            self._settle()  # it is another backward, and the one before was not delivered
+            self._forget_what_was_lost()  # it is another backward, and the one before was not delivered
         self._last = order
 
     def move(self, names: Sequence[str], views: Sequence[Tensor]) -> None:
@@ -155,7 +155,7 @@ class ErrorFeedback(Feature):
         """All gradients that were packed have arrived."""
         self._last = -1
 
-    def _settle(self) -> None:
+    def _forget_what_was_lost(self) -> None:
         """Forget all if what was packed last did not arrive: what was taken from it, and sent with it, is not known."""
         if self._last >= 0:
             self.delivered()

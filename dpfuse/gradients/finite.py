@@ -14,7 +14,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
-from dpfuse.engine.streams import capturing
+from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels.flatten import all_finite
@@ -27,8 +27,7 @@ class _Counts(NamedTuple):
 
     step: int
     names: Sequence[str]
-    values: Tensor  # [names] integers, on the CPU, which holds them once `ready` has passed
-    ready: torch.cuda.Event | None
+    values: HostCopy  # [names] integers
 
 
 class FiniteCheck(Feature):
@@ -76,9 +75,9 @@ class FiniteCheck(Feature):
         """Take the counts of some parameters, [names]; on a GPU they may be overwritten behind this call."""
         if not self.late:
             if values.any():
-                self._counts.append(_Counts(self._step(), names, values.clone(), None))
+                self._counts.append(_Counts(self._step(), names, HostCopy(values)))
         elif not capturing():  # else they cannot be read, nor at a replay
-            self._counts.append(_Counts(self._step(), names, *_copied(values)))
+            self._counts.append(_Counts(self._step(), names, HostCopy(values)))
 
     def text(self, now: int) -> str | None:
         """What is known in backward `now`, in words, each count once; None if all was finite."""
@@ -88,9 +87,8 @@ class FiniteCheck(Feature):
         self._counts = [counts for counts in self._counts if self.late and counts.step >= now]
         found: dict[int, dict[str, int]] = {}
         for counts in known:
-            if counts.ready is not None:
-                counts.ready.synchronize()  # it passed before this backward began, or the device is a step behind
-            for name, value in zip(counts.names, counts.values.tolist(), strict=True):
+            # They arrived before this backward began, or the device is a step behind.
+            for name, value in zip(counts.names, counts.values.read(), strict=True):
                 if value:
                     found.setdefault(counts.step, {})[name] = value
         return "; ".join(messages.nonfinite(step, names) for step, names in found.items()) or None
@@ -143,9 +141,3 @@ class _FiniteStep(PackStep):
             self._check.add([name for name, _ in self._outside], torch.stack([count for _, count in self._outside]))
         if self._is_last:
             self._check.fail()
-
-
-def _copied(values: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy in pinned memory, begun on the current stream, and the event behind it."""
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-    return copy, torch.cuda.current_stream(values.device).record_event()  # not always the current device

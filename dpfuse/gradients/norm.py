@@ -29,7 +29,7 @@ __all__ = [
     "refuse_running",
 ]
 
-EPSILON = 1e-6  # beside the norm in the denominator, as in torch: a norm of 0 is no division by it
+EPSILON = 1e-6  # added to the norm in the denominator, as in torch, so that no division is by 0
 
 
 class _Part(NamedTuple):
@@ -239,7 +239,7 @@ class GradientReader:
         self._others: list[nn.Parameter] = []  # parameters that no bucket has
 
     def read(self, reducer: Reducer, names: Sequence[str], planned: Sequence[nn.Parameter]) -> Gradients:
-        """All gradients as they are now; of a module that was changed since the last forward, none by the buffer.
+        """Return all gradients as they are now. If the module has changed since the last forward, no buffer is read.
 
         Args:
             reducer: has the buckets.

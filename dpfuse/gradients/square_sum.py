@@ -28,8 +28,8 @@ class SquareSum:
     """Measured while a bucket delivers its gradients, so that their norm needs no second pass over them.
 
     It is of no use once a gradient was replaced, moved, taken away, or written by an operation that torch counts.
-    Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph:
-    once it was measured in a capture it is of use in captures only, and before only outside.
+    Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph.
+    So a sum that was measured in a capture is used in captures only, and any other sum only outside of them.
 
     Args:
         value: where the sum is put, [] float64 on the device of the gradients.
@@ -49,7 +49,7 @@ class SquareSum:
         self._known = False
         self._views = ()  # the bucket may get another buffer
 
-    def settle_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
+    def note_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """It is that of these, which share the memory of a buffer and live as long as it does.
 
         Args:
@@ -57,14 +57,14 @@ class SquareSum:
             addresses: where they were then, as `Tensor.data_ptr` gives them.
         """
         self._views, self._private, self._addresses = views, [], addresses
-        self._settle(views)
+        self._note(views)
 
-    def settle_private(self, grads: Sequence[Tensor]) -> None:
+    def note_private(self, grads: Sequence[Tensor]) -> None:
         """It is that of these, each of which has memory of its own."""
         self._views, self._private, self._addresses = (), list(map(ref, grads)), list(map(Tensor.data_ptr, grads))
-        self._settle(grads)
+        self._note(grads)
 
-    def _settle(self, grads: Sequence[Tensor]) -> None:
+    def _note(self, grads: Sequence[Tensor]) -> None:
         try:
             self._versions = self._count(grads)
         except RuntimeError:  # backward ran in inference mode, whose tensors count no writes
@@ -73,7 +73,7 @@ class SquareSum:
         self._known = True
 
     def of(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """It, [] float64, if it still is that of these; else None."""
+        """Return the sum, [] float64, if it still is the one of these gradients; else None."""
         if not self._known or self._captured != capturing():
             return None
         measured: Sequence[Tensor | None] = self._views or [reference() for reference in self._private]
@@ -98,7 +98,7 @@ class NormInBackward(Feature):
         self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=bucket.device))
         return self._sums[order].value
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         if isinstance(delivery, (Views, RenewedViews)):
             self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=buffer.flat.device))
             return _MeasuredViews(delivery, buffer, self._sums[order], side)
@@ -140,7 +140,7 @@ class MeasuredDelivery(Delivery):
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         whole = self._delivery.deliver(missing, untouched)
         if whole:
-            self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
+            self.squares.note_private([param.grad for param in self._buffer.params if param.grad is not None])
         return whole
 
     def discard(self) -> None:
@@ -179,9 +179,9 @@ class _MeasuredViews(MeasuredDelivery):
             if not self._measured:
                 self._measure()
             if isinstance(self._views, Views):  # they count their writes together
-                self.squares.settle_views(self._buffer.views, self._buffer.gradients.addresses)
+                self.squares.note_views(self._buffer.views, self._buffer.gradients.addresses)
             else:
-                self.squares.settle_private([param.grad for param in self._buffer.params if param.grad is not None])
+                self.squares.note_private([param.grad for param in self._buffer.params if param.grad is not None])
         return whole
 
     def _measure(self) -> None:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective, messages
+from dpfuse.comm import collective
+from dpfuse.engine import messages
 from dpfuse.engine.report import Report
-from dpfuse.engine.streams import capturing
+from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
@@ -26,8 +27,7 @@ class _Told(NamedTuple):
     """What the weights of a backward came to, which nothing has looked at yet."""
 
     step: int
-    values: Tensor  # their sum, the number of bad ones, the number of ranks with one; on the CPU behind `ready`
-    ready: torch.cuda.Event | None
+    values: HostCopy  # their sum, the number of bad ones, the number of ranks with one
     weight: float  # of this rank, where it can be gathered
 
 
@@ -101,7 +101,7 @@ class GradientWeight:
     def begins(self, scale: float) -> bool:
         """A synchronised backward begins, which multiplies with `scale` for the mean; does this rank weigh it?"""
         self._scale = scale
-        self._weighs = self.value is not None and not self._window.elsewhere
+        self._weighs = self.value is not None and not self._window.without_inputs
         return self._weighs
 
     def tell(self, report: Report, packed: Tensor) -> None:
@@ -121,46 +121,43 @@ class GradientWeight:
             give no mean.
         """
         weighs, self._weighs = self._weighs, False
-        if not weighs and not self._window.elsewhere:
+        if not weighs and not self._window.without_inputs:
             return None
         total, bad, weighing = (report.slot(name).double() for name in ("weight", "bad_weight", "weighing"))
         values = torch.stack([total, bad, weighing])
         if not values.is_cuda:
-            own = 0.0 if self.value is None or self._window.elsewhere else self.value.item()
-            self._told.append(_Told(self._step(), values, None, own))
+            own = 0.0 if self.value is None or self._window.without_inputs else self.value.item()
+            self._told.append(_Told(self._step(), HostCopy(values), own))
         elif not capturing() and weighs:
-            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            self._told.append(_Told(self._step(), copy, torch.cuda.current_stream(values.device).record_event(), 0.0))
+            self._told.append(_Told(self._step(), HostCopy(values), 0.0))
         if weighs:
             self.value = None
         mean = torch.where((total > 0) & (bad == 0), 1 / (total * self._scale), math.nan)
         return torch.where(weighing > 0, mean, 1.0)
 
     def hear(self, *, wait: bool = False) -> None:
-        """At the end of a backward: have the weights given no mean? From a GPU they come a backward later.
+        """At the end of a backward, raise if the weights gave no mean. From a GPU they come one backward later.
 
         Args:
             wait: ask for them at once.
 
         Raises:
-            DPFuseError: they have not; on every rank.
+            DPFuseError: they gave none; on every rank.
         """
         if not self._told or capturing():
             return
         told_before, self._told = self._told, []
         for told in told_before:
-            if told.ready is not None and told.step == self._step() and not wait:
+            if told.values.late and told.step == self._step() and not wait:
                 self._told.append(told)
                 continue
-            if told.ready is not None:
-                told.ready.synchronize()  # it has passed, or the device is a step behind
-            total, bad, weighing = told.values.tolist()
+            total, bad, weighing = told.values.read()  # they have arrived, or the device is a step behind
             if weighing and not (0 < total < math.inf and not bad):
                 raise DPFuseError(messages.weightless(self._group.rank(), told.step, self._gathered(told)))
 
     def _gathered(self, told: _Told) -> list[float]:
         """The weights of all ranks; none from a GPU, where ranks do not hear of it at the same time."""
-        if told.ready is not None:
+        if told.values.late:
             return []
         row = torch.tensor([told.weight], dtype=torch.float64, device=collective.group_device(self._group))
         return [float(other.item()) for other in collective.all_gather(row, self._group)]

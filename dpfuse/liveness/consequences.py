@@ -12,7 +12,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import NoReturn
 
-from dpfuse.engine.waiting import Board, PeerFailure
+from dpfuse.comm.waiting import Board, PeerFailure
 from dpfuse.liveness.diagnosis import FAILED_GRACE, EndKind, Finding
 from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.requests import Requests

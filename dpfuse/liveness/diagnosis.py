@@ -12,7 +12,7 @@ from itertools import groupby
 from math import inf, isfinite
 from typing import Any
 
-from dpfuse.engine.waiting import Doing, describe_place
+from dpfuse.comm.waiting import Doing, describe_place
 
 __all__ = ["End", "EndKind", "Finding", "RankState", "Status", "end_with", "find_cause", "judge", "printable"]
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from dpfuse.engine.waiting import Board, Doing, PeerFailure
+from dpfuse.comm.waiting import Board, Doing, PeerFailure
 from dpfuse.liveness.consequences import Consequences, print_line
 from dpfuse.liveness.diagnosis import End, EndKind, RankState, end_with, find_cause
 from dpfuse.liveness.own_status import OwnStatus

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from time import monotonic
 
-from dpfuse.engine.waiting import Board
+from dpfuse.comm.waiting import Board
 from dpfuse.liveness.diagnosis import Status
 from dpfuse.liveness.thread_state import ThreadState, thread_state
 

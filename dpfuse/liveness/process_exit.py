@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing import util
 from types import TracebackType
 
-from dpfuse.engine.waiting import forget_unfinished_works, has_unfinished_works
+from dpfuse.comm.waiting import forget_unfinished_works, has_unfinished_works
 from dpfuse.liveness.diagnosis import end_with
 from dpfuse.liveness.heartbeat import Heartbeat
 

@@ -7,8 +7,8 @@ import weakref
 
 import torch.distributed as dist
 
-from dpfuse.engine import votes
-from dpfuse.engine.waiting import Board, board_of, interruptible_devices, put_board
+from dpfuse.comm import votes
+from dpfuse.comm.waiting import Board, board_of, interruptible_devices, put_board
 from dpfuse.liveness import process_exit
 from dpfuse.liveness.client import HeartbeatClient
 from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint

@@ -1,7 +1,5 @@
 """The wrapped module: may it be wrapped, is it the same on every rank, and was it changed since?
 
 Read `options` and `check` first, then `agreement` (the ranks start with one model), `signature`, `change` and `follow`
-(the module was changed), `buffers` and `state_dict`. `comm_bucket`, `comm_hook` and `hooked` are a user's communication
-hook. `module_sync` brings all of it together with the engine, and
-`communication_times` measures.
+(the module was changed), `buffers` and `state_dict`. `module_sync` brings all of it together with the engine.
 """

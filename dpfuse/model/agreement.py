@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.engine import collective, votes
+from dpfuse.comm import collective, votes
+from dpfuse.comm.asking import ask
+from dpfuse.comm.flat_broadcast import broadcast_flat
 from dpfuse.engine.averaging import Wire
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.start import start_heartbeat
-from dpfuse.model.asking import ask
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import describe_buffers, describe_model, describe_options, tensors_of
-from dpfuse.model.flat_broadcast import broadcast_flat
 from dpfuse.model.options import SyncOptions
 
 __all__ = ["agree_on_model", "prepare_group", "send_tensors"]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpfuse.engine import collective, votes
+from dpfuse.comm import collective, votes
+from dpfuse.comm.flat_broadcast import FlatBroadcast
 from dpfuse.model.buffer_writer import BufferWriter
-from dpfuse.model.flat_broadcast import FlatBroadcast
 
 __all__ = ["BufferKind", "BufferSync"]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.engine import votes
-from dpfuse.engine.plan import BucketPlan
+from dpfuse.comm import votes
 
 __all__ = ["ModelChange"]
 
@@ -25,33 +24,28 @@ class ModelChange:
     """What has to be agreed on before gradients of the changed module can be averaged.
 
     Args:
-        text: the change, in words.
-        plan: that of the changed module, or the error because of which there is none.
         facts: one line per parameter and buffer, without values.
         new: the parameters whose values the ranks have never compared, by name.
+        error: why this rank cannot train the changed module, if that is so.
     """
 
-    def __init__(
-        self, text: str, plan: BucketPlan | Exception, facts: list[str], new: Mapping[str, nn.Parameter]
-    ) -> None:
-        self.text = text
-        self.plan = plan
+    def __init__(self, facts: Sequence[str], new: Mapping[str, nn.Parameter], error: Exception | None = None) -> None:
         self._facts = facts
         self._new = new
+        self._error = error
 
-    def agree(self, group: dist.ProcessGroup) -> BucketPlan:
-        """The plan, once all ranks have found their changed modules, and the values of what is new, to be the same.
+    def agree(self, group: dist.ProcessGroup) -> None:
+        """Compare the changed modules of all ranks, and the values of what is new.
 
         Raises:
-            DPFuseError: they are not; it is raised on every rank.
-            Exception: there is no plan on this rank; the others raise a DPFuseError with its text.
+            DPFuseError: they differ; it is raised on every rank.
+            Exception: this rank cannot train its module; the others raise a DPFuseError with its text.
         """
-        if isinstance(self.plan, Exception):
-            votes.report_failure(self.plan, group, WHAT)
-            raise self.plan
+        if self._error is not None:
+            votes.report_failure(self._error, group, WHAT)
+            raise self._error
         lines = [*self._facts, *(f"parameter {name} is new, values {_digest(p)}" for name, p in self._new.items())]
         votes.agree_on_text("\n".join(lines), group, WHAT, REMEDY)
-        return self.plan
 
 
 def _digest(tensor: Tensor) -> str:

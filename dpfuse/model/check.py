@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpfuse.engine.abilities import backend_of
+from dpfuse.comm.abilities import backend_of
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
 from dpfuse.engine.param_spec import describe_parameters

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import nn
 
-from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.bucket_set import BucketSet, names_of
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.sync import GradSync, names_of
+from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferSync
@@ -35,7 +35,7 @@ class ModuleFollower:
         window: takes what this rank asks for.
 
     Attributes:
-        compare_buffers: whether some forward sends buffers, if maybe not this one.
+        compare_buffers: whether buffers are sent in some forwards; it may not be this one.
     """
 
     def __init__(
@@ -61,12 +61,6 @@ class ModuleFollower:
         self._may_have_changed = may_have_changed
         self._agreed = agreed
         self._wish = ""  # what this rank has asked for, until all ranks have
-        self._change: ModelChange | None = None  # of this rank's module, until all ranks have heard of it
-
-    @property
-    def change(self) -> str:
-        """The change of this rank's module that not all ranks have heard of, in words; empty if there is none."""
-        return "" if self._change is None else self._change.text
 
     @property
     def wishes(self) -> bool:
@@ -115,53 +109,41 @@ class ModuleFollower:
         if text is None and self._wish:
             text = "autotune was called"
         if text is None:
-            if self._change is not None:
-                self._change = None
+            if grads.reducer.change:
                 grads.unfollow()
             return
         if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
             return  # nothing of it trains; once something does again, it will be seen
-        self._change, buckets = self._describe(text, kept)
-        plan = self._change.plan if isinstance(self._change.plan, BucketPlan) else grads.plan
-        params = self._params_of(plan)
-        if buckets is None:
-            buckets = grads.buckets_for(plan, params)
-        grads.follow(plan, params, buckets, text, lambda: self._agree(params))
+        change, buckets = self._describe(text, kept)
+        grads.follow(buckets or grads.bucket_set(grads.plan, grads.params), text, lambda: self._agree(change))
 
-    def _describe(self, text: str, kept: BucketPlan | None) -> tuple[ModelChange, list[GradBucket] | None]:
-        """Return the change, and buckets for its plan, if there is one."""
+    def _describe(self, text: str, kept: BucketPlan | None) -> tuple[ModelChange, BucketSet | None]:
+        """Return the change, and the buckets of its plan, if there is one."""
         grads = self._grads
-        plan: BucketPlan | Exception
-        buckets = None
         if grads.hook is not None:
-            plan = DPFuseError(
+            refusal = DPFuseError(
                 f"rank {grads.group.rank()}: {text} after the module was wrapped; expected no such change once the "
                 f"communication hook {grads.hook.name} is registered, whose state may depend on the buckets. Wrap the "
                 "module again, on every rank, and register the hook there."
             )
-        else:
-            try:
-                ours = set(map(id, grads.params))
-                plan = kept or check_module(self._module, self._options, grads.group, ours=ours)
-                buckets = grads.buckets_for(plan, self._params_of(plan))
-            except Exception as error:  # the peers hear of it when the ranks agree
-                plan = error
-        if isinstance(plan, Exception):
-            return ModelChange(text, plan, [], {}), None
+            return ModelChange([], {}, refusal), None
+        try:
+            plan = kept or check_module(self._module, self._options, grads.group, ours=set(map(id, grads.params)))
+            buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
+        except Exception as error:  # the peers hear of it when the ranks agree
+            return ModelChange([], {}, error), None
         facts = describe_model(self._module, plan, self._options)
         if self._wish:
             facts.append(self._wish)
-        return ModelChange(text, plan, facts, self._signature.new_parameters()), buckets
+        return ModelChange(facts, self._signature.new_parameters()), buckets
 
-    def _agree(self, params: Sequence[nn.Parameter]) -> None:
-        assert self._change is not None
-        plan = self._change.agree(self._grads.group)
+    def _agree(self, change: ModelChange) -> None:
+        change.agree(self._grads.group)
         refusal = self.settle_buffers() if self.compare_buffers else ""
         if refusal:
             raise DPFuseError(refusal)
-        self._grads.settle(plan, params)
+        self._grads.keep_change()
         self._signature.agree()
-        self._change = None
         self._wish = ""
         self._agreed()
 
@@ -174,9 +156,6 @@ class ModuleFollower:
         refusal = self._buffers.settle(self._grads.source)
         self._window.asks = self._buffers.unsettled
         return refusal or ""
-
-    def _params_of(self, plan: BucketPlan) -> Sequence[nn.Parameter]:
-        return self._grads.params if plan is self._grads.plan else params_of(self._module, plan)
 
 
 def params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:

@@ -10,14 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpfuse.comm.completion import let_threads_finish_at_exit
+from dpfuse.comm.waiting import LOSS, Track
+from dpfuse.engine.averaging import Wire
+from dpfuse.engine.bucket_set import names_of
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import BackwardRecorder, Wrap
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.protocols import HookExchanges
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
-from dpfuse.engine.sync import GradSync, SyncSettings, names_of
-from dpfuse.engine.waiting import LOSS, Track
+from dpfuse.engine.settings import SyncSettings
+from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.error_feedback import ErrorFeedback
@@ -25,15 +29,12 @@ from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
+from dpfuse.measure.metrics import Metrics
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
-from dpfuse.model.comm_hook import CommHook
-from dpfuse.model.completion import let_threads_finish_at_exit
 from dpfuse.model.follow import ModuleFollower, params_of
-from dpfuse.model.hooked import Hooked
-from dpfuse.model.metrics import Metrics
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 
@@ -191,14 +192,14 @@ class ModuleSync:
         return self.grads.params
 
     @property
-    def hook(self) -> HookExchanges | None:
+    def hook(self) -> CommHook | None:
         """What reduces the gradients in place of the collectives, if a user has registered it."""
         return self.grads.hook
 
     @property
-    def wire(self) -> str | None:
-        """Name of the dtype that travels; None: each gradient's own."""
-        return self._options.wire.dtype
+    def wire(self) -> Wire:
+        """How gradients travel."""
+        return self._options.wire
 
     @property
     def deterministic(self) -> bool:
@@ -227,7 +228,7 @@ class ModuleSync:
     @property
     def is_changing(self) -> bool:
         """Whether this rank's module has changed, and the ranks have not agreed on that yet."""
-        return bool(self._follower.change)
+        return bool(self.reducer.change)
 
     @property
     def is_compiled(self) -> bool:
@@ -259,7 +260,7 @@ class ModuleSync:
                 self.attach_factors()
         idle, own_tensors = reducer.phase is IDLE, True
         if idle:
-            reducer.settle_unaveraged()
+            reducer.refuse_unaveraged()
             own_tensors = self._follower.look()
             if not own_tensors and not self._follower.reaches_parameters():
                 return False
@@ -326,7 +327,7 @@ class ModuleSync:
 
     def use_plan(self, plan: BucketPlan) -> None:
         """As that of `GradSync`."""
-        assert not self._follower.change
+        assert not self.reducer.change
         self.grads.use_plan(plan)
 
     def average_over(self, rank_count: int) -> None:
@@ -352,11 +353,11 @@ class ModuleSync:
             )
         if refusal := self._refusal_of(hook):
             raise DPFuseError(f"rank {self.group.rank()}: {refusal}")
-        self.grads.set_hook(Hooked(hook))
+        self.grads.set_hook(hook)
 
     def _refusal_of(self, hook: CommHook) -> str:
         """Return why `hook` cannot be registered now, and what to do; empty if it can be."""
-        phase, change, option = self.reducer.phase, self._follower.change, self._options.of_communication
+        phase, change, option = self.reducer.phase, self.reducer.change, self._options.of_communication
         if option is not None:
             return (
                 f"a communication hook was registered with {option}, expected one of the two: {hook.name} adds up as "
@@ -393,8 +394,8 @@ class ModuleSync:
             what = "gradient weights"
         elif self._dividing is not None:
             what = "another ShardedOptimizer of the same model"
-        elif self.wire is not None and any(spec.dtype != self.wire for spec in self.plan.specs):
-            what = f"wire_dtype=torch.{self.wire}"
+        elif self.wire.dtype is not None and any(spec.dtype != self.wire.dtype for spec in self.plan.specs):
+            what = self.wire.argument
         elif other := [spec for spec in self.plan.specs if spec.sparse or spec.dtype.startswith("complex")]:
             what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
         if what:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
@@ -351,9 +352,9 @@ class SyncOptions:
         """Whether buckets are made by a rule, and not given."""
         return self.common["plan"] in ("ramp", "greedy")
 
-    @property
+    @cached_property
     def wire(self) -> Wire:
-        """How gradients travel."""
+        """How gradients travel: the one type that all parts of the library take for it."""
         common = self.common
         needed = torch.float32 if common["accumulate_in_buckets"] else None
         return Wire.of(common["wire_dtype"] or self.reduce_dtype or needed, common["wire_reduce"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import PLAN_FORMAT, BucketPlan
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 
 __all__ = ["fitted", "given_plan", "load_plan", "plan_digest"]
 

@@ -26,7 +26,7 @@ class _Known(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """The model that changes are told from. It keeps no module alive that was removed since."""
+    """The model to which a changed one is compared. It keeps no module alive that was removed since."""
 
     known: dict[int, _Known]
     names: set[str]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from dpfuse.engine import collective
-from dpfuse.engine.waiting import board_of, finish
+from dpfuse.comm import collective
+from dpfuse.comm.waiting import board_of, finish
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.masters import Masters

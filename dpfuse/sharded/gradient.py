@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.errors import DPFuseError
 
 __all__ = ["RegionPart", "ShardedGradient", "used_up"]

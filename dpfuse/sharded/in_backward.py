@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.waiting import board_of, finish
 from dpfuse.engine.buffer import Buffer
-from dpfuse.engine.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import clipping_factor
 from dpfuse.sharded.delivery import ShardedDelivery

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
-from dpfuse.engine.waiting import board_of, finish
+from dpfuse.comm import collective
+from dpfuse.comm.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import clipping_factor, refuse_nonfinite
 from dpfuse.sharded.gradient import ShardedGradient, used_up

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpfuse.engine import votes
+from dpfuse.comm import votes
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.groups import ParamGroups, settings_of
 from dpfuse.sharded.shards import Shards, refuse_missing

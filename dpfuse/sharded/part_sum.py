@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.work import StagedWork
 from dpfuse.engine.protocols import Exchange
-from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.sharded.division import Region
 from dpfuse_kernels import sum_parts
 
@@ -36,7 +33,7 @@ class Incoming:
         self._scatters = scatters
         self._idle: list[Tensor] = []  # [bytes] uint8, all of the size that the largest bucket so far needs
         self._nbytes = 0
-        self._flying: deque[_PartWork] = deque()
+        self._flying: deque[StagedWork] = deque()
 
     def receive(self, flat: Tensor, regions: Sequence[Region], group: dist.ProcessGroup) -> dist.Work:
         """Start to exchange the parts of `flat`, and return the work whose wait adds them up."""
@@ -49,12 +46,35 @@ class Incoming:
         if nbytes > self._nbytes:
             self._idle, self._nbytes = [], nbytes
         memory = self._idle.pop() if self._idle else torch.empty(self._nbytes, dtype=torch.uint8, device=flat.device)
-        work = _PartWork(flat, regions, memory, group, self, scatters=self._scatters)
+        work = StagedWork(self._stages(flat, regions, memory, group))
         self._flying.append(work)
         return work
 
-    def give_back(self, memory: Tensor) -> None:
-        """Use this memory for the next bucket."""
+    def _stages(
+        self, flat: Tensor, regions: Sequence[Region], memory: Tensor, group: dist.ProcessGroup
+    ) -> Iterator[dist.Work]:
+        """Exchange the parts, which come to `memory`; add them up, and keep the memory for the next bucket."""
+        size, rank = group.size(), group.rank()
+        sums: list[tuple[Tensor, Tensor]] = []  # what each rank has sent here, [ranks, part], and the part
+
+        def start() -> Iterator[dist.Work]:
+            begin = 0
+            for region in regions:
+                own = flat[region.bounds[rank] : region.bounds[rank + 1]]
+                if self._scatters and not region.whole:
+                    yield collective.start_reduce_scatter(own, flat[region.begin : region.end], group)
+                    continue
+                sent = flat[region.begin : region.end]
+                end = begin + size * region.lengths[rank] * flat.element_size() if size > 1 else begin
+                parts = memory[begin:end].view(flat.dtype) if size > 1 else sent  # one rank has nothing to add up
+                yield collective.start_all_to_all(parts, sent, group, region.lengths if region.whole else ())
+                if begin < end:
+                    sums.append((parts.view(size, -1), own))
+                begin = end
+
+        yield collective.together(start())
+        for parts, own in sums:
+            sum_parts(parts, own)
         if memory.nbytes == self._nbytes:
             self._idle.append(memory)
 
@@ -78,63 +98,3 @@ class PartSum(Exchange):
 
     def start(self, flat: Tensor) -> dist.Work:
         return self._incoming.receive(flat, self._regions, self.group)
-
-
-class _PartWork(dist.Work):
-    """Args: the buffer, its regions, memory for all parts that come here, the ranks, and what gets the memory back."""
-
-    def __init__(
-        self,
-        flat: Tensor,
-        regions: Sequence[Region],
-        memory: Tensor,
-        group: dist.ProcessGroup,
-        incoming: Incoming,
-        *,
-        scatters: bool,
-    ) -> None:
-        super().__init__()
-        self._memory: Tensor | None = memory
-        self._incoming = incoming
-        self._flat = flat
-        self._future: Future[Any] = Future()
-        size, rank = group.size(), group.rank()
-        self._sums: list[tuple[Tensor, Tensor]] = []  # what each rank has sent here, [ranks, part], and the part
-
-        def start() -> Iterator[dist.Work]:
-            begin = 0
-            for region in regions:
-                own = flat[region.bounds[rank] : region.bounds[rank + 1]]
-                if scatters and not region.whole:
-                    yield collective.start_reduce_scatter(own, flat[region.begin : region.end], group)
-                    continue
-                sent = flat[region.begin : region.end]
-                end = begin + size * region.lengths[rank] * flat.element_size() if size > 1 else begin
-                parts = memory[begin:end].view(flat.dtype) if size > 1 else sent  # one rank has nothing to add up
-                yield collective.start_all_to_all(parts, sent, group, region.lengths if region.whole else ())
-                if begin < end:
-                    self._sums.append((parts.view(size, -1), own))
-                begin = end
-
-        self._exchange = collective.together(start())
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait for the parts, and add them up; it can be called again."""
-        if self._memory is None:
-            return True
-        self._exchange.wait(timeout)
-        for parts, own in self._sums:
-            sum_parts(parts, own)
-        self._sums = []
-        self._incoming.give_back(self._memory)
-        self._memory = None
-        self._future.set_result([self._flat])
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether a wait returns or raises at once."""
-        return self._memory is None or self._exchange.is_completed()
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that is done when this was waited for."""
-        return self._future

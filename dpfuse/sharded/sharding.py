@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dpfuse.engine.abilities import abilities_of
+from dpfuse.comm.abilities import abilities_of
+from dpfuse.comm.waiting import BETWEEN, READ, Doing
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.buffer import Buffer, Format, Zeros
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
-from dpfuse.engine.sync import names_of
-from dpfuse.engine.waiting import BETWEEN, READ, Doing
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
@@ -75,7 +75,7 @@ class Sharding(Dividing):
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
         return PartSum(self._group, _regions_of(buffer), self._incoming)
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
@@ -148,7 +148,7 @@ class ShardingInBackward(Sharding):
     def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
         return SumInBackward(buffer, _regions_of(buffer), self._group, self._incoming, self._in_backward)
 
-    def measured(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
         return DeliveryInBackward(buffer, _regions_of(buffer), self._group, self._in_backward)
 
     def opened(self, *, sync: bool, announced: bool) -> None:

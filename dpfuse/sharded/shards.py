@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from dpfuse.comm.waiting import READ, STEP, board_of, finish
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.buffer import Buffer
-from dpfuse.engine.sync import names_of
-from dpfuse.engine.waiting import READ, STEP, board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import refuse_running
 from dpfuse.model.module_sync import ModuleSync

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.groups import MASTER, ParamGroups, State, Updater

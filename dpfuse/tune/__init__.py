@@ -7,7 +7,7 @@ plans of others, and `comparison` compares them. `tuning` with `recorder` does a
 `connections` in a table.
 """
 
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cluster import ALGORITHMS, Cluster
 from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
 from dpfuse.tune.connections import INSIDE, NETWORKS, Connection

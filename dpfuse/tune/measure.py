@@ -9,8 +9,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import collective, votes
-from dpfuse.engine.waiting import NO_LIMIT
+from dpfuse.comm import collective, votes
+from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.cost import CostTable
 

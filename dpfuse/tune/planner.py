@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable, Floats
 from dpfuse.tune.timeline import Timeline
 

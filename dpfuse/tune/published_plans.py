@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 from dpfuse.engine.plan import BucketPlan, BucketRule, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.simulation import simulate
 from dpfuse.tune.timeline import Timeline

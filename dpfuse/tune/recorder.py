@@ -15,11 +15,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.completion import call_when_landed
+from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.engine.averaging import UNCHANGED, Wire
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
-from dpfuse.model.completion import call_when_landed
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
 
@@ -143,13 +144,13 @@ class BackwardRecorder:
                 backward.landed.setdefault(backward.waited, perf_counter())
             backward.waited += 1
 
-    def timeline(self, plan: BucketPlan, group: dist.ProcessGroup, *, wire_dtype: str | None = None) -> Timeline:
+    def timeline(self, plan: BucketPlan, group: dist.ProcessGroup, wire: Wire = UNCHANGED) -> Timeline:
         """Return the typical backward of all ranks. Call it on all ranks; the result is the same on each.
 
         Raises:
             DPFuseError: The ranks recorded different numbers of backwards, or none.
         """
-        return timeline_of(self.gather(group), plan, wire_dtype=wire_dtype)
+        return timeline_of(self.gather(group), plan, wire)
 
     def gather(self, group: dist.ProcessGroup) -> Times:
         """Return the seconds of all ranks, [steps, ranks, parameters + 2].
@@ -170,7 +171,7 @@ class BackwardRecorder:
         times: Times = torch.stack(collective.all_gather(ours, group), dim=1).cpu().numpy()
         return times[~np.isnan(times[:, :, -1]).any(axis=1)]
 
-    def schedule(self, plan: BucketPlan, *, wire_dtype: str | None = None) -> Schedule:
+    def schedule(self, plan: BucketPlan, wire: Wire = UNCHANGED) -> Schedule:
         """Return the typical schedule of this rank's buckets, for comparison with a simulated one.
 
         `sent` is the time at which the process group got the bucket. The group may still have been busy then.
@@ -184,7 +185,7 @@ class BackwardRecorder:
                 f"expected records of {len(plan.buckets)} collectives in each backward, one per bucket, got "
                 f"{[len(one.landed) for one in own]}; sparse gradients and communication hooks use other collectives"
             )
-        timeline = timeline_of(np.asarray([[self._row(one)] for one in own]), plan, wire_dtype=wire_dtype)
+        timeline = timeline_of(np.asarray([[self._row(one)] for one in own]), plan, wire)
         orders = range(len(plan.buckets))
         sent = [median(self._seconds(one.begin, one.sent[order]) for one in own) for order in orders]
         landed = [median(self._seconds(one.begin, one.landed[order]) for one in own) for order in orders]
@@ -233,6 +234,6 @@ class BackwardRecorder:
         return max(0.0, float(begin.elapsed_time(end)) / 1000)
 
 
-def timeline_of(times: Times, plan: BucketPlan, *, wire_dtype: str | None = None) -> Timeline:
+def timeline_of(times: Times, plan: BucketPlan, wire: Wire = UNCHANGED) -> Timeline:
     """Return the typical backward of the times that `BackwardRecorder.gather` returned."""
-    return Timeline.from_steps(plan.specs, times[:, :, :-2], times[:, :, -2], wire_dtype=wire_dtype)
+    return Timeline.from_steps(plan.specs, times[:, :, :-2], times[:, :, -2], wire_dtype=wire.dtype)

@@ -127,7 +127,7 @@ def on_gpu(timeline: Timeline, backward: float) -> Timeline:
     factor = backward / timeline.backward_end
     specs = tuple(replace(spec, device="cuda:0") for spec in timeline.specs)
     ready = tuple(min(factor * time, backward) for time in timeline.ready)
-    return Timeline(specs, ready, backward, timeline.wire_dtype)
+    return replace(timeline, specs=specs, ready=ready, backward_end=backward)
 
 
 def break_even(steps: Sequence[ScaledStep], plan: str) -> int | None:

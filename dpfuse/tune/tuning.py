@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpfuse.engine import collective, votes
-from dpfuse.engine.averaging import FP8
+from dpfuse.comm import collective, votes
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.measure import SIZES, measure_all_reduce
 from dpfuse.tune.planner import optimal_plan
@@ -182,9 +181,9 @@ def autotune(
             f"autotune was called on a model that has the communication hook {sync.hook.name}, expected one that "
             "averages gradients itself. Register no hook, or choose the buffer sizes by hand."
         )
-    if sync.wire in FP8:
+    if sync.wire.is_fp8:
         raise DPFuseError(
-            f"autotune was called on a model with wire_dtype=torch.{sync.wire}, expected a wire dtype of 16 or more "
+            f"autotune was called on a model with {sync.wire.argument}, expected a wire dtype of 16 or more "
             "bits, because it measures all-reduces. Choose the buffer sizes by hand, or tune with 16 bits."
         )
     if sync.recording:
@@ -249,7 +248,7 @@ class _Tuner:
     def _try_plan(self, times: NDArray[np.float64]) -> None:
         sync, tuning = self._sync, self.tuning
         old, group = sync.plan, sync.group
-        timeline = timeline_of(times, old, wire_dtype=sync.wire)
+        timeline = timeline_of(times, old, sync.wire)
         cost = self._cost or measure_all_reduce(group, _sizes_for(sum(timeline.nbytes)))
         plan = self._planned_on_rank_0(timeline, cost)
         expected = votes.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
@@ -301,7 +300,7 @@ class _Tuner:
         """Return the recorded schedule; None with sparse gradients, which need several collectives per bucket."""
         if any(spec.sparse for spec in self._sync.plan.specs):
             return None
-        return self._recorder.schedule(self._sync.plan, wire_dtype=self._sync.wire)
+        return self._recorder.schedule(self._sync.plan, self._sync.wire)
 
 
 def _sizes_for(nbytes: int) -> list[int]:

@@ -13,7 +13,7 @@ STEP = "<module> (bench/profile_step.py:1);_steps (bench/profile_step.py:9)"
     ("frames", "label"),
     [
         ("f (dpfuse/engine/reducer.py:2);pack (dpfuse_kernels/host_plan.py:3);copy_ (libtorch.so)", "pack"),
-        ("f (dpfuse/engine/waiting.py:2);c10d::Work::wait (libtorch_cpu.so)", "waiting for the other ranks"),
+        ("f (dpfuse/comm/waiting.py:2);c10d::Work::wait (libtorch_cpu.so)", "waiting for the other ranks"),
         ("f (dpfuse/engine/delivery.py:2);set (libtorch_python.so)", "delivering gradients"),
         ("f (dpfuse/engine/sync.py:2)", "rest of the engine"),
         ("c10d::Reducer::autograd_hook (libtorch_cpu.so);memcpy (libc.so.6)", "DDP's reducer (C++)"),

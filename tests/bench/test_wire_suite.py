@@ -12,7 +12,7 @@ from bench.goals import Entry, judge
 from bench.models import Workload
 from bench.network import simulated_network
 from bench.step_time import Effort
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 
 CONTENDERS = (BARE, "DDP view", "DDP bf16 hook", "dpfuse float32", "dpfuse bf16", "dpfuse e4m3")
 

@@ -16,7 +16,7 @@ from dpfuse.engine import assembly
 from dpfuse.engine.exchanges import in_place
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.torch_private import is_private
-from tests.distributed.test_interruptions import Fuse
+from tests.distributed.failures.test_interruptions import Fuse
 from tests.patience import patience
 
 ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large

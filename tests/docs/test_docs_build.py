@@ -83,3 +83,10 @@ def test_every_public_name_is_in_the_api_pages():
     documented = {name.rpartition(".")[2] for name in DIRECTIVE.findall(text)}
     public = {*dpfuse.__all__, *dpfuse.distributed.__all__, *dpfuse_kernels.__all__} - {"__version__"}
     assert public <= documented
+
+
+@pytest.mark.parametrize("folder", ["comm", "engine"])
+def test_the_page_of_the_architecture_lists_every_file(folder):
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
+    files = [path.name for path in (ROOT / "dpfuse" / folder).glob("*.py") if path.name != "__init__.py"]
+    assert [name for name in files if f"`{name}`" not in page] == []

@@ -9,6 +9,7 @@ import pytest
 
 from tests.docs.pages import blocks_of
 from tests.docs.tutorials import FOLDER, commands_of, files_of, fits, name_of, run, tutorials
+from tests.patience import patience
 
 MAX_BYTES = 100_000  # of a picture
 IMAGE = re.compile(r"!\[[^\]]+\]\((images/[\w.-]+)\)")
@@ -18,7 +19,7 @@ IMAGE = re.compile(r"!\[[^\]]+\]\((images/[\w.-]+)\)")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", tutorials(), ids=lambda page: page.stem)
 def test_a_tutorial_prints_what_it_shows(page, tmp_path):
-    for command, (code, printed) in zip(commands_of(page), run(page, tmp_path, timeout=280), strict=True):
+    for command, (code, printed) in zip(commands_of(page), run(page, tmp_path, timeout=patience(280)), strict=True):
         assert (code != 0) == command.fails, f"{command.text}\n{printed}"
         if "varies:" not in command.marker:
             assert fits(command.shown, printed), f"{command.text}\nprinted:\n{printed}\nbut shown:\n{command.shown}"

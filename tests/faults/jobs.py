@@ -25,8 +25,8 @@ __all__ = ["JOB_FAULTS", "JobFault"]
 KILLS = 12
 LIMIT = 45.0  # seconds; torchrun kills ranks that do not end after 30
 MODULES = {"dpfuse": "dpfuse.launch", DDP: "torch.distributed.run"}
-LAUNCHER_TESTS = "tests/distributed/test_launch.py"
-ENDING_TESTS = "tests/distributed/test_launch_ending.py"
+LAUNCHER_TESTS = "tests/distributed/launch/test_launch.py"
+ENDING_TESTS = "tests/distributed/launch/test_forced_end.py"
 Launched = subprocess.Popen[str]
 
 
@@ -166,8 +166,8 @@ JOB_FAULTS = [
     JobFault("port_taken", "1f 42", "the port of the job is taken", port_taken, named(within=10),
                   f"{LAUNCHER_TESTS}::test_a_taken_port_is_named"),
     JobFault("second_job", "1f 42", "two jobs on one machine", second_job, RIGHT,
-                  "tests/distributed/test_launch_security.py::test_two_jobs_on_one_machine_do_not_meet"),
+                  "tests/distributed/launch/test_security.py::test_two_jobs_on_one_machine_do_not_meet"),
     JobFault("checkpoint_kill", "1f 44", f"{KILLS} times, a process is killed while it saves a checkpoint",
              killed_while_saving, RIGHT,
-             "tests/distributed/test_checkpoint_files.py::test_no_kill_while_saving_loses_a_checkpoint"),
+             "tests/distributed/model/test_checkpoint_files.py::test_no_kill_while_saving_loses_a_checkpoint"),
 ]  # fmt: skip

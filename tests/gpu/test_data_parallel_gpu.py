@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.exchanges import in_place as in_place_exchange
 
 pytestmark = [

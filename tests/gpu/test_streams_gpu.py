@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.engine import assembly, collective, registered_memory
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm import collective, registered_memory
+from dpfuse.comm.abilities import Abilities
+from dpfuse.engine import assembly
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.delivery import EarlyPrivate, Private
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from tests.distributed.wires import sent
+from tests.distributed.wires.hard_gradients import sent
 
 pytestmark = [
     pytest.mark.gpu,

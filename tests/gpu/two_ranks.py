@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dpfuse
 from dpfuse.engine import assembly
 from dpfuse.engine.exchanges import in_place as in_place_exchange
-from tests.distributed.wires import sent
+from tests.distributed.wires.hard_gradients import sent
 
 SIZE = 2
 STEPS = 4

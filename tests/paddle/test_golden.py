@@ -1,6 +1,7 @@
 """Paddle's recorded trajectories, reductions and groups, through the names of the Paddle wing.
 
-How the core treats views and private gradients is tests/distributed/test_golden.py; here each case runs once.
+How the core treats views and private gradients is in tests/distributed/averaging/test_paddle_trajectories.py. Here each
+case runs once.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dpfuse.paddle.distributed.fleet.utils.hybrid_parallel_util import (
     fused_allreduce_gradients,
     fused_allreduce_gradients_with_group,
 )
+from tests.distributed.averaging.test_paddle_trajectories import Given, check_gradients, check_weights, tensor
 from tests.distributed.golden_nets import LOSSES, GoldenNet, make_optimizer
-from tests.distributed.test_golden import Given, check_gradients, check_weights, tensor
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

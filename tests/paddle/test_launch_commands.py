@@ -115,7 +115,7 @@ def test_spawn_in_its_four_usages(folder):
     assert done.stderr.count("torch sees no GPU here, so 2 gloo rank(s) run on the CPU") == 1
 
 
-# Both run for real on two machines in tests/distributed/test_two_nodes.py, where the test may create them.
+# Both run for real on two machines in tests/distributed/launch/test_two_nodes.py, where the test may create them.
 
 
 def parsed(command, folder, monkeypatch):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import dpfuse
-from dpfuse.engine.abilities import Abilities, answers_of
-from tests.distributed.test_wire_bytes import bytes_on_the_wire
+from dpfuse.comm.abilities import Abilities, answers_of
+from tests.distributed.costs.test_wire_bytes import bytes_on_the_wire
 from tests.sharded.against_ddp import bits_differ, trained_beside
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.errors import DPFuseError
 from tests.sharded.against_ddp import DDP, batch, bits_differ, network
 from tests.sharded.test_sizes import nbytes_of

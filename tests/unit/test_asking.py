@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import collective
-from dpfuse.engine.abilities import Abilities, abilities_of, answers_of, backend_of
-from dpfuse.model import asking
-from dpfuse.model.asking import ask
+from dpfuse.comm import asking, collective
+from dpfuse.comm.abilities import Abilities, abilities_of, answers_of, backend_of
+from dpfuse.comm.asking import ask
 
 CPU = torch.device("cpu")
 CUDA = SimpleNamespace(type="cuda")

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState
 from dpfuse.engine.delivery import Private, RenewedViews
 from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.ordered import OrderedSum
 from dpfuse.engine.exchanges.sparse import SparseRows
@@ -27,9 +28,9 @@ from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading
+from dpfuse.engine.settings import SyncSettings
 from dpfuse.errors import DPFuseError
-from dpfuse.model.hooked import HookedBuffer, HookedRows
-from tests.unit.stand_ins import make_report, surroundings
+from tests.unit.engine_inputs import make_report, surroundings
 
 LEGAL = {FREE: {"send", "send_empty"}, FLIGHT: {"wait", "discard"}, LANDED: {"deliver", "discard"}}
 MOVES = {
@@ -168,10 +169,9 @@ def test_an_illegal_move_names_the_bucket_its_parameters_and_its_state(group, mo
         MOVES[illegal](bucket)
 
 
-def one_bucket(group, params, **options):
+def one_bucket(group, params, make_report=None, **settings):
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
-    assembly = Assembly(group, surroundings(), **options)
-    return assembly.make(plan, params)
+    return Assembly(group, surroundings(), SyncSettings(**settings), make_report=make_report).make(plan, params)
 
 
 def test_padding_and_gaps_of_a_buffer_stay_zero(group):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.buffer import Buffer, zeros_on
 from dpfuse.engine.delivery import EarlyPrivate, Private, RenewedViews, Views

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from dpfuse.engine.waiting import Doing
+from dpfuse.comm.waiting import Doing
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.diagnosis import End, EndKind, RankState, Status, end_with, find_cause, judge, printable
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine import collective
-from dpfuse.engine.failed import has_raised
+from dpfuse.comm import collective
+from dpfuse.comm.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 

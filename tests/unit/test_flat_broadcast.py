@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.engine.abilities import Abilities
-from dpfuse.model import flat_broadcast
+from dpfuse.comm import flat_broadcast
+from dpfuse.comm.abilities import Abilities
 
 
 @pytest.fixture

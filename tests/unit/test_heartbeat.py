@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dpfuse.engine.waiting import Board, Doing, PeerFailure, Wrapper, finish, forget_unfinished_works, leave
+from dpfuse.comm.waiting import Board, Doing, PeerFailure, Wrapper, finish, forget_unfinished_works, leave
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.client import HeartbeatClient
 from dpfuse.liveness.connection import MAX_UNSENT, Connection, ConnectionEndError

@@ -21,7 +21,7 @@ from dpfuse.engine.plan import (
     plan_buckets,
     rebuild_plan,
 )
-from dpfuse.gradients.manual_plan import plan_groups
+from dpfuse.manual.plan import plan_groups
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpfuse
-from dpfuse.model.plan_groups import plan_from_groups
+from dpfuse.model.plan_from_groups import plan_from_groups
 
 
 @given(data=st.data(), numels=st.lists(st.integers(0, 50), min_size=1, max_size=8))

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from dpfuse.comm.waiting import Track
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
+from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.param_spec import ParamSpec
@@ -20,7 +22,6 @@ from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Feed
 from dpfuse.engine.reducer import Calls, Phase, Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
-from dpfuse.engine.waiting import Track
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
@@ -140,7 +141,8 @@ class Bench:
         self.window = Window()
         self.refuse_rebuild = self.left = None
         self.at_end = 0
-        self.params, buckets, self.names = self.planned([f"p{i}" for i in range(count)], feed)
+        in_use = self.planned([f"p{i}" for i in range(count)], feed)
+        self.params, self.names = in_use.params, in_use.names
         self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
         wiring = Wiring(
             window=self.window,
@@ -162,7 +164,7 @@ class Bench:
             rank=RANK,
             size=SIZE,
         )
-        self.reducer = Reducer(buckets, self.params, self.names, wiring)
+        self.reducer = Reducer(in_use, wiring)
 
     def planned(self, names, feed=None, prefix=""):
         plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in names], 32 / 2**20, 16 / 2**20)
@@ -180,7 +182,7 @@ class Bench:
             )
             for order, bucket in enumerate(plan.buckets)
         ]
-        return params, buckets, names
+        return BucketSet(plan, params, buckets)
 
     def install(self, hooks):
         self.installed.append(set(hooks))
@@ -190,7 +192,7 @@ class Bench:
         self.seen.append((order, marks))
         if self.refuse_rebuild is not None:
             return self.refuse_rebuild
-        self.reducer.adopt(self.reducer.buckets, marks, rebuilt=True)
+        self.reducer.adopt(self.reducer.in_use.remade(self.reducer.buckets, marks=marks), rebuilt=True)
         return None
 
     def check_group(self):
@@ -428,7 +430,7 @@ def unaveraged(bench):
 OPTIMIZER = {
     "open": lambda bench: bench.reducer.open(announced=True),
     "no_sync": lambda bench: setattr(bench.reducer, "require_sync", False),
-    "forward": lambda bench: bench.reducer.settle_unaveraged(),
+    "forward": lambda bench: bench.reducer.refuse_unaveraged(),
     "step": lambda bench: torch.optim.SGD(bench.params, lr=0.1).step(),
 }
 
@@ -459,8 +461,8 @@ def test_they_count_as_a_backward_inside_no_sync():
     bench = Bench().settled()
     bench.reducer.require_sync = False
     unaveraged(bench)
-    bench.reducer.settle_unaveraged()
-    bench.reducer.settle_unaveraged()
+    bench.reducer.refuse_unaveraged()
+    bench.reducer.refuse_unaveraged()
     (backwards, _) = bench.window.fields()
     assert backwards.value() == 1
 
@@ -851,10 +853,11 @@ def test_a_pack_that_fails_in_a_capture_is_reported_and_nothing_is_read():
 def follow(bench, agree):
     """Three parameters in two buckets take the place of six in four; their log has names of its own."""
     old = bench.report
-    bench.params, buckets, names = bench.planned(["a", "b", "c"], prefix="new ")
+    changed = bench.planned(["a", "b", "c"], prefix="new ")
+    bench.params = changed.params
     bench.new_report, bench.report = bench.report, old
     bench.hooks.clear()
-    bench.reducer.follow(buckets, bench.params, names, "parameter 'c' was added", agree)
+    bench.reducer.follow(changed, "parameter 'c' was added", lambda: (agree(), bench.reducer.keep_change()))
 
 
 def test_the_buckets_of_a_changed_model_are_sent_once_all_ranks_have_told_of_it_in_the_old_ones():
@@ -940,12 +943,12 @@ def test_a_rank_that_shadows_a_backward_takes_part_as_one_without_inputs_and_doe
     for bucket in bench.buckets:
         bucket.lacks = list(bucket.plan.params)
     elsewhere = []
-    bench.report.used_somewhere = lambda indices: elsewhere.append(bench.window.elsewhere) or set(indices)
+    bench.report.used_somewhere = lambda indices: elsewhere.append(bench.window.without_inputs) or set(indices)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bench.reducer.shadow_backward()
     assert bench.orders("send") == [0, 1, 2, 3]
-    assert (elsewhere, bench.window.elsewhere) == ([True], False)
+    assert (elsewhere, bench.window.without_inputs) == ([True], False)
     for bucket in bench.buckets:
         bucket.lacks = [5] if 5 in bucket.plan.params else []
     with pytest.warns(UserWarning, match="'p5' got no gradient"):

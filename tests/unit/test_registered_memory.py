@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse.engine.abilities import Abilities
+from dpfuse.comm.abilities import Abilities
+from dpfuse.comm.registered_memory import VARIABLE, can_register
 from dpfuse.engine.assembly import Assembly
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackArguments
-from dpfuse.engine.registered_memory import VARIABLE, can_register
-from dpfuse.model.comm_hook import CommHook
-from dpfuse.model.hooked import Hooked
-from tests.unit.stand_ins import surroundings
+from dpfuse.engine.settings import SyncSettings
+from tests.unit.engine_inputs import surroundings
 
 CUDA = torch.device("cuda", 0)
 
@@ -79,7 +79,7 @@ def test_another_value_is_refused_by_name(monkeypatch):
 def bucket_over(group, **options):
     plan = plan_buckets([ParamSpec("a", (3,), "float32"), ParamSpec("b", (5,), "float32")])
     params = [torch.zeros(3), torch.zeros(5)]
-    (bucket,) = Assembly(group, surroundings(), **options).make(plan, params)
+    (bucket,) = Assembly(group, surroundings(), SyncSettings(**options)).make(plan, params)
     return bucket
 
 
@@ -106,8 +106,8 @@ def test_a_bucket_of_a_communication_hook_does_not_lie_there():
     """The hook may replace the buffer."""
     backend = Backend()
     plan = plan_buckets([ParamSpec("a", (3,), "float32")])
-    hook = Hooked(CommHook(None, lambda state, bucket: None, 0))
-    Assembly(Group(backend), surroundings(), registered=True, hook=hook).make(plan, [torch.zeros(3)])
+    hook = CommHook(None, lambda state, bucket: None, 0)
+    Assembly(Group(backend), surroundings(), SyncSettings(registered=True), hook=hook).make(plan, [torch.zeros(3)])
     assert not backend.given
 
 
@@ -124,7 +124,7 @@ def test_buckets_that_replace_others_use_the_same_memory():
     backend = Backend()
     plan = plan_buckets([ParamSpec("a", (3,), "float32")])
     params = [torch.zeros(3)]
-    assembly = Assembly(Group(backend), surroundings(), registered=True)
+    assembly = Assembly(Group(backend), surroundings(), SyncSettings(registered=True))
     before = assembly.make(plan, params)
     (bucket,) = assembly.make(plan, params, before=before)
     assert bucket.parts.buffer is before[0].parts.buffer

@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report, _hash
 from dpfuse.engine.window import Field, Window
-from tests.unit import stand_ins
+from tests.unit import engine_inputs
 
 CPU = torch.device("cpu")
 PARAMS = 3
@@ -26,9 +26,9 @@ def make_report(rank=0, size=2, told=None, *, elsewhere=False, asks=False, dtype
     """A report whose fields say what is in `told`, which may change."""
     told = {} if told is None else told
     window = Window()
-    window.elsewhere, window.asks = elsewhere, asks
+    window.without_inputs, window.asks = elsewhere, asks
     fields = [Field(name, lambda name=name: told.get(name, 0), str, "", bits) for name, bits in BITS.items()]
-    return stand_ins.make_report(params, dtype, rank=rank, size=size, fields=fields, window=window)
+    return engine_inputs.make_report(params, dtype, rank=rank, size=size, fields=fields, window=window)
 
 
 def sum_over_ranks(reports, outcomes, dtype=torch.float32, scale=0.5):
@@ -212,7 +212,7 @@ def test_its_size_depends_on_the_parameters_alone_and_is_at_most_a_kilobyte_besi
     fields = [Field(name, int, str, "", bits) for name, bits in (("wrapper", 6), ("handling", 4))]
     fields += Window().fields()
     counts = (1, 2, 1000, 10000, 60000)
-    sizes = {stand_ins.make_report(params, dtype, size=count, fields=fields).numel for count in counts}
+    sizes = {engine_inputs.make_report(params, dtype, size=count, fields=fields).numel for count in counts}
     assert len(sizes) == 1
     assert (sizes.pop() - params) * dtype.itemsize <= 1024
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import dpfuse
+from dpfuse.comm.abilities import Abilities, answers_of
+from dpfuse.comm.waiting import Board, put_board
+from dpfuse.comm.work import StagedWork
 from dpfuse.engine import assembly, report, sync
-from dpfuse.engine.abilities import Abilities, answers_of
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges import in_place, ordered
 from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.guard import DeviceGuard
 from dpfuse.engine.streams import SideStream, WritingStreams
-from dpfuse.engine.waiting import Board, put_board
 from tests.cuda_model import Cuda, RaceError, StreamGroup
 
 DEVICE = torch.device("cuda", 0)
@@ -192,12 +193,12 @@ def without_waiting_for_the_collective(monkeypatch):
 
 
 def without_ordering_the_sum_of_parts(monkeypatch):
-    monkeypatch.setattr(ordered._OrderedWork, "go_on_on", go_on_without_waiting)
+    monkeypatch.setattr(StagedWork, "go_on_on", go_on_without_waiting)
 
 
 def go_on_without_waiting(work, stream):
     with torch.cuda.stream(stream):
-        work._gather = work._add_up()
+        work._start_next()
 
 
 BROKEN = [

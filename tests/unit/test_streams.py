@@ -17,12 +17,12 @@ from dpfuse.engine import streams as streams_file
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges import in_place
 from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.sparse import SparseRows
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.report import Outcome
 from dpfuse.engine.streams import SideStream, WritingStreams, writers_on
-from dpfuse.model.hooked import HookedBuffer, HookedRows
 from tests.streams import PretendedStreams
 
 CUDA = torch.device("cuda", 0)

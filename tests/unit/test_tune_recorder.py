@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import dpfuse
 from dpfuse.engine.autograd import BackwardWatch, ReadyHooks
+from dpfuse.engine.averaging import Wire
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.recorder import BackwardRecorder
 
@@ -105,7 +106,7 @@ def test_everything_is_handed_on_and_timed(group):
     assert listener.calls == 3 * [("open", True), "second", "first", ("close", True)]
     assert recorder.steps == 3
     plan = dpfuse.tune.plan_from_groups(dpfuse.plan_buckets(model).specs, [[1], [0, 2]])
-    timeline = recorder.timeline(plan, group, wire_dtype="bfloat16")
+    timeline = recorder.timeline(plan, group, wire=Wire("bfloat16"))
     first, second, unused = timeline.ready
     # Announced by the output's gradient; a pause, the second; a pause, the first; a pause before the end.
     assert PAUSE <= second <= first - PAUSE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.protocols import Exchange
 
 __all__ = ["AllReduce"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
 from dpfuse.engine.buffer import dense_stride
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket, Slot

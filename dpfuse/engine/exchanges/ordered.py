@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.work import StagedWork
 from dpfuse.engine.buffer import PLAIN, Zeros
 from dpfuse.engine.protocols import Exchange
 from dpfuse.engine.streams import new_stream
-from dpfuse.engine.waiting import NO_LIMIT
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK
 
@@ -127,90 +125,31 @@ class OrderedSum(Exchange):
         if self._parts is None:
             self._parts = torch.empty_like(flat)
             self._stream = new_stream(flat.device)
-        rank, size = self.group.rank(), self.group.size()
-        residual = None if self._rounding is None else self._rounding.part(rank, size)
-        return _OrderedWork(flat, self._parts, self.group, lambda parts, out: self._format.add_up(parts, out, residual))
+        return StagedWork(self._stages(flat, self._parts), 2)
 
     def started(self, work: dist.Work) -> None:
-        assert isinstance(work, _OrderedWork)
+        # On CUDA all that follows is queued at once. On a CPU the wait does it.
+        assert isinstance(work, StagedWork)
         if self._stream is not None:
             work.go_on_on(self._stream)
 
-
-class _OrderedWork(dist.Work):
-    """The sum of a buffer over the ranks, begun as an all-to-all of its parts.
-
-    On CUDA all that follows is queued at once, on a stream of its own. On a CPU `wait` does it. If each rank added up
-    as soon as the parts have landed, the gathers would start in an order that differs between ranks.
-
-    Args:
-        flat: the buffer, [ranks * part]; holds the sum once this was waited for.
-        parts: room for what the other ranks send, like `flat`.
-        group: the ranks.
-        add_up: called with the parts, [ranks, part], and where to put their sum, [part].
-    """
-
-    def __init__(
-        self, flat: Tensor, parts: Tensor, group: dist.ProcessGroup, add_up: Callable[[Tensor, Tensor], None]
-    ) -> None:
-        super().__init__()
-        self._flat = flat
-        self._parts = parts
-        self._group = group
-        self._add_parts = add_up
-        self._future: Future[Any] = Future()
-        self._gather: dist.Work | None = None
-        self._error: Exception | None = None
-        self._exchange = collective.start_all_to_all(parts, flat, group)
-
-    def go_on_on(self, stream: torch.cuda.Stream) -> None:
-        """Queue all that follows on this stream."""
-        with torch.cuda.stream(stream):
-            self._exchange.wait(NO_LIMIT)
-            self._gather = self._add_up()
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait for the sum, for each of its two collectives at most `timeout`; it can be called again.
-
-        Raises:
-            RuntimeError: it took longer; or it failed, and then `is_completed` is true.
-        """
-        if self._gather is None:
-            self._exchange.wait(timeout)
-            self._gather = self._add_up()
-        self._gather.wait(timeout)
-        if not self._future.done():
-            self._future.set_result([self._flat])
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether a wait returns or raises at once."""
-        if self._gather is not None:
-            return self._gather.is_completed()
-        if self._exchange.is_completed():
-            try:
-                self._exchange.wait(NO_LIMIT)
-            except RuntimeError:
-                return True
-        return False
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that is done when the sum was waited for."""
-        return self._future
-
-    def _add_up(self) -> dist.Work:
-        size = self._group.size()
+    def _stages(self, flat: Tensor, parts: Tensor) -> Iterator[dist.Work]:
+        """Exchange the parts of `flat`, [ranks * part]; they come to `parts`. Gather their sums in `flat`."""
+        rank, size = self.group.rank(), self.group.size()
+        residual = None if self._rounding is None else self._rounding.part(rank, size)
+        yield collective.start_all_to_all(parts, flat, self.group)
         # What this rank has sent was read, so its sum is written to its place in the gathered buffer.
-        ours = self._flat.view(size, -1)[self._group.rank()]
+        received, ours = parts.view(size, -1), flat.view(size, -1)[rank]
+        error = None
         try:
-            self._add_parts(self._parts.view(size, -1), ours)
+            self._format.add_up(received, ours, residual)
         except Exception:
             try:
-                self._add_parts(self._parts.view(size, -1), ours)  # memory may have been short for a moment
-            except Exception as error:
+                self._format.add_up(received, ours, residual)  # memory may have been short for a moment
+            except Exception as again:
                 # The peers wait for this part. All bits set are NaN, in eight-bit blocks and in floating point.
                 ours.view(torch.uint8).fill_(255)
-                self._error = error
-        return collective.start_all_gather_into(self._flat, ours, self._group)
+                error = again
+        yield collective.start_all_gather_into(flat, ours, self.group)
+        if error is not None:
+            raise error

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
-from datetime import timedelta
-from typing import Any, cast
+from collections.abc import Iterator, Sequence, Set
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from dpfuse.engine import collective
+from dpfuse.comm import collective
+from dpfuse.comm.work import StagedWork
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Exchange, PackStep
@@ -66,15 +65,11 @@ class SparseRows(Exchange):
         self._rows, self._is_dense = self._no_rows(), False
 
     def start(self, flat: Tensor) -> dist.Work:
-        return _RowsWork(self._rows, self._is_dense, self.group)
+        return StagedWork(self._stages(self._rows, self._is_dense), 2)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
         """As `Exchange.tensors`: the numbers of rows, and the rows."""
         return [torch.empty(2, dtype=torch.float64, device=self._device), self._rows]
-
-    def landed(self, work: dist.Work) -> None:
-        assert isinstance(work, _RowsWork)
-        self._rows, self._is_dense = work.rows, work.is_dense
 
     def deliver(self, untouched: Set[int]) -> None:
         """As `Exchange.deliver`: the sum of all ranks' rows becomes the parameter's gradient."""
@@ -89,6 +84,20 @@ class SparseRows(Exchange):
             total = torch.sparse_coo_tensor(indices, values.to(self._compute), shape, check_invariants=False)
             grad = (total.coalesce() * self._post_scale).to(self._dtype)
             self._param.grad = grad.to_dense() if self._is_dense else grad.coalesce()
+
+    def _stages(self, rows: Tensor, is_dense: bool) -> Iterator[dist.Work]:
+        """Exchange the numbers of rows, then the rows, [rows, bytes]; keep those of all ranks, in their order."""
+        header = torch.tensor([len(rows), is_dense], dtype=torch.float64).to(rows.device)
+        gathered_headers, work = collective.start_all_gather(header, self.group)
+        yield work
+        headers = torch.stack(gathered_headers)
+        counts = [int(count) for count in headers[:, 0].tolist()]
+        padded = torch.zeros(max(counts), rows.shape[1], dtype=torch.uint8, device=rows.device)
+        padded[: len(rows)] = rows
+        gathered, work = collective.start_all_gather(padded, self.group)
+        yield work
+        self._rows = torch.cat([every[:count] for every, count in zip(gathered, counts, strict=True)])
+        self._is_dense = bool(headers[:, 1].any())
 
     @property
     def _compute(self) -> torch.dtype:
@@ -123,60 +132,3 @@ class SparseRows(Exchange):
         parts = [part.reshape(-1).view(torch.uint8) for part in (indices, values)]
         widths = (INDEX.itemsize, self._width - INDEX.itemsize)
         return torch.cat([part.view(count, width) for part, width in zip(parts, widths, strict=True)], dim=1)
-
-
-class _RowsWork(dist.Work):
-    """Gathers the rows of all ranks. First the ranks exchange their numbers of rows; `wait` starts the second gather.
-
-    Args:
-        rows: of this rank, [rows, bytes].
-        is_dense: whether its gradient was dense.
-        group: the ranks.
-
-    Attributes:
-        rows: the rows of all ranks, by rank, after the wait.
-        is_dense: whether the gradient of some rank was dense.
-    """
-
-    def __init__(self, rows: Tensor, is_dense: bool, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.rows = rows
-        self.is_dense = is_dense
-        self._group = group
-        self._future: Future[Any] = Future()
-        self._header = torch.tensor([len(rows), is_dense], dtype=torch.float64).to(rows.device)
-        self._second: tuple[list[int], list[Tensor], dist.Work] | None = None
-        self._first = collective.start_all_gather(self._header, group)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for both collectives, for each at most `timeout`; it can be called again.
-
-        Raises:
-            RuntimeError: it took longer, or failed.
-        """
-        if self._future.done():
-            return True
-        if self._second is None:
-            headers, work = self._first
-            work.wait(timeout)
-            self._second = self._start_second(torch.stack(headers))
-        counts, gathered, work = self._second
-        work.wait(timeout)
-        self.rows = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
-        self._future.set_result([self.rows])
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether a wait returns or raises at once."""
-        return self._second[-1].is_completed() if self._second is not None else self._first[-1].is_completed()
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that is done when this work was waited for."""
-        return self._future
-
-    def _start_second(self, headers: Tensor) -> tuple[list[int], list[Tensor], dist.Work]:
-        counts = [int(count) for count in headers[:, 0].tolist()]
-        self.is_dense = bool(headers[:, 1].any())
-        padded = torch.zeros(max(counts), self.rows.shape[1], dtype=torch.uint8, device=self.rows.device)
-        padded[: len(self.rows)] = self.rows
-        return counts, *collective.start_all_gather(padded, self._group)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dpfuse
-from dpfuse.engine.waiting import board_of, leave
+from dpfuse.comm.waiting import board_of, leave
 from tests.distributed.scripts.lame_group import join_lame_group
 
 STEPS = int(os.environ.get("STEPS", "6"))

@@ -1,0 +1,363 @@
+"""The only file that calls a collective. Knows flat tensors and process groups, no parameter and no plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from dpfuse.comm.abilities import abilities_of
+from dpfuse.comm.failed import mark
+from dpfuse.comm.waiting import NO_LIMIT, board_of, finish
+from dpfuse.errors import DPFuseError
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_multiplied",
+    "all_reduce_together",
+    "broadcast",
+    "check_all_to_all",
+    "coalesced",
+    "group_device",
+    "resolve_group",
+    "start_all_gather",
+    "start_all_gather_into",
+    "start_all_gather_parts",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_reduce_scatter",
+    "together",
+]
+
+Result = TypeVar("Result")
+MOST_BROADCASTS = 16  # ranks; beyond, their number costs more than a copy
+
+_SUM = dist.AllreduceOptions()
+_MAX = dist.AllreduceOptions()
+_MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()  # whether it sends from CPUs
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """Return the process group to use: `group`, the default group, or None if none was initialised.
+
+    Raises:
+        TypeError: `group` is neither None nor a process group.
+        DPFuseError: this rank is not a member of `group`.
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise DPFuseError(
+            f"rank {dist.get_rank()} is not a member of the group it was given; expected a group that "
+            "contains this rank. Build the module only on the ranks of its group."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be None or a torch.distributed.ProcessGroup, got {type(group).__name__}; "
+            "pass what torch.distributed.new_group() returned"
+        )
+    return group
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which small tensors for `group` must be: the CPU, if the group can send from there.
+
+    A group written in Python does not list its devices. With CUDA it is asked with one number, by the first call on
+    each rank.
+    """
+    if group not in _on_cpu:
+        types = {device.type for device in group._device_types}
+        _on_cpu[group] = "cpu" in types or not (types or torch.cuda.is_available()) or (not types and _sends_cpu(group))
+    return torch.device("cpu") if _on_cpu[group] else torch.device("cuda", torch.cuda.current_device())
+
+
+def _sends_cpu(group: dist.ProcessGroup) -> bool:
+    one = torch.ones(1)
+    try:
+        all_reduce(one, group).wait(NO_LIMIT)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return one.item() == group.size()
+
+
+def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM of `flat` over the ranks, in place; the returned work must be waited for.
+
+    The group is called directly. The checks of `dist.all_reduce` cost as much as a small pack, and a flat
+    buffer always passes them.
+    """
+    try:  # as `_called`, which would cost another call of Python for each bucket
+        work = group.allreduce([flat], _SUM)
+    except BaseException as error:
+        mark(error)
+        raise
+    return work if type(group) is dist.ProcessGroup else _PythonWork(work, flat)
+
+
+def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM over the ranks of each of `sums`, and of `factor` times each of `scaled`, all in place.
+
+    Args:
+        sums: contiguous tensors of one dtype and device, the same on all ranks.
+        scaled: more of the same kind; both lists together hold at least one tensor.
+        factor: multiplies `scaled` before the sum, in float32 for tensors of 16 bits.
+        group: process group.
+
+    Returns:
+        One work for all of them, which must be waited for.
+    """
+    first = (*scaled, *sums)[0]
+    abilities = abilities_of(group, first.device)
+    # NCCL multiplies while it reads, without a pass over memory. In 16 bits it would round the factor, too.
+    exact = first.dtype in (torch.float32, torch.float64)
+    multiplies = abilities.multiplies and exact and factor != 1.0 and group.size() > 1
+    if not multiplies:
+        _multiply(scaled, factor)
+
+    def start() -> Iterator[dist.Work]:
+        for each in scaled:
+            yield all_reduce_multiplied(each, factor, group) if multiplies else all_reduce(each, group)
+        yield from (all_reduce(each, group) for each in sums)
+
+    return coalesced(lambda: together(start()), first.device, group) if abilities.coalesces else together(start())
+
+
+def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup) -> dist.Work:
+    """Start the SUM of `factor` times `flat` over the ranks, in place, where the group can multiply."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    return _called(group.allreduce, [flat], options)
+
+
+def coalesced(start: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> dist.Work:
+    """Start as one the collectives of tensors on `device` that `start()` starts, where the group can do that."""
+    _called(group._start_coalescing, device)
+    try:
+        start()
+    except BaseException as error:
+        with suppress(RuntimeError):
+            group._end_coalescing(device)  # the group may still be used for other collectives
+        mark(error)
+        raise
+    return _called(group._end_coalescing, device)
+
+
+def _called(method: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a method of a group or of a work, and mark what it raises."""
+    try:
+        return method(*arguments)
+    except BaseException as error:
+        mark(error)
+        raise
+
+
+def _multiply(tensors: list[Tensor], factor: float) -> None:
+    # One by one: `_foreach_mul_` would round the factor to the dtype of the tensors.
+    if factor != 1.0:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+class _PythonWork(dist.Work):
+    """A work of a group that is written in Python. As for torch's DDP, its future has the sum, which may lie elsewhere.
+
+    Args:
+        work: of the group.
+        flat: becomes the sum when the work is waited for the first time.
+    """
+
+    def __init__(self, work: dist.Work, flat: Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._flat = flat
+        self._waited = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the work, and copy its result to where it belongs."""
+        done = _called(self._work.wait, timeout)
+        if not self._waited:
+            self._take_result()
+            self._waited = True
+        return done
+
+    def _take_result(self) -> None:
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # it has none, so the sum is in its place
+            return
+        result = future.wait()
+        found = result[0] if isinstance(result, (list, tuple)) else result
+        if isinstance(found, Tensor) and found.data_ptr() != self._flat.data_ptr():
+            self._flat.copy_(found)
+
+    def is_completed(self) -> bool:
+        """Whether the work is completed. A class that does not say so itself is completed when it was waited for."""
+        kind = type(self._work)
+        silent = kind is not dist.Work and kind.is_completed == dist.Work.is_completed
+        return self._waited if silent else self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future of the work."""
+        return self._work.get_future()
+
+
+class _Together(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all works, for each at most `timeout`."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all works are completed."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is done when all works are."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def together(works: Iterable[dist.Work]) -> dist.Work:
+    """Return one work for several, which an iterator may start: where it raises, some of them may have begun."""
+    started: list[dist.Work] = _called(list, works)
+    return started[0] if len(started) == 1 else _Together(started)
+
+
+def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
+    work = _called(group.allreduce, [values], _MAX)
+    _finish(work if type(group) is dist.ProcessGroup else _PythonWork(work, values), group, values.device)
+
+
+def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return every rank's `row`, by rank; all rows have the same shape and dtype."""
+    rows, work = start_all_gather(row, group)
+    _finish(work, group, row.device)
+    return rows
+
+
+def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
+    """Start `all_gather`, and return the tensors that it will fill and the work to wait for."""
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    return rows, _called(group.allgather, [rows], [row], AllgatherOptions())
+
+
+def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> dist.Work:
+    """Start to send each rank its part of `flat`, and to fill `parts` with what all ranks send here, by rank.
+
+    Args:
+        parts: flat; as long as this rank's part, times the number of ranks.
+        flat: of the same dtype.
+        group: the ranks.
+        lengths: elements of each rank's part, the same on all ranks; empty if the parts are equally long.
+
+    Returns:
+        The work, which must be waited for.
+    """
+    received = [lengths[group.rank()]] * group.size() if lengths else []
+    return _called(group.alltoall_base, parts, flat, received, list(lengths), dist.AllToAllOptions())
+
+
+def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `own`, this rank's place in `flat`, with the sum of what all ranks have there.
+
+    Args:
+        own: flat; of `1 / ranks` of the elements of `flat`.
+        flat: the other places keep this rank's numbers.
+        group: the ranks; they can do that with tensors on this device.
+
+    Returns:
+        The work, which must be waited for.
+    """
+    return _called(group._reduce_scatter_base, own, flat, dist.ReduceScatterOptions())
+
+
+def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
+    """Start to overwrite the parts of all other ranks in `flat` with theirs.
+
+    Args:
+        flat: this rank's part is in its place.
+        bounds: where each rank's part begins in `flat`, and where the last one ends; the same on all ranks.
+        group: the ranks.
+
+    Returns:
+        The work, which must be waited for.
+    """
+    parts = [(rank, flat[begin:end]) for rank, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
+    starts = (start_broadcast(part, group, rank) for rank, part in parts)
+    if len(parts) > 1 and flat.is_cuda and abilities_of(group, flat.device).coalesces:
+        return coalesced(lambda: together(starts), flat.device, group)
+    return together(starts)
+
+
+def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill `flat` with every rank's `part`, by rank; `part` may be this rank's place in it."""
+    size = group.size()
+    if flat.is_cuda or size > MOST_BROADCASTS or type(group) is not dist.ProcessGroup:
+        return _called(group._allgather_base, flat, part, AllgatherOptions())
+    # gloo's all-gather copies all of `flat` twice, and takes up to three times as long as broadcasts.
+    rows = flat.view(size, -1)
+    own = rows[group.rank()]
+    if own.data_ptr() != part.data_ptr():
+        own.copy_(part)
+    return together(start_broadcast(row, group, rank) for rank, row in enumerate(rows))
+
+
+def check_all_to_all(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    option: str = "deterministic=True",
+) -> None:
+    """Try the collectives that ordered sums need, with tensors of `dtype`; to be called on all ranks.
+
+    Raises:
+        DPFuseError: the back end lacks one of them, for which `option` asks.
+    """
+    flat = torch.zeros(group.size(), dtype=dtype, device=device)
+    parts = torch.empty_like(flat)
+    try:
+        _finish(start_all_to_all(parts, flat, group), group, device)
+        _finish(start_all_gather_into(flat, parts[:1], group), group, device)
+    except DPFuseError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise DPFuseError(
+            f"rank {group.rank()}: {option} needs a back end with all-to-all and all-gather of {device.type} "
+            f"tensors, which {group.name()} did not do: {error}. Use gloo on CPUs and nccl on GPUs, or leave "
+            f"{option.partition('=')[0]} out."
+        ) from error
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensor` with that of rank `source` of the group."""
+    _finish(start_broadcast(tensor, group, source), group, tensor.device)
+
+
+def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+    """Start `broadcast`, and return the work to wait for."""
+    # The group is called directly: torch.distributed need not know it.
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return _called(group.broadcast, [tensor], options)
+
+
+def _finish(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
+    _called(finish, work, board_of(group), device.type)

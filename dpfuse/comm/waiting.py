@@ -1,0 +1,338 @@
+"""Waiting for the other ranks: the board of a group, what this rank writes on it, and the bounded wait. No network.
+
+The thread that trains writes on the board where it is. The heartbeat of the group (`dpfuse.liveness`) reads it, and
+writes on it that another rank has failed. `finish` then ends a wait that can no longer succeed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from math import inf
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dpfuse.comm.failed import has_raised
+from dpfuse.errors import DPFuseError
+
+__all__ = [
+    "BACKWARD",
+    "BETWEEN",
+    "FORWARD",
+    "LOSS",
+    "NO_LIMIT",
+    "Board",
+    "Doing",
+    "GroupHeartbeat",
+    "PeerFailure",
+    "Track",
+    "Wrapper",
+    "board_of",
+    "describe_place",
+    "finish",
+    "forget_unfinished_works",
+    "has_unfinished_works",
+    "interruptible_devices",
+    "leave",
+    "put_board",
+]
+
+SLICE = timedelta(seconds=0.5)  # a wait lasts this long before the board is read again
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+NO_LIMIT = timedelta(0)  # as torch says it; a work written in Python may want the argument
+
+
+class Doing(IntEnum):
+    """What a rank does with a wrapped module."""
+
+    BETWEEN = 0  # nothing: it computes a loss, steps, loads data, evaluates, saves
+    FORWARD = 1  # runs a forward with gradients
+    LOSS = 2  # has run such a forward, and no backward since
+    BACKWARD = 3  # runs a backward, or waits at its end
+    STEP = 4  # updates its part of the parameters, and gathers those of all ranks
+    READ = 5  # reads gradients or states of which each rank has a part
+
+
+BETWEEN, FORWARD, LOSS, BACKWARD, STEP, READ = Doing  # for the hot path: before Python 3.12 looking up a member is slow
+
+
+class Wrapper(NamedTuple):
+    """One wrapper of a group."""
+
+    number: int  # in the order in which they were made
+    stall_timeout: float  # seconds
+
+
+class PeerFailure(NamedTuple):
+    """Why the collectives of a group cannot end."""
+
+    text: str
+    ranks: tuple[int, ...]  # of the group; those that have failed
+    waits: int | None = None  # on the board while the wait that cannot end was looked at; None: of any wait
+
+
+class GroupHeartbeat(Protocol):
+    """What the thread that trains asks of the heartbeat of a group."""
+
+    def explain(self) -> PeerFailure | None:
+        """Return why a collective has just failed; may wait for the news for a moment."""
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the peers that this rank takes part in no further collective of the group."""
+
+
+class Board:
+    """What the thread that trains and the heartbeat of its group tell each other, without a lock.
+
+    Attributes are assigned directly. An assignment takes some ten nanoseconds, and every step makes several.
+
+    Args:
+        rank: of this process in the group.
+        interruptible: the types of devices on which waiting for a work of this group can be interrupted.
+        stall_timeout: of the first wrapper, in seconds, while that wrapper is being made.
+    """
+
+    def __init__(self, rank: int = 0, interruptible: frozenset[str] = frozenset(), stall_timeout: float = inf) -> None:
+        self.rank = rank
+        self.interruptible = interruptible
+        self.one_machine = False  # whether all ranks of a group of several are on this machine
+        # Written by the thread that trains.
+        # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). Each
+        # move writes a new tuple, so the same object means that this rank has not moved.
+        self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, stall_timeout), Doing.BETWEEN, 0, -1)
+        self.waits = 0  # waits begun plus waits ended: odd while this rank waits for its peers
+        self.thread = get_ident()
+        self.device_done: Callable[[], bool] | None = None  # whether the device has run the last collective
+        self.error = ""  # the error that last ended a forward
+        self.gave_up = False  # whether a wait has ended because another rank failed
+        # Written by the heartbeat.
+        self.peer_failure: PeerFailure | None = None
+        self.heartbeat: GroupHeartbeat | None = None  # while its thread runs
+
+
+class Track:
+    """What one wrapper writes on the board of its group.
+
+    Args:
+        board: None without a heartbeat; then the track writes on a board that nothing reads.
+        number: of the wrapper.
+        stall_timeout: of the wrapper, in seconds.
+    """
+
+    def __init__(self, board: Board | None = None, number: int = 0, stall_timeout: float = inf) -> None:
+        self._board = board or Board()
+        self._wrapper = Wrapper(number, stall_timeout)
+
+    def tell(self, doing: Doing, completed: int, bucket: int = -1) -> None:
+        """Write what the wrapper does now, after `completed` synchronised backwards. On the hot path."""
+        self._board.place = (self._wrapper, doing, completed, bucket)
+
+    def begin(self, completed: int) -> None:
+        """Write that a forward begins in the calling thread, after `completed` synchronised backwards."""
+        self._board.thread = get_ident()
+        self._board.place = (self._wrapper, FORWARD, completed, -1)
+
+    def failed(self, error: Exception) -> None:
+        """Write that a forward raised `error`: the process may end without telling its peers why."""
+        self._board.error = f"{type(error).__name__}: {error}"
+
+
+_boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
+
+
+def board_of(group: Any) -> Board | None:
+    """Return the board of a process group; None if the group has no heartbeat."""
+    return _boards.get(group)
+
+
+def put_board(group: Any, board: Board) -> None:
+    """Make `board` the board of the group."""
+    _boards[group] = board
+
+
+def leave(group_board: Board | None, error: BaseException) -> None:
+    """Tell the peers that this rank takes part in no further collective of the group, and why.
+
+    A peer that waits in a collective of the group then raises a DPFuseError that names this rank and `error`. This
+    process goes on. Without a heartbeat nothing happens.
+
+    Args:
+        group_board: of the group; None without a heartbeat.
+        error: the reason.
+    """
+    heartbeat = None if group_board is None else group_board.heartbeat
+    if heartbeat is not None:
+        heartbeat.leave(error)
+
+
+def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: bool = False) -> None:
+    """Wait for a work as `work.wait()` does, but no longer than it can still succeed.
+
+    Args:
+        work: of a collective.
+        board: of its group; None without a heartbeat.
+        device: of its tensors, such as "cpu" or "cuda:1".
+        last: whether no other collective follows for a while; the heartbeat then asks the device about this one.
+
+    Raises:
+        DPFuseError: a rank has ended, has left the group, or was silent for too long; the text names it.
+        RuntimeError: the collective failed, and no rank is known to be the cause.
+    """
+    if board is None:
+        work.wait(NO_LIMIT)
+        return
+    board.waits += 1
+    try:
+        kind = device.partition(":")[0]
+        if kind not in board.interruptible:
+            work.wait(NO_LIMIT)
+            if last:
+                board.device_done = _completion(work, kind)
+        elif not _ends_within_a_slice(work):
+            _wait_in_slices(work, board)
+    except RuntimeError as error:
+        if isinstance(error, DPFuseError) and error.ranks:
+            raise
+        failure = None if board.heartbeat is None else board.heartbeat.explain()
+        if failure is None:
+            raise
+        raise _error_of(failure, board) from error
+    finally:
+        board.waits += 1
+
+
+def interruptible_devices(group: dist.ProcessGroup) -> frozenset[str]:
+    """Return the types of devices on which a wait with a time limit leaves the work intact.
+
+    Gloo's works go on after such a wait, and can be waited for again. A wait for a work of NCCL only orders streams,
+    or, with a time limit, destroys the communicator. No collective that succeeds tells, so only gloo is trusted.
+    """
+    found = set()
+    for device in group._device_types:
+        try:
+            if group._get_backend(device).name() == "gloo":
+                found.add(device.type)
+        except (RuntimeError, AttributeError):  # a group written in Python has no back ends
+            continue
+    return frozenset(found)
+
+
+def describe_place(wrapper: int, doing: Doing, step: int, bucket: int, *, waits: bool) -> str:
+    """Return where a rank is, as the predicate of a sentence: "runs the forward of step 4".
+
+    Args:
+        wrapper: its number.
+        doing: what the rank does with it.
+        step: the synchronised backward that runs or comes next, from 1.
+        bucket: the one last sent or waited for; -1 for none.
+        waits: whether the rank waits for its peers.
+    """
+    which = f" of wrapper {wrapper}" if wrapper else ""
+    if waits:
+        return {
+            Doing.BETWEEN: f"waits for the other ranks between steps{which}, before step {step}",
+            Doing.FORWARD: f"waits for the other ranks in the forward{which} of step {step}",
+            Doing.LOSS: f"waits for the other ranks before the backward{which} of step {step}",
+            Doing.BACKWARD: f"waits for bucket {bucket} in the backward{which} of step {step}",
+            Doing.STEP: f"waits for parameters in the optimizer's step{which}, before step {step}",
+            Doing.READ: f"waits for the other ranks in a norm, whole gradient or state dict{which}, before step {step}",
+        }[doing]
+    sent = f" and has sent bucket {bucket}" if bucket >= 0 else ""
+    return {
+        Doing.BETWEEN: f"is between steps{which}, before step {step}",
+        Doing.FORWARD: f"runs the forward{which} of step {step}",
+        Doing.LOSS: f"is between forward and backward{which} of step {step}",
+        Doing.BACKWARD: f"runs the backward{which} of step {step}{sent}",
+        Doing.STEP: f"runs the optimizer's step{which}, before step {step}",
+        Doing.READ: f"reads gradients or states{which}, before step {step}",
+    }[doing]
+
+
+_unfinished: list[dist.Work] = []  # works that a wait has given up; they keep Python from ending
+
+
+def has_unfinished_works() -> bool:
+    """Whether a work that `finish` gave up is still not completed."""
+    return any(not work.is_completed() for work in _unfinished)
+
+
+def forget_unfinished_works() -> None:
+    """Forget the works that `finish` gave up; for a fork, whose parent owns them."""
+    _unfinished.clear()
+
+
+def _ends_within_a_slice(work: dist.Work) -> bool:
+    try:
+        work.wait(SLICE)
+        return True
+    except RuntimeError as error:
+        if has_raised(error):
+            raise  # the next stage of the work could not start
+        return False  # it has failed, or is not done
+
+
+def _wait_in_slices(work: dist.Work, board: Board) -> None:
+    while not work.is_completed():
+        failure = board.peer_failure  # read once: the heartbeat may take it back
+        if failure is not None and failure.waits in (None, board.waits):
+            _unfinished.append(work)
+            raise _error_of(failure, board)
+        _ends_within_a_slice(work)
+    work.wait(NO_LIMIT)  # raises the error with which the work failed
+
+
+def _error_of(failure: PeerFailure, board: Board) -> DPFuseError:
+    wrapper, doing, completed, bucket = board.place
+    here = describe_place(wrapper.number, doing, completed + 1, bucket, waits=True)
+    error = DPFuseError(f"rank {board.rank} {here} and cannot go on: {failure.text}")
+    error.ranks = failure.ranks
+    board.gave_up = True
+    return error
+
+
+def _completion(work: dist.Work, device: str) -> Callable[[], bool] | None:
+    """Return a function that tells another thread whether the device has run the collectives up to `work`.
+
+    Args:
+        work: of a back end whose `wait()` only orders what follows on the device; it has been waited for.
+        device: type of the device of its tensors.
+
+    Returns:
+        The function; None while a CUDA graph is captured, because the collective does not run yet.
+    """
+    if device != "cuda":
+        return work.is_completed
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    # Not the work itself: it would keep gradients that travel in place, which must have no second owner.
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: _query(event)
+
+
+def _query(event: torch.cuda.Event) -> bool:
+    _permit_queries()
+    return bool(event.query())
+
+
+_permitted = threading.local()
+
+
+def _permit_queries() -> None:
+    """Let this thread query events while another thread captures a graph; a query would break the capture."""
+    if getattr(_permitted, "done", False):
+        return
+    _permitted.done = True
+    with suppress(OSError, AttributeError):
+        with open("/proc/self/maps", encoding="utf-8") as file:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in file if "libcudart" in line}
+        for path in paths:
+            ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))

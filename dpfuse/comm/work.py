@@ -1,0 +1,113 @@
+"""A work of several collectives, each of which starts when the one before has landed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from dpfuse.comm.waiting import NO_LIMIT
+
+__all__ = ["StagedWork"]
+
+
+class StagedWork(dist.Work):
+    """Collectives one after the other, and what this rank computes between them.
+
+    `wait` starts all but the first. If a rank went on as soon as data has landed, collectives of several such works
+    would start in an order that differs between ranks.
+
+    Args:
+        stages: yields each collective once it has started, and goes on when it was waited for. What it raises there,
+            `wait` raises, each time.
+        count: of the collectives.
+        late: whether the first one, too, starts when it is waited for; else it starts now.
+        explain: returns what to raise for the error of a collective; None raises the error itself.
+    """
+
+    def __init__(
+        self,
+        stages: Iterator[dist.Work],
+        count: int = 1,
+        *,
+        late: bool = False,
+        explain: Callable[[RuntimeError], Exception] | None = None,
+    ) -> None:
+        super().__init__()
+        self._stages = stages
+        self._to_start = count
+        self._explain = explain
+        self._work: dist.Work | None = None  # that runs
+        self._error: Exception | None = None  # of what was computed
+        self._future: Future[Any] = Future()
+        if not late:
+            self._start_next()
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        """Wait for all collectives, for each at most `timeout`; it can be called again if that was too short.
+
+        Raises:
+            RuntimeError: it took longer; or a collective failed, and then `is_completed` is true.
+            Exception: what the computation between collectives raised.
+        """
+        while not self._future.done():
+            if self._work is not None:
+                self._wait_for(self._work, timeout)
+            self._go_on()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether a wait returns or raises at once."""
+        if self._work is None or self._future.done():
+            return self._future.done()
+        if not self._work.is_completed():
+            return False
+        if not self._to_start:
+            return True
+        try:
+            self._work.wait(NO_LIMIT)
+        except RuntimeError:
+            return True
+        return False
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that is done when this work was waited for."""
+        return self._future
+
+    def go_on_on(self, stream: torch.cuda.Stream) -> None:
+        """Queue all that follows the first collective on this stream, on which a wait takes no time of the CPU."""
+        with torch.cuda.stream(stream):
+            while self._to_start:
+                assert self._work is not None
+                self._work.wait(NO_LIMIT)
+                self._start_next()
+
+    def _wait_for(self, work: dist.Work, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            if self._explain is None or not work.is_completed():
+                raise
+            raise self._explain(error) from error
+
+    def _go_on(self) -> None:
+        try:
+            if self._to_start:
+                self._start_next()
+                return
+            next(self._stages, None)  # what is to be done after the last one
+        except RuntimeError as error:
+            self._error = error if self._explain is None else self._explain(error)
+        except Exception as error:
+            self._error = error
+        self._future.set_result([])
+
+    def _start_next(self) -> None:
+        self._work = next(self._stages)
+        self._to_start -= 1

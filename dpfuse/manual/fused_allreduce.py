@@ -1,0 +1,417 @@
+"""Average gradients by hand, after any backward: the manual path, for no_sync() and custom autograd functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, is_
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from dpfuse.comm import votes
+from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.failed import has_raised
+from dpfuse.comm.waiting import board_of, leave
+from dpfuse.engine.assembly import Assembly
+from dpfuse.engine.averaging import Wire, averaging_for
+from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
+from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.feeds.accumulating import refuse_accumulated
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import MB
+from dpfuse.engine.report import Outcome, Reading, Report
+from dpfuse.engine.settings import SyncSettings
+from dpfuse.engine.window import Window
+from dpfuse.errors import DPFuseError
+from dpfuse.manual.plan import plan_groups
+from dpfuse.model.agreement import prepare_group
+
+__all__ = ["fused_allreduce_gradients"]
+
+WHAT = "the set of gradients of fused_allreduce_gradients"
+REMEDY = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
+CALLED = "fused_allreduce_gradients() was called"
+Result = TypeVar("Result")
+STALL_TIMEOUT = 60.0  # seconds; the default of the wrappers
+KEPT = 4  # calls with other parameters or options whose buffers are kept, for each group
+
+_kept: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by process group, latest last
+_kept_alone: list[Any] = []  # where there is no other rank
+_left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by process group: why this rank sends nothing any more
+
+
+def fused_allreduce_gradients(
+    parameter_list: Iterable[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    scale: float | None = None,
+    bucket_size: int = 128 * MB,
+    deterministic: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    wire_reduce: Literal["ring", "fp32"] | None = None,
+) -> None:
+    """Average the gradients of `parameter_list` over the ranks, in place, in fused buffers.
+
+    For gradients that were accumulated locally: after `no_sync()`, after custom autograd functions, after
+    second-order terms, for modules that are not wrapped at all. Every rank must call it with gradients of
+    the same parameters. Frozen parameters and parameters without gradient are skipped. The buffers are kept for the
+    next call with the same parameters, and freed with the first of these.
+
+    Args:
+        parameter_list: parameters of any shapes and floating dtypes; a generator is fine, and a parameter
+            that occurs twice is averaged once.
+        group: process group; None is the default group. Without one, or with one rank, nothing is done.
+        scale: factor on each rank's gradient before the sum; None is 1 / number of ranks, the mean; 1.0
+            gives the plain sum.
+        bucket_size: bytes after which a buffer is closed; a change of dtype closes it too.
+        deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: no
+            bit depends on `bucket_size`, and all are those of a wrapper with `deterministic=True`.
+        wire_dtype: the dtype in which gradients travel, as for `DataParallel`; each keeps its own afterwards.
+        wire_reduce: how they are added up there, as for `DataParallel`.
+
+    Raises:
+        TypeError: `parameter_list` is not iterable or holds something else than tensors; a gradient is
+            sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
+        ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
+        DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
+            `deterministic` or `wire_reduce` needs what the back end lacks, or gradients are where
+            `accumulate_in_buckets=True` has put them; raised on every rank. Or an earlier call has failed while the
+            ranks exchanged something, and the group cannot be used any more.
+
+    Example:
+        >>> import torch, dpfuse
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+        >>> with model.no_sync():
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> dpfuse.fused_allreduce_gradients(model.parameters())
+        >>> model.bias.grad
+        tensor([3., 3.])
+        >>> dist.destroy_process_group()
+
+    Source: Paddle's `fused_allreduce_gradients` and its grouping rule `build_groups`.
+    """
+    process_group = resolve_group(group)
+    options = _Options(scale, bucket_size, deterministic, wire_dtype, wire_reduce)
+    if process_group is None or process_group.size() == 1:
+        _prepare(parameter_list, options, _kept_alone)
+        return
+    _check_group(process_group)
+    kept = _kept.setdefault(process_group, [])
+    prepared, all_have_buckets = _agree(parameter_list, options, process_group, kept)
+    try:
+        # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
+        if not all_have_buckets:
+            prepared.allocate(process_group)
+        prepared.average(process_group)
+    except BaseException as error:
+        kept.clear()  # the buckets may be in flight
+        if not isinstance(error, DPFuseError):
+            _leave(process_group, error)  # the peers wait for this rank, or are further
+        raise
+
+
+def _agree(
+    parameter_list: Any, options: _Options, group: dist.ProcessGroup, kept: list[_Prepared]
+) -> tuple[_Prepared, bool]:
+    """Prepare a call, and compare it over the ranks.
+
+    Returns:
+        What was prepared, and whether all ranks have buckets for it.
+
+    Raises:
+        DPFuseError: a rank cannot do the call, or does another one; on every rank.
+    """
+    try:
+        prepared = _prepare(parameter_list, options, kept)
+    except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
+        _vote(partial(votes.report_failure, error, group, WHAT), group)
+        raise
+    ready = bool(prepared.buckets)
+    return prepared, _vote(partial(votes.agree_on_text, prepared.text, group, WHAT, REMEDY, ready=ready), group)
+
+
+def _vote(vote: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Vote, and leave the group if a collective fails in that: the peers may wait in it, or be further."""
+    try:
+        return vote()
+    except BaseException as error:
+        if has_raised(error) and not isinstance(error, DPFuseError):
+            _leave(group, error)
+        raise
+
+
+def _leave(group: dist.ProcessGroup, error: BaseException) -> None:
+    _left.setdefault(group, f"{type(error).__name__}: {error}")
+    leave(board_of(group), error)
+
+
+def _check_group(group: dist.ProcessGroup) -> None:
+    if group in _left:
+        raise DPFuseError(
+            f"rank {group.rank()}: an earlier fused_allreduce_gradients() over this process group has failed "
+            f"({_left[group]}), so that the collectives of the ranks no longer fit together; expected a new group. "
+            "Restart the job, or make another group."
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a call was asked for, besides gradients."""
+
+    scale: Any
+    bucket_size: Any
+    deterministic: Any
+    wire_dtype: Any
+    wire_reduce: Any
+
+    @property
+    def key(self) -> list[tuple[type, Any]]:
+        """Equal for the same options only: True is not 1 here."""
+        values = (self.scale, self.bucket_size, self.deterministic, self.wire_dtype, self.wire_reduce)
+        return [(type(value), value) for value in values]
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel; raises ValueError for a dtype or a way of adding up that cannot be used."""
+        return Wire.of(self.wire_dtype, self.wire_reduce, deterministic=self.deterministic)
+
+    def __str__(self) -> str:
+        return (
+            f"scale={self.scale}, bucket_size={float(self.bucket_size)}, deterministic={self.deterministic}, "
+            f"wire_dtype={self.wire_dtype}, wire_reduce={self.wire_reduce}"
+        )
+
+
+class _Prepared:
+    """Gradients that were checked and planned, for the next call with the same ones. Keeps no parameter alive.
+
+    Args:
+        items: what the caller passed.
+        params: those of `items` that have a gradient to average.
+        specs: of these gradients.
+        options: of the call.
+
+    Attributes:
+        text: what the ranks must have in common.
+        buckets: for these gradients, in the order of communication; empty before they were allocated.
+    """
+
+    def __init__(
+        self, items: Sequence[Tensor], params: Sequence[Tensor], specs: list[ParamSpec], options: _Options
+    ) -> None:
+        self.buckets: list[GradBucket] = []
+        self._options = options
+        self._specs = specs
+        self._items = [ref(item) for item in items]
+        places = {id(item): place for place, item in enumerate(items)}
+        self._chosen = [places[id(param)] for param in params]
+        self._devices = list(dict.fromkeys(param.device for param in params))
+        self._facts = _facts_of(items)
+        lines = [
+            f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
+            for spec, param in zip(specs, params, strict=True)
+        ]
+        self.text = "\n".join([*lines, f"{len(specs)} gradients, {options}"])
+
+    def fits(self, items: Sequence[Tensor], options: _Options) -> bool:
+        """Whether a call has these parameters, with gradients of the same kind, and these options."""
+        return (
+            len(items) == len(self._items)
+            and options.key == self._options.key
+            and all(map(is_, items, [item() for item in self._items]))
+            and _facts_of(items) == self._facts
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its first parameter still is."""
+        return not self._items or self._items[0]() is not None
+
+    def params(self) -> list[Tensor]:
+        """The parameters whose gradients are averaged."""
+        found = [self._items[place]() for place in self._chosen]
+        return [param for param in found if param is not None]
+
+    def allocate(self, group: dist.ProcessGroup) -> None:
+        """Make the buckets.
+
+        Raises:
+            DPFuseError: a rank has no memory for them, or the back end lacks what the options need; on every rank.
+        """
+        options = self._options
+        prepare_group(group, self._devices, options.wire, options.deterministic, STALL_TIMEOUT)
+        if self._specs:
+            self.buckets = votes.agree_on_success(lambda: self._make_buckets(group), group, CALLED)
+
+    def _make_buckets(self, group: dist.ProcessGroup) -> list[GradBucket]:
+        options, window = self._options, Window()
+        assembly = Assembly(
+            group,
+            Surroundings(board_of(group), [], lambda error: _leave(group, error)),
+            SyncSettings(scale=options.scale, wire=options.wire, deterministic=options.deterministic),
+            overlaps=False,
+            make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
+        )
+        return assembly.make(plan_groups(self._specs, options.bucket_size), self.params())
+
+    def average(self, group: dist.ProcessGroup) -> None:
+        """Average the gradients.
+
+        Raises:
+            DPFuseError: a rank failed; on every rank.
+        """
+        if not self.buckets:
+            return
+        outcome, unsent = Outcome(), list(self.buckets)
+        try:
+            try:
+                # Neither kernels nor collectives count as writes, and a wrapper may have measured what is here now.
+                increment_version([param.grad for param in self.params() if param.grad is not None])
+                failed = self._exchange(unsent, outcome)
+            except Exception as error:
+                if isinstance(error, DPFuseError) or has_raised(error):
+                    raise
+                # The peers wait for the rest of the collectives, and for this rank's report.
+                outcome.error = outcome.error or error
+                failed = self._exchange(unsent, outcome)
+            if failed is not None:
+                raise DPFuseError(_failure(group, failed, outcome)) from outcome.error
+        finally:
+            outcome.error = None  # its frames would keep the parameters alive
+
+    def _exchange(self, unsent: list[GradBucket], outcome: Outcome) -> Reading | None:
+        """Send, wait, deliver. After an exception it can be called again: what was done is not done again.
+
+        Args:
+            unsent: the buckets that are still to be sent; this method removes those that were.
+            outcome: of this rank; after an error, the buckets that are left send zeros.
+
+        Returns:
+            The report if a rank has failed, else None.
+        """
+        buckets, params, report = self.buckets, self.params(), self.buckets[-1].parts.report
+        assert report is not None
+        if outcome.well:
+            for bucket in buckets:
+                bucket.bind([params[index] for index in bucket.plan.params])
+        while unsent:
+            if not unsent[0].busy and outcome.well:
+                unsent[0].send(outcome, complete=True)
+            elif not unsent[0].busy:
+                unsent[0].send_empty(outcome)
+            del unsent[0]
+        for bucket in buckets:
+            if bucket.state is FLIGHT:
+                bucket.wait()
+        reading = report.read(outcome, wait=True, gather=True)
+        for bucket in buckets:
+            if bucket.busy and reading.all_well:
+                bucket.deliver()
+            elif bucket.busy:
+                bucket.discard()
+            bucket.bind(())
+        return None if reading.all_well else reading
+
+
+def _facts_of(items: Sequence[Tensor]) -> list[Any]:
+    """What must be equal for gradients to use the same buffers, in a few passes over the list."""
+    grads = [param.grad for param in items]
+    present = [grad for grad in grads if grad is not None]
+    return [
+        [grad is None for grad in grads],
+        list(map(attrgetter("requires_grad"), items)),
+        list(map(Tensor.size, items)),
+        list(map(attrgetter("dtype"), present)),
+        list(map(attrgetter("device"), present)),
+        set(map(attrgetter("layout"), present)),
+        list(map(Tensor.size, present)),
+        [grad.stride() for grad in present if grad.layout is torch.strided],
+    ]
+
+
+def _failure(group: dist.ProcessGroup, reading: Reading, outcome: Outcome) -> str:
+    rank, failed = group.rank(), ", ".join(map(str, reading.failed())) or "another"
+    if outcome.well:
+        return (
+            f"rank {rank}: fused_allreduce_gradients() failed on rank {failed}, see the error there; "
+            "expected gradients from every rank. No rank's gradients of this call are averaged: zero them before the "
+            "next backward."
+        )
+    return (
+        f"rank {rank} failed in fused_allreduce_gradients(): "
+        f"{str(outcome.error).rstrip('.')}. No rank's gradients of this call are averaged: zero them before the next "
+        "backward."
+    )
+
+
+def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _Prepared:
+    """What an earlier call has prepared for these gradients and options, or what this one does."""
+    if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
+        return _gradients_of(parameter_list, options)
+    items = list(parameter_list)
+    kept[:] = [prepared for prepared in kept if prepared.is_alive][-KEPT:]
+    if all(issubclass(kind, Tensor) for kind in set(map(type, items))):
+        for prepared in kept:
+            if prepared.fits(items, options):
+                refuse_accumulated(items, CALLED)
+                return prepared
+    prepared = _gradients_of(items, options)
+    kept.append(prepared)
+    return prepared
+
+
+def _gradients_of(parameter_list: Any, options: _Options) -> _Prepared:
+    if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
+        raise TypeError(
+            f"parameter_list must be an iterable of parameters, got {type(parameter_list).__name__}; "
+            "pass model.parameters() or a list"
+        )
+    if isinstance(options.bucket_size, bool) or not isinstance(options.bucket_size, (int, float)):
+        raise TypeError(
+            f"bucket_size must be a number of bytes, got {options.bucket_size!r}; pass for example 128 << 20"
+        )
+    if not options.bucket_size >= 0:
+        raise ValueError(f"bucket_size must be >= 0 bytes, got {options.bucket_size!r}; 0 sends every gradient alone")
+    if not isinstance(options.deterministic, bool):
+        raise TypeError(
+            f"deterministic must be True or False, got {options.deterministic!r} of type "
+            f"{type(options.deterministic).__name__}"
+        )
+    parameter_list = list(parameter_list)
+    refuse_accumulated(parameter_list, CALLED)
+    params: dict[int, Tensor] = {}
+    specs: list[ParamSpec] = []
+    for index, param in enumerate(parameter_list):
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"parameter_list[{index}] is a {type(param).__name__}; expected a parameter; pass model.parameters()"
+            )
+        grad = param.grad
+        if id(param) in params or not param.requires_grad or grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"parameter_list[{index}] of shape {tuple(param.shape)} has a {grad.layout} gradient, which cannot "
+                "be fused; expected a dense one. Build its embedding with sparse=False."
+            )
+        params[id(param)] = param
+        name = f"parameter_list[{index}]"
+        specs.append(ParamSpec(name, tuple(param.shape), str(grad.dtype), str(grad.device)))
+        try:
+            averaging_for(specs[-1].dtype, 1)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        if any(step == 0 and size > 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
+            # Elements that share memory cannot hold different means.
+            param.grad = grad.clone(memory_format=torch.contiguous_format)
+    averaging_for("float32", 1, options.scale)
+    options.wire  # noqa: B018
+    return _Prepared(parameter_list, list(params.values()), specs, options)

@@ -1,0 +1,1 @@
+"""Gradients of several backwards are added up in the buckets, and averaged once."""

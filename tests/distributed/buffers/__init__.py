@@ -1,0 +1,1 @@
+"""The buffers of a wrapped module are those of rank 0."""

@@ -1,0 +1,1 @@
+"""A wrapped module changes, or its buckets do."""

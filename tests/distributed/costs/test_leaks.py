@@ -1,0 +1,189 @@
+"""What is left behind: old buckets are freed, and an error in between leaves nothing half done."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+from dpfuse.comm import collective, votes
+from dpfuse.comm.abilities import Abilities
+from dpfuse.engine.plan import rebuild_plan
+from tests.freed import still_held
+
+FACES = {"dp": dpfuse.DataParallel, "ddp": dpfuse.DistributedDataParallel}
+OPTIONS = {
+    "views": {},
+    "private": {"gradient_as_bucket_view": False},
+    "bfloat16": {"wire_dtype": torch.bfloat16},
+    "deterministic": {"deterministic": True},
+    "checks": {"check_finite": "raise", "grad_norm_in_backward": True},
+    "accumulating": {"accumulate_in_buckets": True},
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def step(model, rank):
+    model(torch.full((2, 16), 1.0 + rank)).square().sum().backward()
+
+
+def synchronisers():
+    """What synchronises the gradients of a wrapper, and has its buffers."""
+    return [weakref.ref(one) for one in gc.get_objects() if type(one).__name__ == "GradSync"]
+
+
+def buffers_of(model):
+    """The flat buffers of which gradients are views."""
+    bases = {id(param.grad._base): param.grad._base for param in model.parameters() if param.grad is not None}
+    return [weakref.ref(base) for base in bases.values() if base is not None]
+
+
+def another_group(rank, size, views):
+    gc.collect()
+    before = len(synchronisers())
+    model = dpfuse.DistributedDataParallel(net(), gradient_as_bucket_view=views)
+    gone = []
+    for _ in range(4):
+        for _ in range(2):
+            model.zero_grad()
+            step(model, rank)
+        gone += buffers_of(model)
+        model._update_process_group(dist.new_group([*range(size)]))
+    assert bool(gone) == views
+    model.zero_grad()
+    step(model, rank)
+    held = still_held(gone, within=3.0)
+    return held, max(1, len(synchronisers()) - before)  # those of earlier tests may go meanwhile
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_another_process_group_frees_what_belonged_to_the_one_before(ranks, views):
+    assert ranks(another_group, views) == [([], 1)] * 2
+
+
+def deleted(rank, size, face, options, keeps_module):
+    model = FACES[face](net(), **options)
+    gc.collect()
+    inner, known = model.module, len(synchronisers())
+    assert known > 0
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            step(model, rank)
+        step(model, rank)
+    gone = buffers_of(model)
+    model.zero_grad()
+    gone += [weakref.ref(model)]
+    if not keeps_module:
+        del inner
+    del model
+    held = still_held(gone, within=3.0)
+    return held, known - len(synchronisers())
+
+
+@pytest.mark.parametrize(
+    "keeps_module", [pytest.param(True, marks=pytest.mark.slow), False], ids=["module kept", "module gone"]
+)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_wrapper_that_is_deleted_frees_its_buffers(ranks, options, keeps_module):
+    assert ranks(deleted, "dp", OPTIONS[options], keeps_module) == [([], 1)] * 2
+
+
+def test_a_ddp_wrapper_that_is_deleted_frees_its_buffers(ranks):
+    assert ranks(deleted, "ddp", {"gradient_as_bucket_view": True}, True) == [([], 1)] * 2
+
+
+def rebuilt(rank, size):
+    model = dpfuse.DataParallel(net(), None, 0.001, 0.0005)
+    step(model, rank)
+    first = buffers_of(model)
+    assert first
+    for _ in range(2):
+        model.zero_grad()
+        step(model, rank)
+    in_use = [
+        bucket.parts.buffer.flat for bucket in model.reducer.buckets
+    ]  # a bucket that stayed as it is keeps its own
+    return still_held([one for one in first if not any(one() is flat for flat in in_use)], within=3.0)
+
+
+def test_the_buffers_of_the_first_plan_are_freed_once_no_gradient_is_in_them(ranks):
+    assert ranks(rebuilt) == [[], []]
+
+
+def disagreeing(rank, size, views):
+    """The agreement on the buckets, after the first synchronised backward, raises on all ranks, once."""
+    model = dpfuse.DataParallel(net(), None, 0.001, 0.0005, gradient_as_bucket_view=views)
+    golden = model.bucket_plan
+    with mock.patch.object(votes, "agree_on_order", side_effect=dpfuse.DPFuseError("planted")) as agree:
+        with pytest.raises(dpfuse.DPFuseError, match="planted"):
+            step(model, rank)
+        assert agree.called
+    assert model.bucket_plan == golden
+    assert not model.reducer.rebuilt
+    plans = []
+    for number in range(3):
+        model.zero_grad()
+        step(model, rank)
+        plans.append(model.bucket_plan)
+        bare = net()
+        for other in range(size):
+            step(bare, other)
+        for got, total in zip(model.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, total.grad / size, msg=lambda text: f"{number} after: {text}")  # noqa: B023
+    ready = [5, 4, 3, 2, 1, 0]  # in backward the last layer comes first, and in each its bias before its weight
+    assert plans == [rebuild_plan(golden, ready)] * 3
+    assert model.reducer.rebuilt
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_an_agreement_on_buckets_that_raises_is_repeated_after_the_next_backward(ranks, views):
+    ranks(disagreeing, views)
+
+
+class Coalescing:
+    """A group like NCCL's, whose second all-reduce raises; and so may the end of the coalescing."""
+
+    def __init__(self, *, ends=True):
+        self.calls = []
+        self.ends = ends
+
+    def size(self):
+        return 2
+
+    def _start_coalescing(self, device):
+        self.calls.append("start")
+
+    def _end_coalescing(self, device):
+        self.calls.append("end")
+        if not self.ends:
+            raise RuntimeError("cannot end")
+        return mock.Mock()
+
+    def allreduce(self, tensors, options):
+        self.calls.append("all-reduce")
+        if self.calls.count("all-reduce") == 2:
+            raise MemoryError("planted")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_all_reduce_that_raises_leaves_no_coalescing_open(ends, monkeypatch):
+    monkeypatch.setattr(collective, "abilities_of", lambda group, device: Abilities(coalesces=True))
+    group = Coalescing(ends=ends)
+    with pytest.raises(MemoryError, match="planted"):
+        collective.all_reduce_together([torch.ones(2), torch.ones(2)], [torch.ones(2)], 1.0, group)
+    assert group.calls == ["start", "all-reduce", "all-reduce", "end"]
+    group = Coalescing()
+    group.calls += ["all-reduce"] * 2  # none raises any more
+    collective.all_reduce_together([torch.ones(2)], [torch.ones(2)], 1.0, group)
+    assert group.calls[2:] == ["start", "all-reduce", "all-reduce", "end"]

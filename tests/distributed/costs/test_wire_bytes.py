@@ -1,0 +1,97 @@
+"""How many bytes a narrow wire really saves: those that are handed to collectives are counted, tail and padding too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import dpfuse
+from dpfuse.comm import collective
+
+
+@contextmanager
+def bytes_on_the_wire(size: int) -> Iterator[list[float]]:
+    """Bytes that each rank sends: those of a tensor times the share of it that leaves the rank."""
+    sent: list[float] = []
+    away = (size - 1) / size
+
+    def counting(start, argument, times):
+        def counted(*args, **kwargs):
+            sent.append(args[argument].nbytes * times)
+            return start(*args, **kwargs)
+
+        return counted
+
+    # A ring passes on each part twice; in an all-to-all and in an all-gather each part goes where it belongs, once.
+    ways = {
+        "all_reduce": (0, 2 * away),
+        "start_all_to_all": (1, away),
+        "start_all_gather_into": (0, away),
+        "start_all_gather": (0, size - 1),
+    }
+    with ExitStack() as stack:
+        for name, (argument, times) in ways.items():
+            counted = counting(getattr(collective, name), argument, times)
+            stack.enter_context(mock.patch.object(collective, name, counted))
+        yield sent
+
+
+class Residual(nn.Module):
+    """A small residual network of 1.2 million parameters, most of them in few weights, as in larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(2 * width),
+                nn.ReLU(),
+                nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(2 * width),
+            )
+            for width in (64, 128)
+        )
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x.mean((2, 3)))
+
+
+def shares(rank, size, wires):
+    """Bytes of a step over those of float32, by wire."""
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(rank))
+    steps = {}
+    for wire, reduce in [(None, None), *wires]:
+        torch.manual_seed(0)
+        options = {} if wire is None else {"wire_dtype": wire, "wire_reduce": reduce}
+        model = dpfuse.DataParallel(Residual(), comm_buffer_size=1, last_comm_buffer_size=0.25, **options)
+        assert sum(param.numel() for param in model.parameters()) > 1_000_000
+        model(x).square().mean().backward()  # after it the buckets are rebuilt
+        model.zero_grad()
+        with bytes_on_the_wire(size) as sent:
+            model(x).square().mean().backward()
+        steps[wire, reduce] = sum(sent)
+        assert len(sent) >= 3
+    whole = steps.pop((None, None))
+    numel = sum(param.numel() for param in model.parameters())
+    # Nothing is counted twice or left out: a ring sends every element so often.
+    assert 1 <= whole / (2 * (size - 1) / size * 4 * numel) < 1.001
+    return {key: nbytes / whole for key, nbytes in steps.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_16_bits_send_half_and_8_with_their_scales_little_more_than_a_quarter(ranks, size):
+    halves = [(torch.bfloat16, "ring"), (torch.bfloat16, "fp32"), (torch.float16, "fp32")]
+    quarters = [(torch.float8_e4m3fn, None), (torch.float8_e5m2, "fp32")]
+    found = ranks(shares, halves + quarters, size=size)[0]
+    assert all(abs(found[wire] - 0.5) < 0.001 for wire in halves), found
+    assert all(0.25 < found[wire] <= 0.27 for wire in quarters), found

@@ -1,0 +1,1 @@
+"""`dpfuse.DistributedDataParallel` does what torch's class does."""

@@ -1,0 +1,1 @@
+"""The launcher and `spawn` start, name and end ranks."""

@@ -1,0 +1,1 @@
+"""Gradients are averaged by hand."""

@@ -1,0 +1,1 @@
+"""The wrapped model: how it is made, copied, saved and measured."""

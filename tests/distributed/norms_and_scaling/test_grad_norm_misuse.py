@@ -1,0 +1,67 @@
+"""grad_norm and clip_grad_norm_ where they cannot answer: in a backward, with other arguments, of shards."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import dpfuse
+from tests.distributed.norms_and_scaling.test_grad_norm import Net, check, trained
+
+
+def during_backward(rank, size):
+    model = trained("views", rank)
+    seen = []
+
+    def ask(grad):
+        with pytest.raises(dpfuse.DPFuseError, match=rf"rank {rank}: .* while a backward is REDUCING, expected it"):
+            model.grad_norm()
+        seen.append(1)
+
+    model.zero_grad()
+    loss = model(rank)
+    loss.register_hook(ask)
+    handle = model.module.first.register_hook(ask)
+    loss.backward()
+    handle.remove()
+    assert len(seen) == 2
+    check(model)
+
+
+def test_a_norm_in_the_middle_of_a_backward_is_refused(ranks):
+    ranks(during_backward)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("1",), TypeError, r"max_norm must be a number, got '1' of type str"),
+        ((True,), TypeError, r"max_norm must be a number, got True"),
+        ((-1.0,), ValueError, r"max_norm must be 0 or more, got -1\.0"),
+        ((math.nan,), ValueError, r"max_norm must be 0 or more, got nan"),
+        ((1.0, "2"), TypeError, r"norm_type must be a number, got '2' of type str"),
+        ((1.0, math.nan), ValueError, r"norm_type must be a number such as 2\.0"),
+    ],
+)
+def test_arguments_that_are_no_such_numbers(group, arguments, error, text):
+    model = dpfuse.DataParallel(Net())
+    with pytest.raises(error, match=text):
+        model.clip_grad_norm_(*arguments)
+
+
+def shards(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    model = dpfuse.DistributedDataParallel(net, device_mesh=mesh["dp"])
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(dpfuse.DPFuseError, match=r"parameter '0\.weight' is one shard of a tensor-parallel DTensor"):
+        model.clip_grad_norm_(1.0)
+
+
+def test_the_norm_of_shards_is_refused(ranks):
+    ranks(shards, size=4)

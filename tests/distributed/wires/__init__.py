@@ -1,0 +1,1 @@
+"""Gradients travel in fewer bits."""

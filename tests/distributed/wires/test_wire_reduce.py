@@ -1,0 +1,193 @@
+"""`wire_reduce`: how narrow numbers are added up, what error that leaves, and what it needs."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import dpfuse
+from bench.network import Network, simulated_network
+from dpfuse.engine.exchanges.all_reduce import AllReduce
+from dpfuse.engine.exchanges.in_place import InPlace
+from dpfuse.engine.exchanges.ordered import OrderedSum
+from tests.distributed.in_place import copied
+from tests.distributed.random_models import same_bits
+from tests.distributed.wires.hard_gradients import Given, alike_everywhere, hard_gradients, sent, worst_share_of_bound
+
+FACES = (dpfuse.DataParallel, dpfuse.DistributedDataParallel)
+CASES = [
+    *((wire, reduce) for wire in (torch.bfloat16, torch.float16) for reduce in ("ring", "fp32")),
+    (torch.float8_e4m3fn, "fp32"),
+    (torch.float8_e5m2, None),
+]
+
+
+def ddp_options(face, megabytes):
+    if face is dpfuse.DataParallel:
+        return {"comm_buffer_size": megabytes, "last_comm_buffer_size": megabytes}
+    return {"bucket_cap_mb": megabytes}
+
+
+def means_of(parts, rank, face=dpfuse.DataParallel, **options):
+    """The mean of each kind of gradients, all in one model, after the backward that settles its buckets."""
+    model = face(Given([len(part[0]) for part in parts]), find_unused_parameters=True, **options)
+    for _ in range(2):
+        model.zero_grad()
+        model([part[rank] for part in parts]).backward()
+    net = model.module
+    assert net.other.grad is None  # the flags survive every wire
+    return [weight.grad for weight in net.weights], model.reducer.buckets
+
+
+def within_the_bounds(rank, size):
+    names, parts = zip(*hard_gradients(size, 1500), strict=True)
+    worst = {}
+    for order, (wire, reduce) in enumerate(CASES):
+        face = FACES[(order + size) % 2]  # each of them with each case, on some number of ranks
+        options = {**ddp_options(face, 4096 / 2**20), "wire_dtype": wire, "wire_reduce": reduce}
+        means, buckets = means_of(parts, rank, face, **options)
+        assert len(buckets) > 2
+        kind = AllReduce if reduce == "ring" else OrderedSum
+        assert all(type(bucket.parts.exchange) is kind for bucket in buckets if bucket.params)
+        for name, part, mean in zip(names, parts, means, strict=True):
+            share = worst_share_of_bound(mean, part, wire, reduce or "fp32")
+            assert share <= 1, (name, wire, reduce, share)
+            worst[wire, reduce] = max(share, worst.get((wire, reduce), 0))
+            assert alike_everywhere(mean)
+            if reduce != "ring":
+                total = sent(part[0] * (1 / size), wire)
+                for values in part[1:]:
+                    total = total + sent(values * (1 / size), wire)
+                assert same_bits(mean, sent(total, wire)), (name, wire)
+    assert min(worst.values()) > 0.3  # the bounds are not so wide that nothing could break them
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_errors_keep_to_the_theory_and_all_ranks_are_alike(ranks, size):
+    ranks(within_the_bounds, size=size)
+
+
+def beside_other_options(rank, size):
+    generator = torch.Generator().manual_seed(rank)
+    grad = torch.randn(3000, generator=generator)
+    # Averaging by hand gives the wrapper's bits; each gradient keeps its dtype.
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        own = grad.to(dtype)
+        param = nn.Parameter(torch.zeros_like(own))
+        for wire in (None, torch.bfloat16, torch.float32):
+            param.grad = own.clone()
+            dpfuse.fused_allreduce_gradients([param], wire_dtype=wire, wire_reduce="fp32")
+            assert param.grad.dtype == dtype
+            travels = dtype if wire is None or dtype == torch.float64 else wire
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            if torch.finfo(travels).bits == 16:
+                parts = [torch.empty_like(own) for _ in range(size)]
+                dist.all_gather(parts, own)
+                narrow = [(part.to(wide) * (1 / size)).to(travels).to(wide) for part in parts]
+                expected = (narrow[0] + narrow[1] + narrow[2]).to(travels).to(dtype)
+            else:  # a ring in float32 or float64 is as good
+                again = nn.Parameter(torch.zeros_like(own))
+                again.grad = own.clone()
+                dpfuse.fused_allreduce_gradients([again], wire_dtype=wire)
+                expected = again.grad
+            assert same_bits(param.grad, expected), (dtype, wire)
+    # 16-bit parameters that travel as they are may lie in the buffers; nothing large is reduced in place.
+    model = dpfuse.DataParallel(nn.Linear(700, 800).bfloat16(), wire_reduce="fp32")
+    x = torch.randn(4, 700, generator=generator).bfloat16()
+    bucket = model.reducer.buckets[0]  # before they are made anew
+    model(x).sum().backward()
+    assert type(bucket.parts.exchange) is OrderedSum
+    storage = bucket.parts.buffer.flat.untyped_storage().data_ptr()
+    assert all(param.grad.untyped_storage().data_ptr() == storage for param in bucket.params)
+    for options in ({"wire_reduce": "fp32"}, {"wire_dtype": torch.float32, "wire_reduce": "fp32"}):
+        with copied():
+            model = dpfuse.DataParallel(nn.Linear(700, 800), gradient_as_bucket_view=False, **options)
+        assert any(type(bucket.parts.exchange) is InPlace for bucket in model.reducer.buckets)
+    # What was accumulated is sent as a whole, and float16 need not hold the sum of large numbers.
+    large = torch.full((500,), 40000.0)
+    model = dpfuse.DataParallel(
+        Given([500]), wire_dtype=torch.float16, wire_reduce="fp32", gradient_scale=1.0, find_unused_parameters=True
+    )
+    for micro in range(3):
+        with model.no_sync(enabled=micro < 2):
+            model([large / 4]).backward()
+    assert model.weights[0].grad.tolist() == [0.75 * 40000 * size] * 500
+
+
+def test_other_options_are_as_ever(ranks):
+    ranks(beside_other_options, size=3)
+
+
+def refused(rank, size):
+    with pytest.raises(dpfuse.DPFuseError, match=r"option wire_reduce = (fp32|None)"):
+        dpfuse.DataParallel(nn.Linear(2, 2), wire_reduce=["fp32", None][rank])
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    for options in ({"wire_dtype": torch.bfloat16}, {"wire_reduce": "fp32"}):
+        (name,) = options
+        with pytest.raises(dpfuse.DPFuseError, match=name):
+            dpfuse.fused_allreduce_gradients([param], **(options if rank else {}))
+    with pytest.raises((ValueError, dpfuse.DPFuseError)[rank], match="wire_reduce must be None or one of 'ring'"):
+        dpfuse.fused_allreduce_gradients([param], wire_reduce="tree" if rank == 0 else None)
+
+    def refuse(*_):
+        raise RuntimeError("Backend does not support alltoall_base")
+
+    text = rf'rank {rank}: wire_reduce="fp32" needs a back end .*does not support.*or leave wire_reduce out'
+    with mock.patch("dpfuse.comm.collective.start_all_to_all", refuse):
+        with pytest.raises(dpfuse.DPFuseError, match=text):
+            dpfuse.fused_allreduce_gradients([param], wire_dtype=torch.float16, wire_reduce="fp32")
+        # float32 travels by an all-reduce, which is all that it needs.
+        dpfuse.fused_allreduce_gradients([param], wire_dtype=torch.float32, wire_reduce="fp32")
+    assert param.grad.tolist() == [1.0] * 3
+    for options in ({"wire_dtype": torch.bfloat16}, {"wire_reduce": "ring"}):
+        model = dpfuse.DistributedDataParallel(nn.Linear(2, 2), **options)
+        ((name, _),) = options.items()
+        with pytest.raises(
+            dpfuse.DPFuseError, match=rf"a communication hook was registered with {name}=.*Leave {name}"
+        ):
+            model.register_comm_hook(None, lambda state, bucket: None)
+    dist.barrier()
+
+
+def test_ranks_must_agree_and_back_ends_must_be_able(ranks):
+    ranks(refused)
+
+
+def test_a_back_end_without_all_to_all_is_named_at_construction(monkeypatch):
+    text = r'rank 0: wire_reduce="fp32" needs a back end with all-to-all .* simulated did not do'
+    with simulated_network():
+        for name in ("alltoall_base", "_allgather_base"):
+            with monkeypatch.context() as patch:
+                patch.delattr(Network, name)
+                for face in FACES:
+                    face(nn.Linear(2, 2), wire_dtype=torch.bfloat16)
+                    face(nn.Linear(2, 2), wire_dtype=torch.float32, wire_reduce="fp32")
+                    for options in ({}, {"wire_dtype": torch.bfloat16}):
+                        with pytest.raises(dpfuse.DPFuseError, match=text):
+                            face(nn.Linear(2, 2), wire_reduce="fp32", **options)
+
+
+def test_what_cannot_be_meant_is_named(group):
+    text = re.escape("wire_reduce must be None or one of 'ring', 'fp32', got 'tree'; None is")
+    both = "wire_reduce='ring' was passed with deterministic=True, expected 'fp32' or None"
+    param = nn.Parameter(torch.ones(3))
+    for face in (*FACES, lambda module, **options: dpfuse.fused_allreduce_gradients([param], **options)):
+        with pytest.raises(ValueError, match=text):
+            face(nn.Linear(2, 2), wire_reduce="tree")
+        with pytest.raises(ValueError, match=both):
+            face(nn.Linear(2, 2), wire_reduce="ring", deterministic=True)
+        with pytest.raises(ValueError, match=r"wire_dtype must be None or one of torch.float16, .*got torch.int8"):
+            face(nn.Linear(2, 2), wire_dtype=torch.int8)
+    precision = _MixedPrecision(reduce_dtype=torch.bfloat16)
+    dpfuse.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=precision, wire_dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"wire_dtype=torch.float16 was passed, and mixed_precision reduces gradients in"
+    ):
+        dpfuse.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=precision, wire_dtype=torch.float16)
