@@ -106,7 +106,7 @@ PIECES = {
                 _tests("gpu/test_parallel_executor_gpu", 50),
                 _tests("gpu/test_network_gpu", 30),
                 _tests("commands/test_gpu", 40),
-                _tests("bench/test_size_list", 60),
+                _tests("bench/test_size_list", 30),
                 _suite("health", 30),
                 _suite("clip", 30),
                 _suite("forward", 25),

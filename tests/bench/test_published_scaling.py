@@ -15,11 +15,10 @@ from dpfuse.tune import Cluster, Connection
 NOTHING = Connection("nothing", 1e18, 0.0, "by hand")
 
 
-@cache
-def computed():
-    return published_scaling.compute()
+computed = cache(published_scaling.compute)  # takes some 20 s
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_record_is_what_the_command_computes():
     found = json.loads(published_scaling.RECORD.read_text())
@@ -28,11 +27,13 @@ def test_the_record_is_what_the_command_computes():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_page_shows_the_record():
     page = published_scaling.PAGE.read_text(encoding="utf-8")
     assert published_scaling.fill(page, computed()["tables"]) == page
 
 
+@pytest.mark.slow
 def test_the_command_writes_both(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(published_scaling, "compute", computed)
     record, page = tmp_path / "record.json", tmp_path / "page.md"
@@ -48,6 +49,7 @@ def test_a_page_without_a_marker_is_an_error():
         published_scaling.fill("# A page\n", {"summary": ["line"]})
 
 
+@pytest.mark.slow
 def test_many_tables_with_sources_are_predicted():
     assert {series.table for series in SERIES} == set(SOURCES)
     assert len(SOURCES) >= 4
@@ -56,6 +58,7 @@ def test_many_tables_with_sources_are_predicted():
     assert all(row["error"] == pytest.approx(row["predicted"] / row["published"] - 1, abs=1e-3) for row in rows)
 
 
+@pytest.mark.slow
 def test_every_error_of_the_summary_is_the_mean_of_its_rows():
     rows = [row for row in computed()["rows"] if row["table"] == "torch DDP"]
     errors = [row["error"] for row in rows]

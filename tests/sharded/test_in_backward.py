@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import getgeneratorlocals
 
 import pytest
 import torch
@@ -120,7 +121,8 @@ def memory(rank, size):
         model(torch.randn(3, 100)).sum().backward()
         tensors = [bucket.parts.buffer.flat for bucket in model._sync.reducer.buckets]
         incoming = model._sync._dividing._incoming
-        tensors += [*incoming._idle, *(flying._memory for flying in incoming._flying if flying._memory is not None)]
+        locals_of = (getgeneratorlocals(flying._stages) for flying in incoming._flying)  # none of one that has ended
+        tensors += [*incoming._idle, *(found["memory"] for found in locals_of if found)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         assert all(isinstance(param.grad, ShardedGradient) for param in net.parameters())  # which have no memory
         most = max(most, sum(storage.nbytes() for storage in storages.values()))

@@ -52,7 +52,7 @@ def reference(net, batches, weight):
 def unread():
     """The host reads no tensor, as on a GPU."""
     with ExitStack() as stack:
-        for module in ("gradients.local_squares", "model.metrics"):
+        for module in ("measure.local_squares", "measure.metrics"):
             stack.enter_context(patch(f"dpfuse.{module}.host_knows", return_value=False))
         yield
 
