@@ -94,7 +94,10 @@ class StagedWork(dist.Work):
         except RuntimeError as error:
             if self._explain is None or not work.is_completed():
                 raise
-            raise self._explain(error) from error
+            told = self._explained(error)
+            if told is error:
+                raise
+            raise told from error
 
     def _go_on(self) -> None:
         try:
@@ -102,11 +105,18 @@ class StagedWork(dist.Work):
                 self._start_next()
                 return
             next(self._stages, None)  # what is to be done after the last one
-        except RuntimeError as error:
-            self._error = error if self._explain is None else self._explain(error)
         except Exception as error:
-            self._error = error
+            self._error = self._explained(error)
         self._future.set_result([])
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return what to raise for an error, which stays its cause: that tells that a collective has failed."""
+        if self._explain is None or not isinstance(error, RuntimeError):
+            return error
+        told = self._explain(error)
+        if told is not error:
+            told.__cause__ = error
+        return told
 
     def _start_next(self) -> None:
         self._work = next(self._stages)

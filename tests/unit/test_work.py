@@ -121,5 +121,6 @@ def test_an_error_is_explained_but_not_a_time_limit(fails: str) -> None:
     if fails == "lands":
         with pytest.raises(RuntimeError, match="too short"):
             work.wait(SHORT)
-    with pytest.raises(ValueError, match="explained: planted"):
+    with pytest.raises(ValueError, match="explained: planted") as caught:
         work.wait(SHORT)
+    assert str(caught.value.__cause__) == "planted"
