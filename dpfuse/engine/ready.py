@@ -6,18 +6,13 @@ has a hook in Python: the one that came last so far.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dpfuse.engine.torch_private import leave_untraced
-
-__all__ = ["ReadyHook", "ReadyList", "watch_steps"]
+__all__ = ["ReadyHook", "ReadyList"]
 
 ReadyHook = Callable[[Any], None]
 MISSES = 2  # after so many backwards in a row in which another parameter came last, that one becomes the sentinel
@@ -114,40 +109,3 @@ class ReadyList:
         self.entries.clear()
         self.sent = -1
         self.uncertain = 0
-
-
-class Watched(Protocol):
-    """An object with ready lists, which should be empty when an optimizer steps."""
-
-    def unaveraged(self) -> list[Tensor]:
-        """Return the parameters in the ready lists."""
-
-    def refuse(self, found: Iterable[Tensor]) -> None:
-        """Raise, or forget these entries: an optimizer is about to use the parameters in `found`."""
-
-
-_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-_watching = False
-
-
-def watch_steps(owner: Watched) -> None:
-    """Call `owner.refuse` when an optimizer steps, outside of backward, on parameters in the ready lists of `owner`.
-
-    Such entries come from a backward that went through no output of the wrapper and reached no sentinel.
-    """
-    global _watching
-    _watched.add(owner)
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for one in tuple(_watched):
-        entries = one.unaveraged()
-        if entries and torch._C._current_graph_task_id() == -1:
-            wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            one.refuse([param for param in entries if id(param) in wanted])
-
-
-leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that were not averaged")

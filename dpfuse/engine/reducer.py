@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import BACKWARD, BETWEEN, Track
@@ -18,7 +19,8 @@ from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
-from dpfuse.engine.ready import ReadyHook, ReadyList, watch_steps
+from dpfuse.engine.optimizer_steps import call_before_steps
+from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.unused import UnusedParameters
@@ -150,7 +152,7 @@ class Reducer:
         self._frozen: frozenset[int] = frozenset()
         self._in_use = in_use
         self._use(in_use)
-        watch_steps(self)
+        call_before_steps(self)
 
     # --- The buckets in use ---
 
@@ -311,14 +313,21 @@ class Reducer:
         """
         in_use = self._in_use  # in line, since each forward comes here
         if (in_use.recorded or any(map(_entries_of, in_use.ready))) and not backward_runs():
-            self.refuse(in_use.entries())
+            self._refuse(in_use.entries())
             self._wiring.window.backward_ends()
 
-    def unaveraged(self) -> list[Tensor]:
-        """Return the parameters of ready gradients that no backward took; it is called while no backward runs."""
-        return self._in_use.entries()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse, outside of a backward, a step on parameters whose ready gradients no backward took.
 
-    def refuse(self, found: Iterable[Tensor]) -> None:
+        Raises:
+            DPFuseError: these gradients were to be averaged.
+        """
+        entries = self._in_use.entries()
+        if entries and not backward_runs():
+            wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            self._refuse(param for param in entries if id(param) in wanted)
+
+    def _refuse(self, found: Iterable[Tensor]) -> None:
         """Forget these ready gradients.
 
         Raises:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from dpfuse.engine import messages
 from dpfuse.engine.buffer import Buffer
 from dpfuse.engine.feeds.at_once import AtOnce
+from dpfuse.engine.optimizer_steps import call_before_steps
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
 from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph
@@ -48,7 +48,7 @@ class Accumulating(Feed):
         self._writers = writers
         self._label = label
         self._sources: list[Tensor | None] = []
-        _refuse_steps()
+        call_before_steps(self)
 
     def take(self, *, backward_ended: bool) -> None:
         """Add what is in `.grad` to the buffer, and leave None there.
@@ -153,6 +153,12 @@ class Accumulating(Feed):
                 param.grad = grad if param.grad is None else param.grad + grad
         self.forget()
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise DPFuseError if the optimizer steps on parameters whose gradients are in a bucket and not in `.grad`."""
+        if self.held:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            refuse_accumulated(params, f"{type(optimizer).__name__}.step() was called")
+
     def holds_of(self, wanted: set[int]) -> str | None:
         """Return the name of a parameter in `wanted` (ids) whose gradient is held; None if there is none."""
         buffer = self._buffer
@@ -236,26 +242,6 @@ def refuse_accumulated(params: Sequence[Tensor], what: str) -> None:
                 "backward before. Run the last backward of the window outside of no_sync(), throw the window away "
                 "with discard_accumulated(), or leave accumulate_in_buckets out."
             )
-
-
-_watching_steps = False
-
-
-def _refuse_steps() -> None:
-    """Raise from now on where an optimizer steps on parameters whose gradients are in a bucket and not in `.grad`."""
-    global _watching_steps
-    if not _watching_steps:
-        _watching_steps = True
-        register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _filled:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        refuse_accumulated(params, f"{type(optimizer).__name__}.step() was called")
-
-
-leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that are not in .grad")
 
 
 def _same_memory(grad: Tensor, view: Tensor) -> bool:

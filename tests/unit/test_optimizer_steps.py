@@ -1,0 +1,122 @@
+"""The hook before the steps of optimizers: one for all users, gone with the last, and never an error of a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, optimizer
+
+import dpfuse
+from dpfuse.engine import optimizer_steps
+from tests.freed import still_held
+
+
+class User:
+    """Calls a function with each optimizer that is about to step."""
+
+    def __init__(self, act):
+        self.before_step = act
+        optimizer_steps.call_before_steps(self)
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """The hooks that torch has for all optimizers; there is no user at first, since other tests may have left some."""
+    found = OrderedDict()
+    monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", found)
+    monkeypatch.setattr(optimizer_steps, "_users", {})
+    monkeypatch.setattr(optimizer_steps, "_handle", None)
+    return found
+
+
+def sgd():
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    return SGD([param], lr=1.0)
+
+
+def test_users_share_one_hook_which_goes_with_the_last(hooks):
+    calls = []
+    users = [User(lambda optimizer, name=name: calls.append((name, optimizer))) for name in "ab"]
+    optimizer_steps.call_before_steps(users[0])  # once more
+    assert len(hooks) == 1
+    first, second = sgd(), sgd()
+    first.step()
+    second.step()
+    assert calls == [("a", first), ("b", first), ("a", second), ("b", second)]
+    del users[0]
+    first.step()
+    assert calls[4:] == [("b", first)]
+    users.clear()
+    assert not hooks
+    first.step()
+    assert len(calls) == 5
+    users = [User(lambda optimizer: calls.append(("c", optimizer)))]
+    first.step()
+    assert calls[5:] == [("c", first)]
+
+
+def test_an_error_of_a_user_stops_the_step(hooks):
+    user = User(lambda optimizer: 1 / 0)
+    stepping = sgd()
+    with pytest.raises(ZeroDivisionError):
+        stepping.step()
+    assert torch.equal(stepping.param_groups[0]["params"][0].detach(), torch.ones(2))
+    del user
+    stepping.step()
+    assert torch.equal(stepping.param_groups[0]["params"][0].detach(), torch.zeros(2))
+
+
+def test_the_last_user_may_go_while_an_optimizer_steps(hooks):
+    users = []
+    users.append(User(lambda optimizer: users.clear()))
+    sgd().step()
+    assert not users
+    assert not hooks
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_beside_hooks_of_others_the_last_user_may_go_as_well_and_the_next_is_called_once(hooks, place):
+    users, others, calls = [], [], []
+
+    def other(*_):
+        others.append(len(hooks))
+        users.clear()
+
+    if place == "before":
+        optimizer.register_optimizer_step_pre_hook(other)
+    users.append(User(lambda optimizer: users.clear()))
+    if place == "behind":
+        optimizer.register_optimizer_step_pre_hook(other)
+    stepping = sgd()
+    stepping.step()
+    stepping.step()
+    assert others == [2, 2]
+    again = User(calls.append)
+    stepping.step()
+    assert calls == [stepping]
+    del again
+
+
+def test_a_freed_model_leaves_no_hook(hooks):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = dpfuse.DataParallel(nn.Linear(2, 2), accumulate_in_buckets=True)
+        assert len(hooks) == 1
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        params = [*model.parameters()]
+        with pytest.raises(dpfuse.DPFuseError, match=r"SGD\.step\(\) was called while gradients of parameter"):
+            SGD(params, lr=1.0).step()
+        reducer = ref(model.reducer)
+        del model
+        assert still_held([reducer]) == []
+        assert not hooks
+        SGD(params, lr=1.0).step()
+    finally:
+        dist.destroy_process_group()
