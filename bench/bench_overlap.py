@@ -107,11 +107,11 @@ class _Grid:
             contender.prove(name)
         unsent = self._contenders[UNSENT]
         sync = unsent.wrapped._sync
-        self._recorder = BackwardRecorder(sync.reducer, len(sync.plan.specs), on_cuda=device == "cuda")
-        sync.record(self._recorder)
+        self._recorder = BackwardRecorder(sync.grads.reducer, len(sync.grads.plan.specs), on_cuda=device == "cuda")
+        sync.grads.record(self._recorder)
         for _ in range(RECORDED):
             unsent.step(network, None)
-        self._timeline = self._recorder.timeline(sync.plan, self._network)
+        self._timeline = self._recorder.timeline(sync.grads.plan, self._network)
 
     def time(self, latency: float, load: float, effort: Effort) -> dict[str, dict[str, Any]]:
         """Plan for this network, and time all contenders in it.
@@ -129,9 +129,9 @@ class _Grid:
         cost = CostTable.affine(latency, bandwidth)
         plan = optimal_plan(self._timeline, cost)
         for name in (PLANNED, UNSENT):
-            self._contenders[name].wrapped._sync.use_plan(plan)
+            self._contenders[name].wrapped._sync.grads.use_plan(plan)
         for name, rule in PEER_RULES.items():
-            self._contenders[name].wrapped._sync.use_plan(rule(self._timeline, cost))
+            self._contenders[name].wrapped._sync.grads.use_plan(rule(self._timeline, cost))
         self._network.calibrate()
         self._network.cost = cost
         self._contenders[PLANNED].prove(PLANNED)

@@ -185,7 +185,7 @@ class SyncedModule(nn.Module):
             if takes_part:
                 self._forward_ended()
         except Exception as error:
-            sync.track.failed(error)
+            sync.grads.track.failed(error)
             raise
         finally:
             set_tracer(tracer)
@@ -231,7 +231,7 @@ class SyncedModule(nn.Module):
     def require_backward_grad_sync(self) -> bool:
         """The switch behind `no_sync()`, read when a forward ends; may be set directly."""
         sync = self._sync_if_any()
-        return self._require_sync if sync is None else sync.reducer.require_sync
+        return self._require_sync if sync is None else sync.grads.reducer.require_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
@@ -239,7 +239,7 @@ class SyncedModule(nn.Module):
         if sync is None:
             self._require_sync = bool(value)
         else:
-            sync.reducer.require_sync = bool(value)
+            sync.grads.reducer.require_sync = bool(value)
 
     def _sync_if_any(self) -> ModuleSync | None:
         """What averages the gradients; None also where a subclass has skipped the constructor."""
@@ -312,7 +312,7 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
-            self._sync.reducer.discard_accumulated()
+            self._sync.grads.reducer.discard_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
@@ -481,12 +481,12 @@ class SyncedModule(nn.Module):
     @property
     def reducer(self) -> Reducer | None:
         """The state machine of the synchronisation; None where the wrapper only passes calls through."""
-        return None if self._sync is None else self._sync.reducer
+        return None if self._sync is None else self._sync.grads.reducer
 
     @property
     def bucket_plan(self) -> BucketPlan:
         """The buckets in use: the planned ones, then those rebuilt after the first synchronised backward."""
-        return check_module(self.module, self._options, None) if self._sync is None else self._sync.plan
+        return check_module(self.module, self._options, None) if self._sync is None else self._sync.grads.plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncedModule:
         clone = type(self).__new__(type(self))
@@ -527,7 +527,7 @@ class SyncedModule(nn.Module):
         if self._sync is None:
             return "no process group: calls pass through"
         buckets = ", ".join(f"{bucket.nbytes / MB:.3g}" for bucket in self.bucket_plan.buckets)
-        group = self._sync.group
+        group = self._sync.grads.group
         abilities = abilities_of(group, torch.device(self.bucket_plan.buckets[0].device))
         backend = f"{backend_of(group)} ({abilities})" if any(abilities) else backend_of(group)
         return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"

@@ -58,7 +58,7 @@ class Contender:
         if self.plan is not None:
             assert isinstance(wrapped, dpfuse.DataParallel)
             assert wrapped._sync is not None
-            wrapped._sync.use_plan(self.plan)
+            wrapped._sync.grads.use_plan(self.plan)
 
 
 def contenders(grid: Iterable[Sizes], tuned: BucketPlan | None, *, find_unused: bool) -> list[Contender]:

@@ -78,7 +78,7 @@ class UnevenInputsHook(JoinHook):
     def __init__(self, model: _Joined, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
         # A join that an exception ended leaves its hook with `sync`, which is kept as long as the model.
         self._model = cast("_Joined", weakref.proxy(model))
-        self._sync = sync
+        self._sync, self._grads = sync, sync.grads
         self._divide_by_active = not divide_by_initial_world_size
         self._shadowed = False  # whether other ranks shadow a backward of this one
         self._kept: list[tuple[Tensor, Tensor | None]] = []  # gradients from the time when this rank had inputs
@@ -94,11 +94,11 @@ class UnevenInputsHook(JoinHook):
         """
         if not self._model._join_config.enable:
             return
-        reducer = self._sync.reducer
+        reducer = self._grads.reducer
         self.expect_no_backward()
         work = Join.notify_join_context(cast("Joinable", self._model))
         if work is not None:
-            finish(work, board_of(self._sync.group), self._model.join_device.type)
+            finish(work, board_of(self._grads.group), self._model.join_device.type)
         turns = self._exchange(
             Turn.ACTIVE
             | (Turn.SYNC if reducer.require_sync else 0)
@@ -115,7 +115,7 @@ class UnevenInputsHook(JoinHook):
         Raises:
             DPFuseError: some did; these raise an error too.
         """
-        reducer = self._sync.reducer
+        reducer = self._grads.reducer
         if not (self._shadowed and reducer.owes_backward):
             return
         try:
@@ -123,7 +123,7 @@ class UnevenInputsHook(JoinHook):
             reducer.abandon()
             reducer.drain()
         except DPFuseError as error:
-            rank = self._sync.group.rank()
+            rank = self._grads.group.rank()
             raise DPFuseError(
                 f"rank {rank} ran a forward inside join() without reducing its gradients afterwards, while ranks that "
                 "have no input left shadow one backward of each forward; expected forward and backward in turn. Run "
@@ -150,7 +150,7 @@ class UnevenInputsHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that had inputs to the last."""
         self._exchange(Turn.ACTIVE if is_last_joiner else 0)
-        self._model._authoritative_rank = self._sync.source
+        self._model._authoritative_rank = self._grads.source
         self._sync.send_model(buffers=self._model.forward_sync_buffers)
         self.end()
 
@@ -162,12 +162,12 @@ class UnevenInputsHook(JoinHook):
         self._model._join_config = self._model._join_config._replace(enable=False)
         self._sync.before_collectives = None
         self._sync.window.begin()
-        self._sync.source = 0
-        self._sync.average_over(self._sync.group.size())
+        self._grads.source = 0
+        self._grads.average_over(self._grads.group.size())
 
     def _exchange(self, turn: int) -> list[int]:
         """The turns of all ranks, by rank."""
-        group = self._sync.group
+        group = self._grads.group
         row = torch.tensor([turn], dtype=torch.int32, device=collective.group_device(group))
         turns = [int(other.item()) for other in collective.all_gather(row, group)]
         active = [rank for rank, other in enumerate(turns) if other]
@@ -179,14 +179,14 @@ class UnevenInputsHook(JoinHook):
                     "ranks with inputs to do the same in an iteration inside join(). Enter no_sync() on all of them, "
                     "or on none."
                 )
-        self._sync.source = source
+        self._grads.source = source
         if self._divide_by_active:
-            self._sync.average_over(len(active))
+            self._grads.average_over(len(active))
         return turns
 
     def _set_gradients_aside(self) -> None:
-        params = [param for bucket in self._sync.reducer.buckets for param in bucket.params]
-        self._sync.reducer.accumulation.release()
+        params = [param for bucket in self._grads.reducer.buckets for param in bucket.params]
+        self._grads.reducer.accumulation.release()
         if not self._kept:
             # Copies, for a gradient may be a view of a buffer that is about to be used.
             with torch.no_grad():

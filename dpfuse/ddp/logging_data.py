@@ -51,12 +51,12 @@ def logging_data(model: TorchNames) -> dict[str, Any]:
         data["rebuilt_bucket_sizes"] = _sizes(plan)
         data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, b.params)) for b in plan.buckets)
     if model._sync is not None:
-        reducer = model._sync.reducer
+        reducer = model._sync.grads.reducer
         data["iteration"] = reducer.completed
         if model._sync.metrics is not None:
             data |= model._sync.metrics.step_times.read()
-        if model._sync.hook is not None:
-            data["comm_hook"] = model._sync.hook.name
+        if model._sync.grads.hook is not None:
+            data["comm_hook"] = model._sync.grads.hook.name
     if model._authoritative_rank is not None:
         data["join_uneven_inputs"] = True
     error = model._logged_error

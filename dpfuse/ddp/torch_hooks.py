@@ -48,7 +48,7 @@ class TorchHooks(TorchNames):
         def step() -> None:
             model = wrapper()
             if model is not None and model._sync is not None:
-                optimizers.step(model._sync.params)
+                optimizers.step(model._sync.grads.params)
 
         return FaceParts([self._buffer_futures.wait, step])
 

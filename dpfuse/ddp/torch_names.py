@@ -29,14 +29,14 @@ class TorchReducer:
         self._sync = sync
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sync.reducer, name)
+        return getattr(self._sync.grads.reducer, name)
 
     def prepare_for_forward(self) -> None:
         """Nothing: a forward is prepared where it runs."""
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise although its forward ran inside `no_sync()`."""
-        self._sync.reducer.prepare_for_backward(tensors)
+        self._sync.grads.reducer.prepare_for_backward(tensors)
 
     def _rebuild_buckets(self) -> bool:
         """False: buckets are rebuilt when the first synchronised backward ends, never at another time."""
@@ -62,7 +62,7 @@ class TorchReducer:
 
     def _check_reducer_finalized(self) -> None:
         """Raises DPFuseError while a backward is open."""
-        phase = self._sync.reducer.phase
+        phase = self._sync.grads.reducer.phase
         if phase is not IDLE:
             raise DPFuseError(
                 f"a backward is still open ({phase.name.lower()}), or an exception ended it; expected none. Call it "
@@ -113,7 +113,7 @@ class TorchNames(SyncedModule):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._sync is not None and self._sync.reducer.rebuilt
+        return self._sync is not None and self._sync.grads.reducer.rebuilt
 
     @property
     def _distributed_rank(self) -> int:
@@ -163,7 +163,7 @@ class TorchNames(SyncedModule):
     @property
     def _logged_error(self) -> str:
         """What went wrong last, in a backward or when a hook was registered."""
-        return self._registration_error or ("" if self._sync is None else self._sync.reducer.last_error)
+        return self._registration_error or ("" if self._sync is None else self._sync.grads.reducer.last_error)
 
     @contextmanager
     def _log_errors(self) -> Iterator[None]:

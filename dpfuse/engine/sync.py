@@ -168,6 +168,7 @@ class GradSync:
             DPFuseError: a rank has no memory for them; raised on every rank, and nothing has changed.
         """
         assert self.reducer.phase is IDLE
+        assert not self.reducer.change
         assert plan.specs == self.plan.specs
         self.reducer.adopt(votes.agree_on_success(lambda: self._remade(plan), self.group, "a plan"))
 

@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.comm.completion import let_threads_finish_at_exit
-from dpfuse.comm.waiting import LOSS, Track
-from dpfuse.engine.averaging import Wire
+from dpfuse.comm.waiting import LOSS
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
-from dpfuse.engine.listening import BackwardRecorder, Wrap
+from dpfuse.engine.listening import Wrap
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
+from dpfuse.engine.reducer import ABANDONED, IDLE
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
@@ -92,7 +91,8 @@ class ModuleSync:
         face: what the wrapper adds.
 
     Attributes:
-        grads: the synchronisation of the gradients.
+        options: as given.
+        grads: the synchronisation of the gradients; it owns the group, the plan and the reducer.
         window: counts what ranks must have in common.
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
@@ -113,15 +113,15 @@ class ModuleSync:
     ) -> None:
         self.window = Window(counts_forwards=not options.find_unused_parameters)
         self.before_collectives: Callable[[], None] | None = None
+        self.options = options
         self._module = module
-        self._options = options
         self._dividing: Dividing | None = None
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
-        self.buffers = BufferSchedule(buffers, lambda: self.source, active=options.broadcast_buffers)
+        self.buffers = BufferSchedule(buffers, lambda: self.grads.source, active=options.broadcast_buffers)
         signature = ModelSignature(module, options.ignored)
         self._reader = GradientReader(module, signature, group.rank())
         self.factors = GradientFactors(
-            self.window, options.gradient_scale, group, lambda: self.reducer, strict=options.strict
+            self.window, options.gradient_scale, group, lambda: self.grads.reducer, strict=options.strict
         )
         params = params_of(module, plan)
         self.error_feedback = (
@@ -132,7 +132,9 @@ class ModuleSync:
         self.metrics: Metrics | None = None
         if options.common["metrics"]:
             every, weight = int(options.common["metrics"]), self.factors.weight
-            self.metrics = Metrics(every, weight, self.window, lambda: self.reducer, lambda: self.hook is not None)
+            self.metrics = Metrics(
+                every, weight, self.window, lambda: self.grads.reducer, lambda: self.grads.hook is not None
+            )
             features += [self.metrics, self.metrics.step_times]
         if options.common["check_finite"] != "off":
             features.append(
@@ -140,7 +142,7 @@ class ModuleSync:
                     raises=options.common["check_finite"] == "raise",
                     late=params[0].is_cuda,
                     rank=group.rank(),
-                    step=lambda: self.reducer.completed + 1,
+                    step=lambda: self.grads.reducer.completed + 1,
                 )
             )
         if options.common["grad_norm_in_backward"]:
@@ -171,64 +173,10 @@ class ModuleSync:
             window=self.window,
         )
 
-    @property
-    def reducer(self) -> Reducer:
-        """The state machine of the gradients."""
-        return self.grads.reducer
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self.grads.group
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The buckets in use."""
-        return self.grads.plan
-
-    @property
-    def params(self) -> Sequence[nn.Parameter]:
-        """Those whose gradients are averaged, in the order of registration."""
-        return self.grads.params
-
-    @property
-    def hook(self) -> CommHook | None:
-        """What reduces the gradients in place of the collectives, if a user has registered it."""
-        return self.grads.hook
-
-    @property
-    def wire(self) -> Wire:
-        """How gradients travel."""
-        return self._options.wire
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether sums are formed in the order of the ranks."""
-        return bool(self._options.common["deterministic"])
-
-    @property
-    def track(self) -> Track:
-        """Tells the heartbeat how far this rank has come."""
-        return self.grads.track
-
-    @property
-    def source(self) -> int:
-        """The rank whose buffers and ready order all ranks take."""
-        return self.grads.source
-
-    @source.setter
-    def source(self, rank: int) -> None:
-        self.grads.source = rank
-
     def finish_parameters(self) -> None:
         """Wait for parameters that are on their way, for code that does not wait for each: what was compiled."""
         if self._dividing is not None:
             self._dividing.finish()
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether this rank's module has changed, and the ranks have not agreed on that yet."""
-        return bool(self.reducer.change)
 
     @property
     def is_compiled(self) -> bool:
@@ -288,24 +236,20 @@ class ModuleSync:
         self.buffers.in_backward = self._follower.compare_buffers = in_backward
 
     def send_model(self, *, buffers: bool) -> None:
-        """Overwrite parameters, and buffers if asked to, with those of rank `source`."""
-        params, others = tensors_of(self._module, self._options)
-        send_tensors([*params.values(), *(others.values() if buffers else ())], self.group, self.source)
+        """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""
+        params, others = tensors_of(self._module, self.options)
+        send_tensors([*params.values(), *(others.values() if buffers else ())], self.grads.group, self.grads.source)
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
         if self._dividing is not None and self._dividing.in_backward:
             raise DPFuseError(
-                f"rank {self.group.rank()}: a GradScaler was made for a model whose ShardedOptimizer has "
+                f"rank {self.grads.group.rank()}: a GradScaler was made for a model whose ShardedOptimizer has "
                 "step_in_backward=True, expected one of the two: it could skip no step. Leave one of them out."
             )
-        if not self.factors.attached and self.reducer.phase is IDLE:  # else once what is in flight has been drained
+        if not self.factors.attached and self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
             self.factors.attached = True
             self.grads.add_feature(self.factors)
-
-    def record(self, recorder: BackwardRecorder | None) -> None:
-        """Let `recorder` stand between engine and reducer, and see every bucket's way; None gives all back."""
-        self.grads.record(recorder)
 
     @property
     def recording(self) -> bool:
@@ -318,21 +262,13 @@ class ModuleSync:
         Raises:
             DPFuseError: a backward is running.
         """
-        if self.reducer.phase is not IDLE:
+        phase = self.grads.reducer.phase
+        if phase is not IDLE:
             raise DPFuseError(
-                f"rank {self.group.rank()}: autotune was called while a backward is {self.reducer.phase.name}, "
-                "expected it between backwards."
+                f"rank {self.grads.group.rank()}: autotune was called while a backward is {phase.name}, expected it "
+                "between backwards."
             )
         self._follower.ask(wish)
-
-    def use_plan(self, plan: BucketPlan) -> None:
-        """As that of `GradSync`."""
-        assert not self.reducer.change
-        self.grads.use_plan(plan)
-
-    def average_over(self, rank_count: int) -> None:
-        """As that of `GradSync`."""
-        self.grads.average_over(rank_count)
 
     def shadow_backward(self) -> None:
         """As that of `GradSync`."""
@@ -346,18 +282,18 @@ class ModuleSync:
             RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper was told how
                 gradients travel.
         """
-        if self.hook is not None:
+        if self.grads.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
-                f"{hook.name} after {self.hook.name}; wrap the module again to change it."
+                f"{hook.name} after {self.grads.hook.name}; wrap the module again to change it."
             )
         if refusal := self._refusal_of(hook):
-            raise DPFuseError(f"rank {self.group.rank()}: {refusal}")
+            raise DPFuseError(f"rank {self.grads.group.rank()}: {refusal}")
         self.grads.set_hook(hook)
 
     def _refusal_of(self, hook: CommHook) -> str:
         """Return why `hook` cannot be registered now, and what to do; empty if it can be."""
-        phase, change, option = self.reducer.phase, self.reducer.change, self._options.of_communication
+        phase, change, option = self.grads.reducer.phase, self.grads.reducer.change, self.options.of_communication
         if option is not None:
             return (
                 f"a communication hook was registered with {option}, expected one of the two: {hook.name} adds up as "
@@ -387,16 +323,16 @@ class ModuleSync:
 
     def check_divisible(self, *, in_backward: bool = False) -> None:
         """Raise ValueError if gradients cannot be divided among the ranks, or be used up when a backward returns."""
-        what = self._options.of_whole_gradients
-        if self.hook is not None:
+        what, wire, specs = self.options.of_whole_gradients, self.options.wire, self.grads.plan.specs
+        if self.grads.hook is not None:
             what = "a communication hook"
         elif self.factors.weight.value is not None:
             what = "gradient weights"
         elif self._dividing is not None:
             what = "another ShardedOptimizer of the same model"
-        elif self.wire.dtype is not None and any(spec.dtype != self.wire.dtype for spec in self.plan.specs):
-            what = self.wire.argument
-        elif other := [spec for spec in self.plan.specs if spec.sparse or spec.dtype.startswith("complex")]:
+        elif wire.dtype is not None and any(spec.dtype != wire.dtype for spec in specs):
+            what = wire.argument
+        elif other := [spec for spec in specs if spec.sparse or spec.dtype.startswith("complex")]:
             what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
         if what:
             raise ValueError(
@@ -407,9 +343,9 @@ class ModuleSync:
             return
         if self.factors.attached:
             what = "a GradScaler"
-        elif self._options.common["accumulate_in_buckets"]:
+        elif self.options.common["accumulate_in_buckets"]:
             what = "accumulate_in_buckets=True"
-        elif self._options.find_unused_parameters:
+        elif self.options.find_unused_parameters:
             what = "find_unused_parameters=True"
         if what:
             raise ValueError(
@@ -429,11 +365,12 @@ class ModuleSync:
 
     def gradients(self) -> Measurable:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
+        grads = self.grads
         if self._dividing is not None:
-            refuse_running(self.reducer, self.group.rank())
+            refuse_running(grads.reducer, grads.group.rank())
             return self._dividing.gradients()
-        refuse_accumulated(self.params, f"rank {self.group.rank()}: the norm of the gradients was asked for")
-        return self._reader.read(self.reducer, names_of(self.plan), self.params)
+        refuse_accumulated(grads.params, f"rank {grads.group.rank()}: the norm of the gradients was asked for")
+        return self._reader.read(grads.reducer, names_of(grads.plan), grads.params)
 
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
@@ -445,7 +382,7 @@ class ModuleSync:
 
     def _plan_residuals(self) -> None:
         if self.error_feedback is not None:
-            self.error_feedback.plan(self.reducer.buckets)
+            self.error_feedback.plan(self.grads.reducer.buckets)
 
 
 class _AfterDelivery(Feature):

@@ -120,19 +120,19 @@ class ShardedOptimizer(Optimizer):
             self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
             if sync is not None:
                 sync.check_divisible(in_backward=step_in_backward)
-                refuse_missing(sync, groups)
+                refuse_missing(sync.grads, groups)
                 groups.try_out(master_dtype)
                 options = f"gather={gather}\nmaster_dtype={master_dtype}\nstep_in_backward={step_in_backward}"
                 facts = f"{_facts_of(groups, model)}\n{options}\nclip_by_last_norm={clip_by_last_norm}"
         except Exception as error:
             if sync is not None:
-                votes.report_failure(error, sync.group, WHAT)
+                votes.report_failure(error, sync.grads.group, WHAT)
             raise
         self._masters = master_dtype is not None
         if sync is None:
             self.state = groups.share_state()
             return
-        votes.agree_on_text(facts, sync.group, WHAT, "Pass the same arguments on every rank.")
+        votes.agree_on_text(facts, sync.grads.group, WHAT, "Pass the same arguments on every rank.")
         self._shards = Shards(
             sync,
             groups,

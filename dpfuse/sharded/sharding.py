@@ -43,14 +43,13 @@ class Sharding(Dividing):
 
     def __init__(self, sync: ModuleSync, finish: Callable[[], None]) -> None:
         self.used: list[ShardedDelivery] = []
-        self._sync = sync
-        self._group = sync.group
+        self._grads, self._group = sync.grads, sync.grads.group
         self._finish = finish
-        device = sync.params[0].device
-        scatters = abilities_of(sync.group, device).scatters and not sync.deterministic
+        device = sync.grads.params[0].device
+        scatters = abilities_of(self._group, device).scatters and not sync.options.common["deterministic"]
         self._incoming = Incoming(scatters=scatters)
         self._owners: dict[int, int] = {}  # the rank of a parameter that is needed whole, by its id; it never changes
-        self._loads = [0.0] * sync.group.size()  # what the updates of each rank's whole tensors cost
+        self._loads = [0.0] * self._group.size()  # what the updates of each rank's whole tensors cost
 
     def own(self, groups: ParamGroups) -> None:
         """Choose an owner for each parameter that is needed whole and has none.
@@ -90,17 +89,17 @@ class Sharding(Dividing):
 
     def deliveries(self) -> list[ShardedDelivery]:
         """Return the gradients of each bucket that the next backward will use."""
-        found = (bucket.parts.delivery for bucket in self._sync.reducer.buckets)
+        found = (bucket.parts.delivery for bucket in self._grads.reducer.buckets)
         return [delivery for delivery in found if isinstance(delivery, ShardedDelivery)]
 
     def gradients(self) -> ShardedGradients:
-        named = zip(names_of(self._sync.plan), self._sync.params, strict=True)
+        named = zip(names_of(self._grads.plan), self._grads.params, strict=True)
         return ShardedGradients(named, self._group, self.telling(READ))
 
     @contextmanager
     def telling(self, doing: Doing) -> Iterator[None]:
         """Tell the heartbeat what this rank does, so that ranks in different collectives are told apart."""
-        track, completed = self._sync.track, self._sync.reducer.completed
+        track, completed = self._grads.track, self._grads.reducer.completed
         track.tell(doing, completed)
         try:
             yield
@@ -126,8 +125,8 @@ class ShardingInBackward(Sharding):
     def __init__(self, sync: ModuleSync, finish: Callable[[], None], in_backward: InBackward) -> None:
         super().__init__(sync, finish)
         self._in_backward = in_backward
-        self._known = frozenset(map(id, sync.params))
-        self._ring = Ring(sync.plan, self._group.size(), DEPTH)
+        self._known = frozenset(map(id, sync.grads.params))
+        self._ring = Ring(sync.grads.plan, self._group.size(), DEPTH)
 
     def planned(self, plan: BucketPlan) -> None:
         self._ring = Ring(plan, self._group.size(), DEPTH)

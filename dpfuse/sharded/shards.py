@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from dpfuse.comm.waiting import READ, STEP, board_of, finish
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.sync import GradSync
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import refuse_running
 from dpfuse.model.module_sync import ModuleSync
@@ -58,7 +59,7 @@ class Shards:
         in_backward: bool = False,
         largest_norm: float | None = None,
     ) -> None:
-        self._sync = sync
+        self._sync, self._grads, self._group = sync, sync.grads, sync.grads.group
         self._groups = groups
         self._late = late
         self._masters = masters
@@ -67,7 +68,7 @@ class Shards:
         self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
         self._settings: list[dict[str, Any]] = []  # of the groups, in the step or backward that runs
         self._failure: Exception | None = None  # why this rank could not update a part
-        self.in_backward = InBackward(sync.group, self, largest_norm) if in_backward else None
+        self.in_backward = InBackward(self._group, self, largest_norm) if in_backward else None
         self._sharding = (
             Sharding(sync, self.finish)
             if self.in_backward is None
@@ -79,10 +80,9 @@ class Shards:
 
     def step(self) -> None:
         """Update this rank's part of each bucket, and gather the parts of all ranks."""
-        sync = self._sync
         self.finish()
         self._take_zeros()
-        sync.gradients()  # raises if they cannot be used now
+        self._sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
         self._settings = self._groups.settings()
         for shard in reversed(self._shards):  # the first layers first
@@ -92,14 +92,14 @@ class Shards:
     def step_after_backward(self) -> None:
         """As `step`, where backward has updated the parameters: wait for them unless they may come late."""
         assert self.in_backward is not None
-        refuse_running(self._sync.reducer, self._sync.group.rank())
+        refuse_running(self._grads.reducer, self._group.rank())
         with self._sharding.telling(STEP):
             owed = self.in_backward.step()
         if not owed:
             self._step_with_zeros()
-        for name, param in zip(names_of(self._sync.plan), self._sync.params, strict=True):
+        for name, param in zip(names_of(self._grads.plan), self._grads.params, strict=True):
             if not (owed and isinstance(param.grad, ShardedGradient)):
-                sharded_gradient(name, param, self._sync.group)
+                sharded_gradient(name, param, self._group)
         self._end_step()
 
     def _step_with_zeros(self) -> None:
@@ -120,7 +120,7 @@ class Shards:
         self._settings = self._groups.settings()
         now = self._sharding.deliveries()
         changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
-        if changed and not self._sync.is_changing:  # else the ranks will refuse the change
+        if changed and not self._grads.reducer.change:  # else the ranks will refuse the change
             self._follow(now)
 
     def update(self, buffer: Buffer, *, sent: bool) -> None:
@@ -153,20 +153,20 @@ class Shards:
 
     def _gather(self, shard: Shard, *, late: bool) -> None:
         params = shard.flat_params
-        wait = partial(finish, params.start_gather(), board_of(self._sync.group), params.flat.device.type)
+        wait = partial(finish, params.start_gather(), board_of(self._group), params.flat.device.type)
         self._pending.append(Pending(params.params if late else (), wait))
 
     def _end_step(self) -> None:
-        sync, failure = self._sync, self._failure
+        failure = self._failure
         now = self._sharding.deliveries()
         buckets_changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
-        if failure is not None or buckets_changed or not self._late or sync.is_compiled:
+        if failure is not None or buckets_changed or not self._late or self._sync.is_compiled:
             with self._sharding.telling(STEP):
                 self.finish()
         if failure is not None:
             self._failure = None
             raise DPFuseError(
-                f"rank {sync.group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
+                f"rank {self._group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
                 f"expected no error: {type(failure).__name__}: {failure}. The parameters may be half updated: load a "
                 "checkpoint."
             ) from failure
@@ -195,7 +195,7 @@ class Shards:
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Return a copy of the averaged gradient of a parameter, if it has one; to be called on all ranks."""
-        grad = sharded_gradient("that was passed", param, self._sync.group)
+        grad = sharded_gradient("that was passed", param, self._group)
         self._find_gradients()
         for shard in self._shards:
             params = shard.flat_params
@@ -242,14 +242,14 @@ class Shards:
             self._follow(self._sharding.used)
         if name := self._elsewhere():
             raise DPFuseError(
-                f"rank {self._sync.group.rank()}: got a gradient of parameter {name!r} from before the buckets have "
+                f"rank {self._group.rank()}: got a gradient of parameter {name!r} from before the buckets have "
                 "changed, expected one of the last backward. Call zero_grad() and backward() for each step()."
             )
 
     def _elsewhere(self) -> str:
         """Return the name of a parameter whose gradient lies in no shard; empty if there is none."""
         known = {shard.flat_params.address for shard in self._shards}
-        for spec, param in zip(self._sync.plan.specs, self._sync.params, strict=True):
+        for spec, param in zip(self._grads.plan.specs, self._grads.params, strict=True):
             if isinstance(param.grad, ShardedGradient) and param.grad.region.address not in known:
                 return spec.name
         return ""
@@ -257,7 +257,7 @@ class Shards:
     def _follow(self, deliveries: Sequence[ShardedDelivery]) -> None:
         """Make shards of these buckets, with the states that there are; to be called on all ranks."""
         self.finish()
-        refuse_missing(self._sync, self._groups)
+        refuse_missing(self._grads, self._groups)
         before = {(id(shard.flat_params.delivery.buffer), shard.flat_params.number): shard for shard in self._shards}
         numbers = self._groups.numbers()
         now: list[Shard] = []
@@ -267,15 +267,13 @@ class Shards:
                 shard = before.pop((id(delivery.buffer), number), None)
                 if shard is None:
                     made.append(
-                        shard := self._shard(
-                            FlatParams(delivery, number, self._sync.group, masters=self._masters), numbers
-                        )
+                        shard := self._shard(FlatParams(delivery, number, self._group, masters=self._masters), numbers)
                     )
                 shard.flat_params.delivery = delivery
                 now.append(shard)
         places = _places_of(made)
         for old in before.values():
-            old.updater.leave(self._sync.group.rank())
+            old.updater.leave(self._group.rank())
             for param, state, divided in old.whole_states():
                 if param in places:
                     shard, place = places[param]
@@ -288,12 +286,12 @@ class Shards:
     def _shard(self, params: FlatParams, numbers: Mapping[int, int]) -> Shard:
         groups = [numbers[id(param)] for param in params.params]
         if params.region.whole:
-            return WholeShard(params, self._groups, groups, self._sync.group)
+            return WholeShard(params, self._groups, groups, self._group)
         for param, number in zip(params.params, groups, strict=True):
             if self._groups.trainers[number].needs_whole:
                 kind = self._groups.trainers[number].kind.__name__
                 raise DPFuseError(
-                    f"rank {self._sync.group.rank()}: a parameter of shape {tuple(param.shape)} was added for {kind}, "
+                    f"rank {self._group.rank()}: a parameter of shape {tuple(param.shape)} was added for {kind}, "
                     f"which needs whole tensors, after its bucket was made, expected it before. Call add_param_group() "
                     "before the first forward in which the parameter is trained."
                 )
@@ -318,10 +316,10 @@ def _places_of(shards: Sequence[Shard]) -> dict[Tensor, tuple[Shard, int]]:
     return {param: (shard, place) for shard in shards for place, param in enumerate(shard.flat_params.params)}
 
 
-def refuse_missing(sync: ModuleSync, groups: ParamGroups) -> None:
+def refuse_missing(grads: GradSync, groups: ParamGroups) -> None:
     """Raise ValueError if the model trains a parameter that is in no parameter group."""
     ids = groups.numbers().keys()
-    missing = [name for name, param in zip(names_of(sync.plan), sync.params, strict=True) if id(param) not in ids]
+    missing = [name for name, param in zip(names_of(grads.plan), grads.params, strict=True) if id(param) not in ids]
     if missing:
         raise ValueError(
             f"params: parameter {missing[0]!r} and {len(missing) - 1} more that the model trains are in no parameter "

@@ -176,20 +176,20 @@ def autotune(
             "autotune was called on a model that only passes calls through, expected one that averages gradients. Call "
             "init_parallel_env() before wrapping."
         )
-    if sync.hook is not None:
+    if sync.grads.hook is not None:
         raise DPFuseError(
-            f"autotune was called on a model that has the communication hook {sync.hook.name}, expected one that "
+            f"autotune was called on a model that has the communication hook {sync.grads.hook.name}, expected one that "
             "averages gradients itself. Register no hook, or choose the buffer sizes by hand."
         )
-    if sync.wire.is_fp8:
+    if sync.options.wire.is_fp8:
         raise DPFuseError(
-            f"autotune was called on a model with {sync.wire.argument}, expected a wire dtype of 16 or more "
+            f"autotune was called on a model with {sync.options.wire.argument}, expected a wire dtype of 16 or more "
             "bits, because it measures all-reduces. Choose the buffer sizes by hand, or tune with 16 bits."
         )
     if sync.recording:
         raise DPFuseError(
-            f"rank {sync.group.rank()}: autotune was called while it records this model; expected one call at a time. "
-            "Call it again when the tuning is done."
+            f"rank {sync.grads.group.rank()}: autotune was called while it records this model; expected one call at a "
+            "time. Call it again when the tuning is done."
         )
     sync.ask(f"autotune: {steps} steps, sizes {caps[0]:g} and {caps[1]:g} MB, cost {cost}")
     tuner = _Tuner(sync, steps, caps, cost)
@@ -202,20 +202,20 @@ class _Tuner:
 
     def __init__(self, sync: ModuleSync, steps: int, caps: tuple[float, float], cost: CostTable | None) -> None:
         self.tuning = Tuning()
-        self._sync = sync
+        self._grads, self._wire = sync.grads, sync.options.wire
         self._steps = steps
         self._caps = caps
         self._cost = cost
         self._plan: BucketPlan | None = None  # the plan that is recorded
         self._old: BucketPlan | None = None  # the old plan, while the new one is tried
-        self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.plan.specs)
+        self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.grads.plan.specs)
         self._recorder = BackwardRecorder(
-            sync.grads.listening.listener, len(sync.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
+            sync.grads.listening.listener, len(sync.grads.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
         )
-        sync.record(self._recorder)
+        sync.grads.record(self._recorder)
 
     def _after_backward(self) -> None:
-        if self._sync.plan is not self._plan:  # the first one, or the module has changed
+        if self._grads.plan is not self._plan:  # the first one, or the module has changed
             self._old = None
             self._record_anew()
             return
@@ -225,9 +225,9 @@ class _Tuner:
         if self._recorder.steps < self._steps:
             return
         try:
-            times = self._recorder.gather(self._sync.group)
+            times = self._recorder.gather(self._grads.group)
             if not len(times):  # some rank has no input left; inside join() it has input again in the next epoch
-                self._recorder.restart(len(self._sync.plan.specs))
+                self._recorder.restart(len(self._grads.plan.specs))
             elif self._old is None:
                 self._try_plan(times)
             else:
@@ -235,20 +235,19 @@ class _Tuner:
         except DPFuseError as error:  # on every rank
             self.tuning.error = str(error)
             self._end(kept=False)
-            warnings.warn(f"rank {self._sync.group.rank()}: autotune has changed nothing: {error}", stacklevel=2)
+            warnings.warn(f"rank {self._grads.group.rank()}: autotune has changed nothing: {error}", stacklevel=2)
 
     def _record_anew(self) -> None:
-        self._plan = self._sync.plan
+        self._plan = self._grads.plan
         self._recorder.restart(len(self._plan.specs), skip=WARM_UP)
 
     def _failed(self) -> bool:
         """Whether this backward failed on some rank. On CUDA this rank would otherwise learn it a step later."""
-        return self._sync.reducer.failed_somewhere()
+        return self._grads.reducer.failed_somewhere()
 
     def _try_plan(self, times: NDArray[np.float64]) -> None:
-        sync, tuning = self._sync, self.tuning
-        old, group = sync.plan, sync.group
-        timeline = timeline_of(times, old, sync.wire)
+        tuning, old, group = self.tuning, self._grads.plan, self._grads.group
+        timeline = timeline_of(times, old, self._wire)
         cost = self._cost or measure_all_reduce(group, _sizes_for(sum(timeline.nbytes)))
         plan = self._planned_on_rank_0(timeline, cost)
         expected = votes.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
@@ -259,7 +258,7 @@ class _Tuner:
             self._end(kept=False)
             return
         self._old = old
-        sync.use_plan(plan)
+        self._grads.use_plan(plan)
         self._record_anew()
 
     def _judge(self, times: NDArray[np.float64]) -> None:
@@ -269,17 +268,17 @@ class _Tuner:
         self.tuning.new = self._schedule()
         worse = self.tuning.after.worse_than(self.tuning.before)
         if worse:
-            self._sync.use_plan(self._old)
+            self._grads.use_plan(self._old)
         self._end(kept=not worse)
 
     def _end(self, *, kept: bool) -> None:
         self.tuning.kept = kept
         self.tuning.done = True
-        self._sync.record(None)
+        self._grads.record(None)
 
     def _planned_on_rank_0(self, timeline: Timeline, cost: CostTable) -> BucketPlan:
         """Return rank 0's plan. Ranks do not plan on their own: machines that round differently may differ."""
-        caps, group = self._caps, self._sync.group
+        caps, group = self._caps, self._grads.group
 
         def numbers_here() -> torch.Tensor:
             numbers = torch.full((len(timeline.specs),), -1, dtype=torch.int64)
@@ -298,9 +297,9 @@ class _Tuner:
 
     def _schedule(self) -> Schedule | None:
         """Return the recorded schedule; None with sparse gradients, which need several collectives per bucket."""
-        if any(spec.sparse for spec in self._sync.plan.specs):
+        if any(spec.sparse for spec in self._grads.plan.specs):
             return None
-        return self._recorder.schedule(self._sync.plan, self._sync.wire)
+        return self._recorder.schedule(self._grads.plan, self._wire)
 
 
 def _sizes_for(nbytes: int) -> list[int]:

@@ -31,7 +31,7 @@ def test_gradients_are_averaged_with_and_without(ranks):
 
 def parts(model: dpfuse.DataParallel) -> list[object]:
     sync = model._sync
-    return [sync.window, sync._follower._signature, sync.reducer.buckets[-1].parts.report, sync.track]
+    return [sync.window, sync._follower._signature, sync.grads.reducer.buckets[-1].parts.report, sync.grads.track]
 
 
 def stand_ins(rank: int, size: int) -> None:

@@ -119,7 +119,7 @@ def memory(rank, size):
     most = 0
     for _ in range(4):
         model(torch.randn(3, 100)).sum().backward()
-        tensors = [bucket.parts.buffer.flat for bucket in model._sync.reducer.buckets]
+        tensors = [bucket.parts.buffer.flat for bucket in model._sync.grads.reducer.buckets]
         incoming = model._sync._dividing._incoming
         locals_of = (getgeneratorlocals(flying._stages) for flying in incoming._flying)  # none of one that has ended
         tensors += [*incoming._idle, *(found["memory"] for found in locals_of if found)]

@@ -438,7 +438,7 @@ def losing(rank, size, how):
         elif how == "load":
             optimizer.load_state_dict(state)
         else:
-            model._sync.use_plan(dpfuse.plan_buckets(model.module, comm_buffer_size=0, last_comm_buffer_size=0))
+            model._sync.grads.use_plan(dpfuse.plan_buckets(model.module, comm_buffer_size=0, last_comm_buffer_size=0))
             train(model, optimizer, range(1, 3), rank, torch.float32)
 
 

@@ -117,10 +117,10 @@ def planned_anew(rank, size):
         plan = plan_buckets(model.module, comm_buffer_size=0, last_comm_buffer_size=0)
         train(model, optimizer, range(3), rank)
         if moment == "between":
-            model._sync.use_plan(plan)
+            model._sync.grads.use_plan(plan)
         model(batch(3, rank, torch.float32)).square().mean().backward()
         if moment == "behind backward":
-            model._sync.use_plan(plan)
+            model._sync.grads.use_plan(plan)
         optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, range(4, 8), rank)

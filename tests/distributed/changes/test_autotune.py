@@ -87,7 +87,7 @@ def tuned_until_done(rank, size):
             count += 1
     assert times.steps >= count  # who measures goes on measuring
     assert not any("stamped" in name for name in hooks_of(model))
-    assert model._sync.grads.listening.watch.listener is model._sync.reducer
+    assert model._sync.grads.listening.watch.listener is model._sync.grads.reducer
     assert model._sync.grads.listening.observers == []
 
 

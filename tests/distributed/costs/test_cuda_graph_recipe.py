@@ -52,7 +52,7 @@ def train(rank, size, kind, steps, set_to_none, idle):
             model(torch.full((2, 9), float(rank + 1))).sum().backward()
 
         def uploads():
-            tables = [bucket.parts.buffer.table for bucket in model._sync.reducer.buckets]
+            tables = [bucket.parts.buffer.table for bucket in model._sync.grads.reducer.buckets]
             return sum(table.launcher.ring.uploads for table in tables if table is not None)
 
         for _ in range(steps):

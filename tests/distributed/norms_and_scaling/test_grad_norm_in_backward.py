@@ -285,7 +285,7 @@ def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
     del model.module.extra  # taken back before a backward has seen it
     model(1)
     sync = model._sync.grads
-    sums = [bucket.parts.delivery.squares.value for bucket in sync.reducer.buckets]
+    sums = [bucket.parts.delivery.squares.value for bucket in sync.grads.reducer.buckets]
     before = list(map(float, sums))
     sync._guard(lambda: torch.tensor(False))
     assert list(map(float, sums)) == before
