@@ -261,8 +261,9 @@ class SyncedModule(nn.Module):
 
         Raises:
             TypeError, ValueError: an argument that is no such thing.
-            DPFuseError: a backward is running; there is a communication hook, or `gradient_scale` is set. And from
-                `backward()`, on all ranks: only some of them have called this, or all weights are 0.
+            DPFuseError: a backward is running; there is a communication hook or a `ShardedOptimizer`, or
+                `gradient_scale` is set. And from `backward()`, on all ranks: only some of them have called this, or all
+                weights are 0.
 
         Example:
             >>> import dpfuse, torch
@@ -276,13 +277,9 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
-            if self._sync.divided:
-                raise DPFuseError(
-                    "gradients were given a weight with a ShardedOptimizer, expected one of the two. Multiply the loss "
-                    "with the weight, divided by the mean of the weights of all ranks."
-                )
             self._sync.factors.weigh(weight, reduction)
-            self._sync.attach_factors()
+            if weight is not None:
+                self._sync.attach_factors()
             return
         GradientWeight.checked(weight, reduction, torch.device("cpu"))
         if reduction == "sum" and weight is not None:

@@ -20,7 +20,7 @@ SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*
 FACES = {"data_parallel", "wrapper", "manual", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 ENTRIES = {"__main__", "bench", "launch", "distributed"}  # they only start something, or hand names on
-OPEN_TO_ALL = {"errors", "version"}
+OPEN_TO_ALL = {"errors", "exclusions", "version"}
 # A size of "auto" asks for the tuner when a wrapper was made.
 CALLS_THE_TUNER = {"dpfuse.data_parallel -> dpfuse.tune"}
 

@@ -30,6 +30,7 @@ from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.errors import DPFuseError
+from dpfuse.exclusions import refuse
 from dpfuse.model.module_sync import FaceParts
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import accept_unprefixed
@@ -202,7 +203,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if self._around is None:
             return parts
         cast_buffers = partial(self._around.cast_buffers, self.module)
-        return replace(parts, wrap=partial(self._around.in_backward, self.module), module_changed=cast_buffers)
+        return replace(parts, wrap=partial(self._around.wrap, self.module), module_changed=cast_buffers)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
@@ -271,16 +272,10 @@ class DistributedDataParallel(TorchHooks, Joinable):
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """This module's part in a `Join`; takes its keyword argument `divide_by_initial_world_size`."""
         assert self._sync is not None
-        if self._sync.divided:
-            raise DPFuseError(
-                f"rank {self._distributed_rank}: join() was called with a ShardedOptimizer, expected one of the two: a "
-                "rank without input takes no part in step(). Give each rank as many batches, or use a plain optimizer."
-            )
+        in_use = self._sync.in_use
         if self._buffer_hook is not None and not self._buffer_hook.before_forward:
-            raise DPFuseError(
-                f"rank {self._distributed_rank} has a buffer hook that runs after the forward, which ranks without "
-                "input do not run; expected one before it, or none. Register it with PRE_FORWARD."
-            )
+            in_use["buffer hook after the forward"] = "a buffer hook that runs after the forward"
+        refuse("join", f"rank {self._distributed_rank}: join() was called with", in_use)
         mean_of_all = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, self._sync, divide_by_initial_world_size=mean_of_all)
 

@@ -92,7 +92,7 @@ class MixedPrecision:
 
     leave_untraced(__call__)
 
-    def in_backward(self, module: nn.Module, listener: BackwardListener) -> BackwardListener:
+    def wrap(self, module: nn.Module, listener: BackwardListener) -> BackwardListener:
         """What to call in place of `listener`, so that the copies are there while a backward of `module` runs."""
         return listener if self.dtype is None else _CopiesInBackward(self, module, listener)
 

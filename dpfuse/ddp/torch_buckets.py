@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from dpfuse.engine.plan import MB, BucketRule, size_in_bytes
+from dpfuse.exclusions import refuse
 
 __all__ = ["BucketSizes", "rule_of"]
 
@@ -40,10 +41,8 @@ class BucketSizes:
             ValueError: a negative number, or NaN; "auto" and a list.
         """
         if cap_mb == "auto" and cap_mb_list:
-            raise ValueError(
-                'bucket_cap_mb is "auto" and bucket_cap_mb_list was passed, expected one of the two: "auto" looks for '
-                "the sizes. Leave out one of them."
-            )
+            in_use = {"auto": 'bucket_cap_mb="auto"'}
+            refuse("bucket_cap_mb_list", "bucket_cap_mb_list was passed with", in_use, ValueError)
         if cap_mb_list is not None and (isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Sequence)):
             raise TypeError(
                 f"bucket_cap_mb_list must be a list of sizes in MB, got {cap_mb_list!r} of type "

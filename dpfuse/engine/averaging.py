@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from dpfuse.exclusions import refuse
+
 __all__ = ["FP8", "UNCHANGED", "WIRES", "Averaging", "Wire", "averaging_for", "real_dtype"]
 
 SUPPORTED = ("float16", "bfloat16", "float32", "float64")
@@ -129,16 +131,10 @@ class Wire:
                 "'fp32' for float8, and 'ring' for the rest"
             )
         name = None if wire_dtype is None else str(wire_dtype).removeprefix("torch.")
-        if name in FP8 and wire_reduce == "ring":
-            raise ValueError(
-                f"wire_reduce='ring' was passed with wire_dtype={wire_dtype}, expected 'fp32' or None: no back end "
-                "adds up numbers of 8 bits. Leave wire_reduce out."
-            )
-        if deterministic and wire_reduce == "ring":
-            raise ValueError(
-                "wire_reduce='ring' was passed with deterministic=True, expected 'fp32' or None: in a ring the order "
-                "of additions depends on where an element lies. Leave one of the two out."
-            )
+        if wire_reduce == "ring":
+            in_use = {"float8 wire": f"wire_dtype={wire_dtype}"} if name in FP8 else {}
+            in_use |= {"deterministic": "deterministic=True"} if deterministic else {}
+            refuse("ring", "wire_reduce='ring' was passed with", in_use, ValueError)
         return cls(name, wire_reduce or ("fp32" if name in FP8 else "ring"))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.report import Report
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
+from dpfuse.exclusions import refuse
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
@@ -50,6 +51,7 @@ class GradientFactors(Feature):
         gradient_scale: factor on each rank's gradients; None is the mean.
         group: the ranks.
         reducer: gives the reducer of the model, once it is there.
+        in_use: gives what the model has in use of what `dpfuse.exclusions` names.
         strict: whether to wait in each backward for what weights come to.
 
     Attributes:
@@ -66,6 +68,7 @@ class GradientFactors(Feature):
         gradient_scale: float | None,
         group: dist.ProcessGroup,
         reducer: Callable[[], Reducer],
+        in_use: Callable[[], Mapping[str, str]],
         *,
         strict: bool,
     ) -> None:
@@ -73,10 +76,10 @@ class GradientFactors(Feature):
         self.loss_scale = LossScale()
         self.weight = GradientWeight(group, lambda: reducer().completed, window)
         self._window = window
-        self._gradient_scale = gradient_scale
         # Is the sum over the ranks finite wherever all summands are? That of a mean is.
         self._bounded = gradient_scale is None or abs(gradient_scale) * group.size() <= 1
         self._reducer = reducer
+        self._in_use = in_use
         self._strict = strict
         self._handling = 0  # bits of HANDLING, of the backward that is running
         self._factor: Tensor | None = None  # what packing multiplies with, [] float32; None is 1
@@ -165,16 +168,7 @@ class GradientFactors(Feature):
         return torch.device(self._reducer().buckets[0].plan.device)
 
     def _refuse_weights(self) -> None:
-        if self._gradient_scale is not None:
-            raise DPFuseError(
-                f"gradients were given a weight with gradient_scale={self._gradient_scale}, expected one of the two: "
-                "weights make a mean. Leave gradient_scale out."
-            )
-        if not all(bucket.parts.exchange.takes_factors for bucket in self._reducer().buckets):
-            raise DPFuseError(
-                "gradients were given a weight with a communication hook, expected one of the two: a hook averages as "
-                "it likes. Multiply the loss instead, and divide in the hook."
-            )
+        refuse("weight", "gradients were given a weight with", self._in_use())
 
 
 class _Found:

@@ -23,6 +23,7 @@ from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
+from dpfuse.exclusions import refuse
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
@@ -121,7 +122,12 @@ class ModuleSync:
         signature = ModelSignature(module, options.ignored)
         self._reader = GradientReader(module, signature, group.rank())
         self.factors = GradientFactors(
-            self.window, options.gradient_scale, group, lambda: self.grads.reducer, strict=options.strict
+            self.window,
+            options.gradient_scale,
+            group,
+            lambda: self.grads.reducer,
+            lambda: self.in_use,
+            strict=options.strict,
         )
         params = params_of(module, plan)
         self.error_feedback = (
@@ -242,12 +248,10 @@ class ModuleSync:
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
-        if self._dividing is not None and self._dividing.in_backward:
-            raise DPFuseError(
-                f"rank {self.grads.group.rank()}: a GradScaler was made for a model whose ShardedOptimizer has "
-                "step_in_backward=True, expected one of the two: it could skip no step. Leave one of them out."
-            )
-        if not self.factors.attached and self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
+        if self.factors.attached:
+            return
+        refuse("GradScaler", f"rank {self.grads.group.rank()}: a GradScaler was made with", self.in_use)
+        if self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
             self.factors.attached = True
             self.grads.add_feature(self.factors)
 
@@ -287,81 +291,56 @@ class ModuleSync:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
                 f"{hook.name} after {self.grads.hook.name}; wrap the module again to change it."
             )
-        if refusal := self._refusal_of(hook):
-            raise DPFuseError(f"rank {self.grads.group.rank()}: {refusal}")
-        self.grads.set_hook(hook)
-
-    def _refusal_of(self, hook: CommHook) -> str:
-        """Return why `hook` cannot be registered now, and what to do; empty if it can be."""
-        phase, change, option = self.grads.reducer.phase, self.grads.reducer.change, self.options.of_communication
-        if option is not None:
-            return (
-                f"a communication hook was registered with {option}, expected one of the two: {hook.name} adds up as "
-                f"it likes. Leave {option.partition('=')[0]} out, or register no hook."
-            )
-        if self.divided:
-            return (
-                f"a communication hook was registered with a ShardedOptimizer, expected one of the two: {hook.name} "
-                "returns whole gradients. Use a plain optimizer, or register no hook."
-            )
-        if self.grads.listening.recorder is not None:
-            return (
-                "a communication hook was registered while autotune records, expected it before the call or once its "
-                "tuning is done. With a hook the buckets are no longer tuned."
-            )
+        rank, phase, change = self.grads.group.rank(), self.grads.reducer.phase, self.grads.reducer.change
+        refuse("hook", f"rank {rank}: a communication hook was registered with", self.in_use)
         if phase is not IDLE:
-            return (
-                f"a communication hook was registered while a backward is {phase.name}, expected it between backwards. "
-                "Register it right after wrapping."
+            raise DPFuseError(
+                f"rank {rank}: a communication hook was registered while a backward is {phase.name}, expected it "
+                "between backwards. Register it right after wrapping."
             )
         if change:
-            return (
-                f"a communication hook was registered after {change} and before a backward synchronised since. "
-                "Register it before the change, or after that backward."
+            raise DPFuseError(
+                f"rank {rank}: a communication hook was registered after {change} and before a backward synchronised "
+                "since. Register it before the change, or after that backward."
             )
-        return ""
+        self.grads.set_hook(hook)
 
     def check_divisible(self, *, in_backward: bool = False) -> None:
         """Raise ValueError if gradients cannot be divided among the ranks, or be used up when a backward returns."""
-        what, wire, specs = self.options.of_whole_gradients, self.options.wire, self.grads.plan.specs
-        if self.grads.hook is not None:
-            what = "a communication hook"
-        elif self.factors.weight.value is not None:
-            what = "gradient weights"
-        elif self._dividing is not None:
-            what = "another ShardedOptimizer of the same model"
-        elif wire.dtype is not None and any(spec.dtype != wire.dtype for spec in specs):
-            what = wire.argument
-        elif other := [spec for spec in specs if spec.sparse or spec.dtype.startswith("complex")]:
-            what = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
-        if what:
-            raise ValueError(
-                f"a ShardedOptimizer was made with {what}, expected one of the two: each rank has only a part of the "
-                "gradients. Leave out one of them."
-            )
-        if not in_backward:
-            return
+        in_use, wire, specs = self.in_use, self.options.wire, self.grads.plan.specs
+        if self.factors.weight.value is not None:
+            in_use["weight"] = "gradient weights"
+        if wire.dtype is not None and any(spec.dtype != wire.dtype for spec in specs):
+            in_use["wire of another dtype"] = wire.argument
+        if other := [spec for spec in specs if spec.sparse or spec.dtype.startswith("complex")]:
+            in_use["indivisible parameter"] = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
+        refuse("ShardedOptimizer", "a ShardedOptimizer was made with", in_use, ValueError)
+        if in_backward:
+            refuse("step_in_backward", "a ShardedOptimizer was made with step_in_backward=True and", in_use, ValueError)
+
+    @property
+    def in_use(self) -> dict[str, str]:
+        """What is in use of what `dpfuse.exclusions` names, in words.
+
+        A weight is not in it: it may be taken back, and the backward for which it was given asks itself.
+        """
+        in_use, hook, dividing = self.options.in_use, self.grads.hook, self._dividing
+        if hook is not None:
+            in_use["hook"] = f"the communication hook {hook.name}"
+        if dividing is not None:
+            in_use["ShardedOptimizer"] = "a ShardedOptimizer of the same model"
+        if dividing is not None and dividing.in_backward:
+            in_use["step_in_backward"] = "step_in_backward=True of the model's ShardedOptimizer"
         if self.factors.attached:
-            what = "a GradScaler"
-        elif self.options.common["accumulate_in_buckets"]:
-            what = "accumulate_in_buckets=True"
-        elif self.options.find_unused_parameters:
-            what = "find_unused_parameters=True"
-        if what:
-            raise ValueError(
-                f"a ShardedOptimizer was made with {what} and step_in_backward=True, expected one of the two: "
-                "parameters are updated before backward has ended. Leave out one of them."
-            )
+            in_use["GradScaler"] = "a GradScaler"
+        if self.grads.listening.recorder is not None:
+            in_use["autotune"] = "autotune, which records"
+        return in_use
 
     def divide(self, dividing: Dividing) -> None:
         """Let each rank receive only its part of the averaged gradients, from the next backward on."""
         self.grads.add_feature(dividing)
         self._dividing = dividing
-
-    @property
-    def divided(self) -> bool:
-        """Whether each rank has only its part of the averaged gradients."""
-        return self._dividing is not None
 
     def gradients(self) -> Measurable:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""

@@ -19,6 +19,7 @@ import torch
 
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
+from dpfuse.exclusions import refuse
 from dpfuse.model.plan_file import given_plan
 
 __all__ = ["CommonOptions", "SyncOptions", "filled", "takes_common_options"]
@@ -302,11 +303,6 @@ class SyncOptions:
                 "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
             )
         wire_dtype = common["wire_dtype"]
-        if None not in (wire_dtype, self.reduce_dtype) and wire_dtype != self.reduce_dtype:
-            raise ValueError(
-                f"wire_dtype={wire_dtype!r} was passed, and mixed_precision reduces gradients in "
-                f"{self.reduce_dtype}; expected one of the two. Set reduce_dtype, and leave wire_dtype out."
-            )
         Wire.of(wire_dtype, common["wire_reduce"], deterministic=common["deterministic"])
         if common["error_feedback"] and not self.wire.narrows:
             raise ValueError(
@@ -314,22 +310,9 @@ class SyncOptions:
                 "is rounded away that could be sent later. Pass for example wire_dtype=torch.bfloat16, or leave "
                 "error_feedback out."
             )
-        if self.autotune and not self.follows_rule:
-            raise ValueError(
-                'a plan was passed with "auto" as the buffer size, expected one of the two: "auto" looks for a plan. '
-                "Leave plan out, or the size."
-            )
-        if self.rule != NO_WISHES and not self.follows_rule:
-            raise ValueError(
-                "a plan was passed with bucket_cap_mb_list or delay_all_reduce_named_params, expected one of the two: "
-                "the plan says already which parameters travel together. Leave plan out, or the other."
-            )
-        if common["accumulate_in_buckets"] and self.wire.narrows:
-            raise ValueError(
-                "accumulate_in_buckets=True adds gradients up in the buffer that travels, in float32, but they are to "
-                f"travel in torch.{self.wire.dtype}; expected torch.float32 or None as wire_dtype (reduce_dtype of "
-                "mixed_precision). Leave out one of the two."
-            )
+        in_use = self.in_use
+        for name, words in in_use.items():
+            refuse(name, f"{words} was passed with", in_use, ValueError)
 
     def facts(self) -> dict[str, Any]:
         """Return all options by name, for the comparison with the other ranks."""
@@ -371,18 +354,25 @@ class SyncOptions:
         return self.gradient_scale is not None or common["accumulate_in_buckets"] or common["grad_norm_in_backward"]
 
     @property
-    def of_whole_gradients(self) -> str:
-        """An option that needs the whole gradients on each rank; empty if there is none."""
-        for name in ("grad_norm_in_backward", "metrics"):
-            if self.common[name]:
-                return f"{name}={self.common[name]!r}"
-        return ""
-
-    @property
-    def of_communication(self) -> str | None:
-        """An option that says how gradients are added up, if there is one: what a communication hook decides itself."""
-        for name in ("deterministic", "accumulate_in_buckets", "error_feedback", "wire_reduce", "wire_dtype"):
-            value = self.common[name]
-            if value != _DECLARED[name].default:
-                return f"{name}={value!r}"
-        return None
+    def in_use(self) -> dict[str, str]:
+        """What these options ask for of what `dpfuse.exclusions` names, in words."""
+        common, wire, reduce_dtype = self.common, self.wire, f"reduce_dtype={self.reduce_dtype} of mixed_precision"
+        wire_dtype = f"wire_dtype={common['wire_dtype']}"
+        travels = reduce_dtype if common["wire_dtype"] is None else wire_dtype
+        in_use = {
+            name: f"{name}={value!r}"
+            for name, value in common.items()
+            if name != "plan" and value != _DECLARED[name].default
+        }
+        others = [
+            ("find_unused_parameters", self.find_unused_parameters, "find_unused_parameters=True"),
+            ("gradient_scale", self.gradient_scale is not None, f"gradient_scale={self.gradient_scale}"),
+            ("given plan", not self.follows_rule, "a plan"),
+            ("auto", self.autotune, '"auto" as the buffer size'),
+            ("bucket rule", self.rule != NO_WISHES, "bucket_cap_mb_list or delay_all_reduce_named_params"),
+            ("wire", common["wire_dtype"] is not None, wire_dtype),
+            ("another reduce_dtype", self.reduce_dtype not in (None, common["wire_dtype"]), reduce_dtype),
+            ("narrow wire", wire.narrows, travels),
+            ("float8 wire", wire.is_fp8, travels),
+        ]
+        return in_use | {name: words for name, holds, words in others if holds}

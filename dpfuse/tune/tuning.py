@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dpfuse.comm import collective, votes
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
+from dpfuse.exclusions import refuse
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.measure import SIZES, measure_all_reduce
@@ -176,16 +177,7 @@ def autotune(
             "autotune was called on a model that only passes calls through, expected one that averages gradients. Call "
             "init_parallel_env() before wrapping."
         )
-    if sync.grads.hook is not None:
-        raise DPFuseError(
-            f"autotune was called on a model that has the communication hook {sync.grads.hook.name}, expected one that "
-            "averages gradients itself. Register no hook, or choose the buffer sizes by hand."
-        )
-    if sync.options.wire.is_fp8:
-        raise DPFuseError(
-            f"autotune was called on a model with {sync.options.wire.argument}, expected a wire dtype of 16 or more "
-            "bits, because it measures all-reduces. Choose the buffer sizes by hand, or tune with 16 bits."
-        )
+    refuse("autotune", "autotune was called on a model with", sync.in_use)
     if sync.recording:
         raise DPFuseError(
             f"rank {sync.grads.group.rank()}: autotune was called while it records this model; expected one call at a "

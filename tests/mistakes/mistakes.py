@@ -179,8 +179,8 @@ MISTAKES: dict[str, Mistake] = {
         bucket_cap_mb_list="1,25",
     ),
     "auto and a list of sizes": option(
-        "bucket_cap_mb",
-        'is "auto"',
+        "bucket_cap_mb_list was passed",
+        'with bucket_cap_mb="auto"',
         "expected one of the two",
         "Leave out one",
         face=DDP,
@@ -234,9 +234,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "accumulation on a narrow wire": option(
         "accumulate_in_buckets=True",
-        "torch.bfloat16",
-        "expected torch.float32 or None",
-        "Leave out one",
+        "with wire_dtype=torch.bfloat16",
+        "expected one of the two",
+        "let torch.float32 travel",
         accumulate_in_buckets=True,
         wire_dtype=torch.bfloat16,
     ),
@@ -318,10 +318,10 @@ MISTAKES: dict[str, Mistake] = {
     "autotune of a model with a hook": Mistake(
         lambda _: dpfuse.autotune(hooked(buffer_of)),
         DPFuseError,
-        "autotune",
-        "has the communication hook",
-        "expected",
-        "Register no hook",
+        "autotune was called",
+        "with the communication hook",
+        "expected one of the two",
+        "register the hook once the tuning is done",
     ),
     "a negative weight": call(
         lambda model: model.set_gradient_weight(-1), ValueError, "weight", "got -1", "finite, and 0 or more", "0 leaves"

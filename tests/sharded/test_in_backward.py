@@ -341,7 +341,7 @@ ERRORS = {
         "'last.weight': add_ was called on its gradient, expected no use",
     ),
     "torch's scaler": (scaled, DPFuseError, "with step_in_backward=True, backward has updated the parameters with it"),
-    "our scaler": (scaled_by_ours, DPFuseError, "a GradScaler was made for a model whose ShardedOptimizer has"),
+    "our scaler": (scaled_by_ours, DPFuseError, "a GradScaler was made with step_in_backward=True of the model's"),
     "an interrupted backward": (interrupted, DPFuseError, "half updated: load a checkpoint into the model and the"),
     "a step after it": (interrupted_and_stepped, DPFuseError, r"step\(\) was called after a backward that did not end"),
     "a changed model": (changed, DPFuseError, "the parameters of the model have changed, with step_in_backward=True"),
@@ -350,17 +350,17 @@ ERRORS = {
     "unused parameters": (
         lambda rank: ready(wrapped(find_unused_parameters=True)),
         ValueError,
-        "with find_unused_parameters=True and step_in_backward=True",
+        "with step_in_backward=True and find_unused_parameters=True",
     ),
     "accumulation in buckets": (
         lambda rank: ready(wrapped(accumulate_in_buckets=True)),
         ValueError,
-        "with accumulate_in_buckets=True and step_in_backward=True",
+        "with step_in_backward=True and accumulate_in_buckets=True",
     ),
     "a scaler before": (
         lambda rank: (dpfuse.GradScaler("cpu", model=(model := wrapped())), ready(model)),
         ValueError,
-        "with a GradScaler and step_in_backward=True",
+        "with step_in_backward=True and a GradScaler",
     ),
     "clipping without it": (
         lambda rank: dpfuse.ShardedOptimizer(wrapped(), optim.SGD, lr=1, clip_by_last_norm=1.0),

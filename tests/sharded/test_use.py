@@ -227,7 +227,7 @@ MISTAKES = {
     "twice": (
         lambda: [dpfuse.ShardedOptimizer(model, optim.SGD, lr=1) for model in [wrapped()] * 2],
         ValueError,
-        "another ShardedOptimizer of the same model",
+        "with a ShardedOptimizer of the same model, expected one of the two",
     ),
     "weighted": (
         lambda: (dpfuse.ShardedOptimizer(model := wrapped(), optim.SGD, lr=1), model.set_gradient_weight(2)),

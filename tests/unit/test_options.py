@@ -92,17 +92,3 @@ def test_a_bad_value_is_an_error_that_names_the_option(given, error, text):
     options_with().check()
     with pytest.raises(error, match=text):
         options_with(**given).check()
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({}, None),
-        ({"check_finite": "raise", "stall_timeout": 5.0}, None),
-        ({"deterministic": True, "wire_dtype": torch.bfloat16}, "deterministic=True"),
-        ({"wire_reduce": "fp32", "wire_dtype": torch.bfloat16}, "wire_reduce='fp32'"),
-        ({"wire_dtype": torch.bfloat16}, "wire_dtype=torch.bfloat16"),
-    ],
-)
-def test_the_option_that_a_communication_hook_replaces_is_named(given, named):
-    assert options_with(**given).of_communication == named

@@ -121,7 +121,7 @@ def tune_ddp(rank, size):
 
 def test_auto_tunes_ddps_face(ranks):
     assert ranks(tune_ddp, size=2, timeout=60) == [(True, "")] * 2
-    with pytest.raises(ValueError, match='bucket_cap_mb is "auto" and bucket_cap_mb_list'):
+    with pytest.raises(ValueError, match='bucket_cap_mb_list was passed with bucket_cap_mb="auto"'):
         from dpfuse.ddp.torch_buckets import BucketSizes
 
         BucketSizes.of("auto", [1])

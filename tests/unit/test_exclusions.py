@@ -1,0 +1,179 @@
+"""The table of exclusions: each pair of it is refused, whichever of the two a user asks for last."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
+
+import dpfuse
+from dpfuse.exclusions import EXCLUSIONS, refuse
+
+BF16, FP8 = torch.bfloat16, torch.float8_e5m2
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def dp(**options):
+    return dpfuse.DataParallel(nn.Linear(2, 2), **options)
+
+
+def ddp(**options):
+    return dpfuse.DistributedDataParallel(nn.Linear(2, 2), **options)
+
+
+def hook(model):
+    model.register_comm_hook(None, allreduce_hook)
+
+
+def weight(model):
+    model.set_gradient_weight(2)
+
+
+def backward(model):
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def shard(model, **options):
+    dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, **options)
+
+
+def scale(model):
+    dpfuse.GradScaler("cpu", model=model)
+
+
+def join(model):
+    with model.join():
+        pass
+
+
+def late_buffer_hook(model):
+    model._register_buffer_comm_hook(None, lambda state, buffers: None, _BufferCommHookLocation.POST_FORWARD)
+
+
+update = partial(shard, step_in_backward=True)
+
+
+def used(model, *actions):
+    """A program that makes a model and does these; the last of them is to be refused."""
+
+    def run():
+        wrapped = model()
+        for action in actions[:-1]:
+            action(wrapped)
+        with pytest.raises((ValueError, dpfuse.DPFuseError)) as caught:
+            actions[-1](wrapped)
+        return str(caught.value)
+
+    return run
+
+
+def made(face, **options):
+    """A program that makes a model, which is to be refused."""
+
+    def run():
+        with pytest.raises(ValueError) as caught:
+            face(**options)
+        return str(caught.value)
+
+    return run
+
+
+def planned(**options):
+    module = nn.Linear(2, 2)
+    return dpfuse.DistributedDataParallel(module, plan=dpfuse.plan_buckets(module), **options)
+
+
+def sparse():
+    return dpfuse.DataParallel(nn.Embedding(3, 2, sparse=True))
+
+
+def hooked_with(**options):
+    return [used(partial(ddp, **options), hook)]
+
+
+PROGRAMS = {
+    ("wire", "another reduce_dtype"): [
+        made(ddp, wire_dtype=torch.float16, mixed_precision=_MixedPrecision(reduce_dtype=BF16))
+    ],
+    ("ring", "float8 wire"): [
+        made(dp, wire_reduce="ring", wire_dtype=FP8),
+        made(partial(dpfuse.fused_allreduce_gradients, []), wire_reduce="ring", wire_dtype=FP8),
+    ],
+    ("ring", "deterministic"): [
+        made(dp, wire_reduce="ring", deterministic=True),
+        made(partial(dpfuse.fused_allreduce_gradients, []), wire_reduce="ring", deterministic=True),
+    ],
+    ("accumulate_in_buckets", "narrow wire"): [
+        made(dp, accumulate_in_buckets=True, wire_dtype=BF16),
+        made(ddp, accumulate_in_buckets=True, mixed_precision=_MixedPrecision(reduce_dtype=BF16)),
+    ],
+    ("given plan", "auto"): [made(planned, bucket_cap_mb="auto")],
+    ("given plan", "bucket rule"): [made(planned, bucket_cap_mb_list=[1])],
+    ("bucket_cap_mb_list", "auto"): [made(ddp, bucket_cap_mb_list=[1], bucket_cap_mb="auto")],
+    ("hook", "deterministic"): hooked_with(deterministic=True),
+    ("hook", "accumulate_in_buckets"): hooked_with(accumulate_in_buckets=True),
+    ("hook", "error_feedback"): hooked_with(error_feedback=True, wire_dtype=BF16),
+    ("hook", "wire_reduce"): hooked_with(wire_reduce="ring"),
+    ("hook", "wire"): hooked_with(wire_dtype=torch.float32),
+    ("hook", "ShardedOptimizer"): [used(ddp, shard, hook), used(ddp, hook, shard)],
+    ("hook", "autotune"): [used(ddp, dpfuse.autotune, hook), used(ddp, hook, dpfuse.autotune)],
+    ("autotune", "float8 wire"): [used(partial(dp, wire_dtype=FP8), dpfuse.autotune)],
+    ("weight", "gradient_scale"): [used(partial(dp, gradient_scale=1.0), weight)],
+    ("weight", "hook"): [used(ddp, hook, weight), used(ddp, weight, hook, backward)],
+    ("weight", "ShardedOptimizer"): [used(dp, shard, weight), used(dp, weight, shard)],
+    ("ShardedOptimizer", "grad_norm_in_backward"): [used(partial(dp, grad_norm_in_backward=True), shard)],
+    ("ShardedOptimizer", "metrics"): [used(partial(dp, metrics=3), shard)],
+    ("ShardedOptimizer", "ShardedOptimizer"): [used(dp, shard, shard)],
+    ("ShardedOptimizer", "wire of another dtype"): [used(partial(dp, wire_dtype=BF16), shard)],
+    ("ShardedOptimizer", "indivisible parameter"): [used(sparse, shard)],
+    ("step_in_backward", "GradScaler"): [used(dp, scale, update), used(dp, update, scale)],
+    ("step_in_backward", "accumulate_in_buckets"): [used(partial(dp, accumulate_in_buckets=True), update)],
+    ("step_in_backward", "find_unused_parameters"): [used(partial(dp, find_unused_parameters=True), update)],
+    ("join", "ShardedOptimizer"): [used(ddp, shard, join)],
+    ("join", "buffer hook after the forward"): [used(ddp, late_buffer_hook, join)],
+}
+
+
+def test_each_pair_of_the_table_has_a_program():
+    assert set(PROGRAMS) == {(row.one, other) for row in EXCLUSIONS for other in row.others}
+
+
+@pytest.mark.parametrize("pair", PROGRAMS, ids=" and ".join)
+def test_each_pair_is_refused_with_its_reason_and_remedy(group, pair):
+    (row,) = (row for row in EXCLUSIONS if row.one == pair[0] and pair[1] in row.others)
+    for program in PROGRAMS[pair]:
+        text = program()
+        found = re.fullmatch(r"(?:rank 0: )?(.+ with .+), expected one of the two: (.+?)\. (.+\.)", text)
+        assert found, text
+        assert found[2] == row.reason
+        assert found[3].startswith(row.remedy.partition("{")[0])
+        assert "{" not in text
+
+
+def test_a_text_names_the_option_that_is_to_be_left_out():
+    with pytest.raises(
+        dpfuse.DPFuseError, match=r"with wire_reduce='fp32', .*\. Leave wire_reduce out, or register no"
+    ):
+        refuse(
+            "hook",
+            "a communication hook was registered with",
+            {"metrics": "metrics=3", "wire_reduce": "wire_reduce='fp32'"},
+        )
+
+
+def test_what_is_in_use_is_no_error_without_a_row_for_both():
+    in_use = {"deterministic": "deterministic=True", "hook": "a hook", "unknown": "something"}
+    refuse("join", "join() was called with", in_use)
+    refuse("metrics", "metrics=True was passed with", in_use)
