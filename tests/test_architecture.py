@@ -122,6 +122,61 @@ def test_layers_form_at_most_eleven_floors():
     assert max(floor(layer) for layer in below if layer not in ENTRIES) <= 11
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
+def attributes_of(name: str) -> set[str]:
+    """What a class declares, and what its methods assign to their attributes."""
+    classes = (node for module in MODULES for node in tree_of(module).body if isinstance(node, ast.ClassDef))
+    (found,) = (node for node in classes if node.name == name)
+    names = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    names |= {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
+    names |= {ast.unparse(target) for node in found.body if isinstance(node, ast.Assign) for target in node.targets}
+    stored = (node for node in ast.walk(found) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return names | {node.attr for node in stored}
+
+
+def table_of_options() -> str:
+    page = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+    return page.partition("## An option is held once\n")[2].partition("\n## ")[0]
+
+
+def test_the_table_of_options_names_objects_that_exist():
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", table_of_options())
+    assert len(named) > 10
+    assert [f"{name}.{held}" for name, held in named if held not in attributes_of(name)] == []
+
+
+def readers_of_options() -> dict[str, set[str]]:
+    """The modules that read an option from `SyncOptions` or `SyncSettings`, by its name there."""
+    options = attributes_of("CommonOptions") | attributes_of("SyncOptions") | attributes_of("SyncSettings")
+    readers: dict[str, set[str]] = {option: set() for option in options}
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("common"):
+                readers.get(ast.unparse(node.slice).strip("'"), set()).add(module)
+            elif isinstance(node, ast.Attribute) and re.search(r"(options|settings)$", ast.unparse(node.value)):
+                readers.get(node.attr, set()).add(module)
+    return readers
+
+
+def test_each_option_that_more_than_two_files_read_is_in_the_table():
+    table = table_of_options()
+    read = {option for option, modules in readers_of_options().items() if len(modules) > 2}
+    assert {"deterministic", "wire"} <= read
+    assert {option for option in read if not re.search(rf"[`.]{option}`", table)} == set()
+
+
+@pytest.mark.parametrize(("words", "most"), [("wire_dtype", 7), ("in_backward|step_in_backward", 12)])
+def test_few_files_know_an_option_that_many_did(words, most):
+    """About twice as many did; the table says where to ask instead."""
+    know = [path for path in SOURCES if re.search(rf"\b({words})\b", path.read_text())]
+    assert len(know) <= most, know
+
+
 def test_files_begin_with_a_docstring():
     assert [path for path in SOURCES if not path.read_text().startswith('"""')] == []
 
