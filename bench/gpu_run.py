@@ -1,6 +1,6 @@
 """Runs the GPU tests and suites in order of worth, and stops in time: `python -m bench.gpu_run --minutes 9`.
 
-Every line is printed as it comes. One archive is written anew after each step, so that a run that ends early leaves
+Every line is printed as it comes. One archive is written again after each step, so that a run that ends early leaves
 what it found. The next run of the same commit on the same kind of GPU goes on from there. Without a GPU, tests are
 skipped by name, and suites are only collected.
 """
@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
@@ -95,15 +94,6 @@ def _without_gpu() -> Plan:
     return ([_tests("tests", 60, *files)], [Step("suites", collect, 60)])
 
 
-@dataclass
-class Result:
-    """What became of a step."""
-
-    name: str
-    outcome: str = "not run"
-    seconds: float = 0.0
-
-
 class Run:
     """Runs steps until the time is over.
 
@@ -115,7 +105,7 @@ class Run:
     """
 
     def __init__(self, plan: Plan, out: Path, minutes: float, *, again: bool = False) -> None:
-        self.results = {step.name: Result(step.name) for group in plan for step in group}
+        self.outcomes = {step.name: "not run" for group in plan for step in group}
         self._plan, self._again = plan, again
         self._ends = monotonic() + minutes * 60 - GRACE
         self._machine = describe(gpu=ON_GPU)
@@ -134,53 +124,47 @@ class Run:
             for part in ("junit", "logs", "records", "plots"):
                 (self._folder / part).mkdir(parents=True)
             if self._commit and self.archive.exists() and not self._again:
-                self._read_archive(folder)
+                with tarfile.open(self.archive) as archive:
+                    archive.extractall(folder, filter="data")
+                self.outcomes |= json.loads((self._folder / "summary.json").read_text())["steps"]
             for group in self._to_do():
                 with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
                     list(pool.map(self._step, group))
             self._write_archive()
-        for result in self.results.values():
-            print(f"{result.seconds:7.1f} s  {result.name:32} {result.outcome}")
+        print("\n".join(f"{name:24} {outcome}" for name, outcome in self.outcomes.items()))
         print(f"archive: {self.archive}", flush=True)
-        return 0 if all(result.outcome.startswith(("passed", "skipped")) for result in self.results.values()) else 1
+        return 0 if all(outcome.startswith(("passed", "skipped")) for outcome in self.outcomes.values()) else 1
 
-    def stop(self, why: str) -> None:
-        """End the steps that run, and begin no other."""
-        self._stopped = why
-
-    def _read_archive(self, folder: str) -> None:
-        with tarfile.open(self.archive) as archive:
-            archive.extractall(folder, filter="data")
-        found = json.loads((self._folder / "summary.json").read_text())["steps"]
-        self.results |= {facts["name"]: Result(**facts) for facts in found if facts["name"] in self.results}
+    def stop(self, number: int, _frame: FrameType | None = None) -> None:
+        """End the steps that run, and begin no other. This is a handler of signals."""
+        self._stopped = f"it got {signal.Signals(number).name}"
 
     def _to_do(self) -> list[list[Step]]:
         """Return the groups without what has passed. A group that only tries again comes last."""
-        groups = [[step for step in group if self.results[step.name].outcome != "passed"] for group in self._plan]
+        groups = [[step for step in group if not self.outcomes[step.name].startswith("passed")] for group in self._plan]
         return sorted(filter(None, groups), key=lambda group: all(map(self._has_run, group)))
 
     def _has_run(self, step: Step) -> bool:
-        return not self.results[step.name].outcome.startswith("not run")
+        return not self.outcomes[step.name].startswith("not run")
 
     def _step(self, step: Step) -> None:
         left = self._ends - monotonic()
         if self._stopped or left < step.needs:
             if not self._has_run(step):
                 why = self._stopped or f"it needs {step.needs:.0f} s, and {max(left, 0):.0f} s were left"
-                self.results[step.name] = Result(step.name, f"not run: {why}")
+                self.outcomes[step.name] = f"not run: {why}"
             return
         known = {"python": sys.executable}
         command = [known.get(word, word).replace("{folder}", str(self._folder)) for word in step.words]
         if not shutil.which(command[0]):
-            self.results[step.name] = Result(step.name, f"skipped: {command[0]} is not installed")
+            self.outcomes[step.name] = f"skipped: {command[0]} is not installed"
             return
         began, limit = monotonic(), max(step.needs, SHARE * left)
         print(f"[{step.name}] begins, at most {limit:.0f} s: {' '.join(step.words)}", flush=True)
-        roots = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
         with subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(roots), "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -192,11 +176,13 @@ class Run:
             code = self._wait(process, limit)
             self._signal(process, signal.SIGKILL)
             reader.join()
-        outcome = "passed" if code == 0 else f"failed: exit code {code}"
+        after = f"after {monotonic() - began:.1f} s"
         if code is None:
-            outcome = f"ended: {self._stopped or f'its limit of {limit:.0f} s is over'}; what it had finished is kept"
-        print(f"[{step.name}] {outcome} after {monotonic() - began:.1f} s", flush=True)
-        self.results[step.name] = Result(step.name, outcome, round(monotonic() - began, 1))
+            outcome = f"ended {after}: {self._stopped or f'its limit of {limit:.0f} s is over'}"
+        else:
+            outcome = f"failed {after}: exit code {code}" if code else f"passed {after}"
+        self.outcomes[step.name] = outcome
+        print(f"[{step.name}] {outcome}", flush=True)
         self._write_archive()
 
     def _wait(self, process: subprocess.Popen[str], limit: float) -> int | None:
@@ -225,7 +211,7 @@ class Run:
 
     def _write_archive(self) -> None:
         with self._lock:
-            facts = {"machine": self._machine, "steps": [asdict(result) for result in self.results.values()]}
+            facts = {"machine": self._machine, "steps": self.outcomes}
             (self._folder / "summary.json").write_text(json.dumps(facts, indent=1) + "\n")
             part = self.archive.with_suffix(".part")
             with tarfile.open(part, "w:gz") as archive:
@@ -241,12 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also run steps that passed in an earlier run")
     options = parser.parse_args(arguments)
     run = Run(PLAN if ON_GPU else _without_gpu(), options.out, options.minutes, again=options.again)
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        run.stop(f"it got {signal.Signals(number).name}")
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, run.stop)
     return run.run()
 
 
