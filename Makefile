@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH ?= 2.15.0
 OUT ?= bench/out
+MINUTES ?= 60
 SHELL := /bin/bash
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 
@@ -20,7 +21,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray torchft
 
 demo: need := $(NEED_DEMO)
-gpu gpu-correct gpu-numbers gpu-rest: need := $(NEED_GPU)
+gpu: need := $(NEED_GPU)
 test lint docs bench: need := $(NEED_ALL)
 test-all: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
 test-all: stamp := .venv/.ready-integrations
@@ -30,7 +31,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo test test-all test-torch lint bench gpu gpu-correct gpu-numbers gpu-rest docs clean
+.PHONY: demo test test-all test-torch lint bench gpu docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -59,15 +60,9 @@ bench:  ## every benchmark; ends with a table and a plot in bench/out
 	$(ready)
 	$(python) -m bench
 
-gpu: gpu-correct gpu-numbers gpu-rest  ## all that needs a CUDA machine; no network and no .git is needed
-
-gpu-correct:  ## the GPU tests, in at most nine minutes; one archive in $(OUT)
-gpu-numbers:  ## the GPU suites with the most important goals, in at most nine minutes; one archive in $(OUT)
-gpu-rest:  ## two NCCL ranks, a profile, compute-sanitizer and the other suites; one archive in $(OUT)
-gpu-correct gpu-numbers gpu-rest:
+gpu:  ## all that needs a CUDA machine, in MINUTES; goes on where the last run of this commit stopped
 	$(ready)
-	DPFUSE_COMMIT=$${DPFUSE_COMMIT:-$$(git rev-parse HEAD 2>/dev/null)} $(if $(NCCL),LD_PRELOAD=$(NCCL)) \
-		$(python) -m bench.pieces $(@:gpu-%=%) --out "$(OUT)"
+	$(if $(NCCL),LD_PRELOAD=$(NCCL)) $(python) -m bench.gpu_run --minutes $(MINUTES) --out "$(OUT)" $(if $(AGAIN),--again)
 
 docs:  ## the HTML pages, in docs/_build
 	$(ready)

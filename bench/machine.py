@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from importlib.metadata import version
@@ -33,7 +34,7 @@ def describe(*, gpu: bool) -> dict[str, Any]:
         **software_versions(),
         "pytest_benchmark": version("pytest-benchmark"),
         "deepspeed": version("deepspeed") if find_spec("deepspeed") else None,
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": os.environ.get("DPFUSE_COMMIT") or _git("rev-parse", "HEAD"),  # there may be no .git
         "uncommitted_changes": None if (status := _git("status", "--porcelain")) is None else bool(status),
     }
 

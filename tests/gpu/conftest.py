@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="0/1", help="1/4 is the second of four parts of the tests")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Keep one part of the tests: DPFUSE_TEST_SHARD=1/4 is the second of four. Other processes run the others."""
-    part, _, parts = os.environ.get("DPFUSE_TEST_SHARD", "0/1").partition("/")
-    left_out = [item for number, item in enumerate(items) if number % int(parts) != int(part)]
-    items[:] = [item for number, item in enumerate(items) if number % int(parts) == int(part)]
-    config.hook.pytest_deselected(items=left_out)
+    part, parts = map(int, config.getoption("--shard", "0/1").split("/"))
+    config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % parts != part])
+    items[:] = items[part::parts]
 
 
 @pytest.fixture
