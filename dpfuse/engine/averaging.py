@@ -26,7 +26,7 @@ class Averaging:
     `post_scale` multiplies what is unpacked. It is 1, except for plain sums that travel narrowed to float16.
     """
 
-    dtype: str  # of the flat buffer
+    dtype: str  # of the communication buffer
     pre_scale: float
     post_scale: float = 1.0
 

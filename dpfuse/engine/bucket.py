@@ -1,4 +1,4 @@
-"""One bucket: its feed packs, its exchange sends, its delivery delivers. Knows no hook and no order of events."""
+"""One bucket: its feed packs its communication buffer, its exchange sends it, its delivery delivers. Knows no hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import Board, finish
 from dpfuse.engine.averaging import Averaging
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import BucketObserver, Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
@@ -55,7 +55,7 @@ class Parts:
     """What one bucket is made of.
 
     Args:
-        buffer: its memory.
+        buffer: its memory, the communication buffer.
         feed: packs gradients into the buffer.
         exchange: sums the buffer over the ranks.
         delivery: makes the buffer's content the parameters' gradients.
@@ -65,7 +65,7 @@ class Parts:
         beside: what travels beside the last bucket.
     """
 
-    buffer: Buffer
+    buffer: CommBuffer
     feed: Feed
     exchange: Exchange
     delivery: Delivery

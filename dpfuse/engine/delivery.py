@@ -1,4 +1,4 @@
-"""How reduced gradients get from a buffer to the parameters: they lie in it, or are copied. Knows no exchange."""
+"""How reduced gradients get from a communication buffer to the parameters: they lie in it, or are copied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.streams import SideStream, capturing
@@ -35,7 +35,7 @@ class Views(Delivery):
         handed_out: whether views were handed out when the buffer was sent.
     """
 
-    def __init__(self, buffer: Buffer, hooks: Hooks) -> None:
+    def __init__(self, buffer: CommBuffer, hooks: Hooks) -> None:
         self.handed_out = False
         self._buffer = buffer
         self._hooks = hooks
@@ -70,7 +70,7 @@ class Private(Delivery):
         label: of the bucket, for profiles.
     """
 
-    def __init__(self, buffer: Buffer, post_scale: float, squares: Tensor | None = None, label: str = "") -> None:
+    def __init__(self, buffer: CommBuffer, post_scale: float, squares: Tensor | None = None, label: str = "") -> None:
         self._buffer = buffer
         self._post_scale = post_scale
         self._squares = squares
@@ -175,7 +175,7 @@ class EarlyPrivate(Delivery):
         side: where to copy early.
     """
 
-    def __init__(self, private: Private, buffer: Buffer, side: SideStream) -> None:
+    def __init__(self, private: Private, buffer: CommBuffer, side: SideStream) -> None:
         self._private = private
         self._buffer = buffer
         self._side = side

@@ -1,4 +1,4 @@
-"""Whether a program still uses gradients that lie in a buffer. Then the buffer gets new memory. Knows no bucket."""
+"""Whether a program still uses gradients that lie in a communication buffer, which then gets new memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.torch_private import holders_of, is_private
 
 __all__ = ["RenewedMemory"]
@@ -30,7 +30,7 @@ class RenewedMemory:
         gradients: what `.grad` becomes, in the order of the parameters.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: CommBuffer) -> None:
         self.buffer = buffer
         self._followers: list[Callable[[], None]] = []
         self._is_filled = False

@@ -36,7 +36,7 @@ class PackArguments:
 
 
 class Feed:
-    """How gradients come into the buffer. Methods other than `pack` do nothing unless a feed overrides them."""
+    """How gradients come into the communication buffer. Methods other than `pack` do nothing unless overridden."""
 
     held: Set[int] = frozenset()  # registration indices of parameters whose gradients are partly in the buffer
     forgets = False  # whether the class overrides `sent`; only then it is called

@@ -17,8 +17,8 @@ class SyncSettings:
         number: of the wrapper, among those of its group.
         scale: factor on each rank's gradients; None is the mean.
         wire: how gradients travel.
-        views: whether `.grad` becomes a view of the buffers.
-        registered: whether buffers lie in memory that the group's back end has registered.
+        views: whether `.grad` becomes a view of the communication buffer.
+        registered: whether communication buffers lie in memory that the group's back end has registered.
         deterministic: whether sums are formed in the order of the ranks; buckets keep the order of registration.
         accumulates: whether buckets take gradients in backwards that are not synchronised, too.
         strict: whether to wait in each backward for what the peers report.

@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, and clipping by it: whole buffers where gradients lie in them. Knows no backward."""
+"""The norm of a model's gradients, and clipping by it, of whole communication buffers where gradients lie in them."""
 
 from __future__ import annotations
 

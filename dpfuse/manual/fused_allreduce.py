@@ -21,7 +21,7 @@ from dpfuse.comm.waiting import board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
-from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB

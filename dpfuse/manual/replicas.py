@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine.averaging import averaging_for, real_dtype
-from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, Bucket
 from dpfuse.manual.plan import plan_groups

@@ -29,7 +29,7 @@ class ModuleFollower:
         signature: what the module was when it was wrapped.
         options: of the wrapper.
         grads: the synchronisation of the gradients.
-        buffers: the synchronisation of the buffers.
+        buffers: the synchronisation of the module's buffers.
         may_have_changed: called before the module is looked at.
         agreed: called once all ranks have changed their modules in the same way.
         window: takes what this rank asks for.

@@ -1,4 +1,4 @@
-"""The buffer adds gradients up over the batches of a window, while backwards are not synchronised."""
+"""A communication buffer adds gradients up over the batches of a window, while backwards are not synchronised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpfuse.engine import messages
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
@@ -40,7 +40,7 @@ class Accumulating(Feed):
         held: registration indices of the parameters whose gradients are partly in the buffer.
     """
 
-    def __init__(self, buffer: Buffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
+    def __init__(self, buffer: CommBuffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
         self.held: set[int] = set()
         self._buffer = buffer
         self._at_once = AtOnce(buffer)
