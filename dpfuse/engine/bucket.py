@@ -40,7 +40,7 @@ class Surroundings:
     """What all buckets of a model share.
 
     Args:
-        board: of the group; None if it has no heartbeat.
+        board: what the heartbeat of the group reads and writes; None if the group has no heartbeat.
         observers: are told how each bucket travels; may grow and shrink at any time.
         leave: called with the error of a collective that could not start; the group cannot be used after that.
     """
@@ -112,7 +112,7 @@ class GradBucket:
         case, so zeros are sent, and the report tells the peers of the error.
 
         Args:
-            outcome: of the backward; this method changes it.
+            outcome: what has happened in this backward; this method changes it.
             complete: whether every parameter is known to have a gradient.
         """
         if self.state is not FREE:
@@ -332,7 +332,7 @@ class GradBucket:
             self._around.leave(error)
 
     def _fails_again(self, work: dist.Work) -> bool:
-        """Whether a wait has failed: one that was interrupted can be repeated."""
+        """Whether the same wait fails again. One that was only interrupted can be repeated."""
         try:
             finish(work, self._around.board, self.plan.device)
         except Exception as error:

@@ -107,7 +107,8 @@ class Private(Delivery):
 class RenewedViews(Delivery):
     """`.grad` lies in the buffer, and is private: the buffer gets new memory while a program holds a gradient.
 
-    Where a program waits for the mean in other memory, it is copied there. Gradients are handed out when `Views` are.
+    If a program has assigned other memory to `.grad`, the mean is copied there. Gradients are handed out when `Views`
+    are.
 
     Args:
         hooks: of the parameters.
@@ -129,7 +130,7 @@ class RenewedViews(Delivery):
             self._elsewhere = self._memory.elsewhere(grads, complete=complete)
 
     def hand_out_early(self, missing: Set[int]) -> None:
-        """Make the memory of the buffer the gradients if no other hook reads those, except for the missing ones."""
+        """Let `.grad` lie in the buffer, except for the missing ones, if no other hook reads what was accumulated."""
         if self.handed_out:
             self._hand_out(missing)
 

@@ -24,7 +24,7 @@ class RenewedMemory:
     of autograd, another process. The gradient that a parameter still has does not count: torch itself would write it.
 
     Args:
-        buffer: holds gradients as they are, on a CPU: on a GPU, a stream may still read what nothing refers to.
+        buffer: holds gradients as they are, on a CPU. On a GPU, a stream may still read memory without references.
 
     Attributes:
         gradients: what `.grad` becomes, in the order of the parameters.
@@ -98,7 +98,7 @@ class RenewedMemory:
         ]
 
     def _is_held(self, known: int) -> bool:
-        """Return whether a program holds a gradient. Of one that a parameter has, `known` references are ours."""
+        """Return whether a program holds a gradient. Of the references to a `.grad`, `known` are our own."""
         if self._alias.data_ptr() != self.buffer.flat.data_ptr():
             return True  # it was moved to memory that is shared with another process
         addresses = list(map(Tensor.data_ptr, self.gradients))
@@ -119,8 +119,8 @@ class RenewedMemory:
     @torch.inference_mode(False)
     def _note(self) -> None:
         """Make gradients in memory that no program knows yet, and count the references to them."""
-        # With a storage of its own, so that the aliases that dpfuse makes of the buffer do not count. The program's
-        # are no views for autograd, so each has a version counter of its own.
+        # The alias has a storage of its own, so that other aliases that dpfuse makes of the buffer do not count. The
+        # gradients are no views for autograd, so each of them has a version counter of its own.
         self._alias: Tensor = torch.utils.dlpack.from_dlpack(self.buffer.flat)
         self._storage = self._alias.untyped_storage()
         self.gradients = [view.data for view in self.buffer.views_in(self._alias)]

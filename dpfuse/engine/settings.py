@@ -14,7 +14,7 @@ class SyncSettings:
     """How gradients are averaged; what users pass to a wrapper, as far as the engine needs it.
 
     Args:
-        number: of the wrapper, among those of its group.
+        number: which of the wrappers of its group this one is.
         scale: factor on each rank's gradients; None is the mean.
         wire: how gradients travel.
         views: whether `.grad` becomes a view of the communication buffer.

@@ -25,7 +25,7 @@ _version = attrgetter("_version")
 
 
 class SquareSum:
-    """Measured while a bucket delivers its gradients, so that their norm needs no second pass over them.
+    """The sum of the squares of a bucket's gradients, measured when they are delivered, in the same pass.
 
     It is of no use once a gradient was replaced, moved, taken away, or written by an operation that torch counts.
     Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph.
@@ -45,22 +45,22 @@ class SquareSum:
         self._versions = 0  # of all memory that they have, added up, for versions only grow
 
     def forget(self) -> None:
-        """What it was measured of is about to be written."""
+        """Forget the sum, since the gradients are about to be written."""
         self._known = False
         self._views = ()  # the bucket may get another communication buffer
 
     def note_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        """It is that of these, which share the memory of a buffer and live as long as it does.
+        """Note that the sum is that of these views of a buffer, which live as long as the buffer does.
 
         Args:
-            views: of which it was measured, [gradients].
+            views: the measured gradients.
             addresses: where they were then, as `Tensor.data_ptr` gives them.
         """
         self._views, self._private, self._addresses = views, [], addresses
         self._note(views)
 
     def note_private(self, grads: Sequence[Tensor]) -> None:
-        """It is that of these, each of which has memory of its own."""
+        """Note that the sum is that of these gradients, each of which has memory of its own."""
         self._views, self._private, self._addresses = (), list(map(ref, grads)), list(map(Tensor.data_ptr, grads))
         self._note(grads)
 

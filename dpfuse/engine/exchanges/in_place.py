@@ -114,8 +114,8 @@ class _LargeGradient:
     Args:
         param: the parameter of the gradient.
         bucket: the plan of its bucket.
-        place: of the parameter there.
-        name: for errors.
+        place: the place of the parameter in the bucket.
+        name: its name, for errors.
 
     Attributes:
         index: registration index of the parameter.

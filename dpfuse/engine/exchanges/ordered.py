@@ -37,7 +37,7 @@ class OrderedParts:
 
     Args:
         size: number of ranks.
-        row: elements; large parts are whole multiples of it.
+        row: the elements of a row; large parts are whole rows.
     """
 
     size: int

@@ -54,7 +54,7 @@ class Accumulating(Feed):
         """Add what is in `.grad` to the buffer, and leave None there.
 
         Args:
-            backward_ended: if False, nothing is done while other hooks still have to read the gradients.
+            backward_ended: whether backward has ended. Before, nothing is taken if other hooks still have to read it.
 
         Raises:
             DPFuseError: a CUDA graph is being captured; a gradient is the buffer itself.
@@ -163,12 +163,12 @@ class Accumulating(Feed):
 
 
 class Accumulation:
-    """Backwards that are not synchronised: counted, and taken by the feeds that accumulate.
+    """Counts the backwards that are not synchronised, and lets the feeds that accumulate take their gradients.
 
     The order does not matter, and no gradient is too late: what is ready after its bucket was taken is taken later.
 
     Args:
-        feeds: by the place of their bucket in the order of communication; empty if no feed accumulates.
+        feeds: those that accumulate, by the place of their bucket in the order of communication.
         window: counts such backwards.
     """
 
