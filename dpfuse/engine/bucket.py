@@ -1,4 +1,4 @@
-"""One bucket: its feed packs its communication buffer, its exchange sends it, its delivery delivers. Knows no hook."""
+"""One bucket: its feed packs, its exchange sends, its delivery delivers. Knows no hook and no order of events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["FLIGHT", "FREE", "LANDED", "BucketState", "GradBucket", "Parts", "Su
 class BucketState(Enum):
     """What state a bucket is in. The only moves are down this list and from LANDED to FREE; others raise."""
 
-    FREE = auto()  # nothing waits for the buffer: send() may fill it
+    FREE = auto()  # nothing waits for the communication buffer: send() may fill it
     FLIGHT = auto()  # sent; the exchange reads and writes the buffer until wait() returns
     LANDED = auto()  # reduced; deliver() or discard() gives the buffer back
 

@@ -1,4 +1,4 @@
-"""The communication buffer of a bucket: the place of each gradient, and the views that `.grad` becomes."""
+"""The communication buffer of a bucket: the slot of each gradient, and the views of it. Knows no collective."""
 
 from __future__ import annotations
 

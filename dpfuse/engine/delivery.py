@@ -1,4 +1,4 @@
-"""How reduced gradients get from a communication buffer to the parameters: they lie in it, or are copied."""
+"""How reduced gradients get out of a communication buffer: they lie in it, or are copied. Knows no exchange."""
 
 from __future__ import annotations
 

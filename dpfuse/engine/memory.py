@@ -1,4 +1,4 @@
-"""Whether a program still uses gradients that lie in a communication buffer, which then gets new memory."""
+"""A communication buffer gets new memory while a program uses gradients that lie in it. Knows no bucket."""
 
 from __future__ import annotations
 
