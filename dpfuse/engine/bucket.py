@@ -138,11 +138,9 @@ class GradBucket:
         # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
-        if parts.feed.forgets:
-            parts.feed.sent()
-        if parts.delivery.is_early:
-            assert self._work is not None
-            parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+        parts.feed.sent()
+        assert self._work is not None
+        parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
@@ -185,13 +183,11 @@ class GradBucket:
             raise
         for companion in parts.beside:
             companion.finish()
-        if parts.delivery.is_early:
-            parts.delivery.landed()
+        parts.delivery.landed()
         for observer in observers:
             observer.wait_ends()
-        if parts.exchange.has_stages:
-            parts.exchange.landed(self._work)
-            self.error = self.error or parts.exchange.error
+        parts.exchange.landed(self._work)
+        self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
         self.state, self._work = LANDED, None  # last, so that after an error it can be waited for again
@@ -313,8 +309,7 @@ class GradBucket:
             if has_raised(error):
                 self._around.leave(error)
             raise
-        if exchange.has_stages:
-            exchange.started(self._work)
+        exchange.started(self._work)
         for observer in self._around.observers:
             observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
         try:
