@@ -46,14 +46,15 @@ class DataParallel(SyncedModule):
             are fine). 0 sends every gradient alone, `inf` one bucket per dtype. "auto" begins with 25 and calls
             `dpfuse.autotune`, whose result is in `tuning`.
         last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
-        find_unused_parameters: True if parameters without gradient are expected; nothing is searched and
-            nothing slows down, only the warning that names them is left out.
+        find_unused_parameters: True leaves out the warning that names parameters without gradient. Nothing is
+            searched, and nothing slows down.
         group: process group; None is the default group. Without any process group the wrapper only
             passes calls through, and says so once.
         gradient_as_bucket_view: True makes `.grad` a view of the communication buffer, which saves a copy;
             the next synchronised backward overwrites a view that was kept. False keeps gradients private.
-        broadcast_buffers: True sends rank 0's buffers (running statistics) to all ranks in every backward that
-            synchronises, and before a forward that no such backward preceded; False, at construction only.
+        broadcast_buffers: True sends the module's buffers (running statistics) from rank 0 to all ranks in every
+            backward that synchronises, and before a forward that no such backward preceded. False sends them at
+            construction only.
         gradient_scale: factor on each rank's gradients before the sum; None is 1 / number of ranks, the
             mean; 1.0 gives the plain sum.
 

@@ -63,11 +63,11 @@ class DistributedDataParallel(TorchHooks, Joinable):
         process_group: None is the default group.
         bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one. "auto" begins
             with these and calls `dpfuse.autotune`, whose result is in `tuning`.
-        find_unused_parameters: only silences the warning that names unused parameters; they get the right
-            mean either way, and no graph is walked.
+        find_unused_parameters: True leaves out the warning that names unused parameters. They get the right mean
+            either way, and no graph is walked.
         check_reduction: deprecated in torch, ignored.
-        gradient_as_bucket_view: True makes `.grad` a view of the buffers. False never overwrites a gradient that was
-            kept, which costs a copy on a GPU.
+        gradient_as_bucket_view: True makes `.grad` a view of the communication buffer. False never overwrites a
+            gradient that was kept, which costs a copy on a GPU.
         static_graph: accepted; nothing has to be known beforehand.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients travel in buckets of their own.
         param_to_hook_all_reduce: the parameter behind whose bucket they are sent.

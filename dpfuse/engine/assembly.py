@@ -13,7 +13,7 @@ from dpfuse.comm import registered_memory
 from dpfuse.comm.abilities import abilities_of
 from dpfuse.engine.averaging import FP8, Averaging, averaging_for, real_dtype
 from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
-from dpfuse.engine.buffer import PLAIN, Buffer, Format, Zeros, zeros_on
+from dpfuse.engine.comm_buffer import PLAIN, CommBuffer, Format, Zeros, zeros_on
 from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.comm_hook import CommHook
@@ -71,8 +71,8 @@ class Assembly:
     ) -> list[GradBucket]:
         """Make the buckets of a plan, in communication order; the last one carries the report.
 
-        All memory is allocated here. If a bucket of `before` has the same gradients in the same places, its buffer is
-        used again, so that views of it stay valid.
+        All memory is allocated here. If a bucket of `before` has the same gradients in the same places, its
+        communication buffer is used again, so that views of it stay valid.
 
         Args:
             plan: the plan of `params`.
@@ -207,7 +207,7 @@ class _Making:
         parts = self._parts(order, bucket, buffer, feed, exchange, delivery, report)
         return replace(parts, writers=writers)
 
-    def _packs_eagerly(self, bucket: Bucket, buffer: Buffer) -> bool:
+    def _packs_eagerly(self, bucket: Bucket, buffer: CommBuffer) -> bool:
         assembly = self.assembly
         return (
             (assembly.settings.views or self._divides or self._is_renewed(bucket))
@@ -220,7 +220,7 @@ class _Making:
         self,
         order: int,
         bucket: Bucket,
-        buffer: Buffer,
+        buffer: CommBuffer,
         hooks: Hooks,
         report: Report | None,
         label: str,
@@ -264,7 +264,7 @@ class _Making:
         """Make a bucket without gradients, for a report that needs exact numbers or is sent after a hook."""
         plan = self.plan.buckets[-1]
         empty = Bucket((), 0, "float32", plan.device, (), 0, None)
-        buffer = Buffer(empty, [], [], Averaging("float32", 1.0), zeros=zeros_on(plan.device), room=report.numel)
+        buffer = CommBuffer(empty, [], [], Averaging("float32", 1.0), zeros=zeros_on(plan.device), room=report.numel)
         group, hook, own = self.assembly.group, self.assembly.hook, list(buckets)
         exchange: Exchange = AllReduce(group)
         if hook is not None:
@@ -276,7 +276,7 @@ class _Making:
         self,
         order: int,
         bucket: Bucket,
-        buffer: Buffer,
+        buffer: CommBuffer,
         feed: Feed,
         exchange: Exchange,
         delivery: Delivery,
@@ -288,7 +288,7 @@ class _Making:
         beside = tuple(companion for companion in found if companion is not None)
         return Parts(buffer, feed, exchange, delivery, taken, report, writers_on(torch.device(bucket.device)), beside)
 
-    def _rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
+    def _rounding(self, order: int, bucket: Bucket, buffer: CommBuffer) -> Rounding | None:
         found = (each.rounding(order, bucket, buffer) for each in self.assembly.features)
         return next((one for one in found if one is not None), None)
 
@@ -300,7 +300,7 @@ class _Making:
         *,
         report: Report | None = None,
         format: Format = PLAIN,
-    ) -> Buffer:
+    ) -> CommBuffer:
         averaging = self._averaging(bucket)
         room = 0 if report is None else report.numel
         zeros = usual = self._zeros(bucket.device)
@@ -310,7 +310,7 @@ class _Making:
             if old.parts.buffer.serves(bucket, params, averaging.dtype, room, format):
                 old.parts.buffer.averaging = averaging
                 return old.parts.buffer
-        return Buffer(bucket, params, names, averaging, zeros=zeros, room=room, format=format)
+        return CommBuffer(bucket, params, names, averaging, zeros=zeros, room=room, format=format)
 
     def _zeros(self, device: str) -> Zeros:
         group = self.assembly.group

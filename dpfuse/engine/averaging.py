@@ -28,7 +28,7 @@ class Averaging:
     `post_scale` multiplies what is unpacked. It is 1, except for plain sums that travel narrowed to float16.
     """
 
-    dtype: str  # of the flat buffer
+    dtype: str  # of the communication buffer
     pre_scale: float
     post_scale: float = 1.0
 
@@ -162,7 +162,7 @@ class Wire:
 
     @property
     def probe(self) -> tuple[torch.dtype, str] | None:
-        """What the back end has to exchange for it, and by which argument; None: nothing but all-reduces."""
+        """The dtype of the parts and sums that travel, and the argument that asks for them; None of an all-reduce."""
         if self.reduce != "fp32" or self.dtype == "float32":
             return None
         if self.is_fp8:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import Board, finish
 from dpfuse.engine.averaging import Averaging
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import BucketObserver, Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
@@ -27,7 +27,7 @@ __all__ = ["FLIGHT", "FREE", "LANDED", "BucketState", "GradBucket", "Parts", "Su
 class BucketState(Enum):
     """What state a bucket is in. The only moves are down this list and from LANDED to FREE; others raise."""
 
-    FREE = auto()  # nothing waits for the buffer: send() may fill it
+    FREE = auto()  # nothing waits for the communication buffer: send() may fill it
     FLIGHT = auto()  # sent; the exchange reads and writes the buffer until wait() returns
     LANDED = auto()  # reduced; deliver() or discard() gives the buffer back
 
@@ -40,7 +40,7 @@ class Surroundings:
     """What all buckets of a model share.
 
     Args:
-        board: of the group; None if it has no heartbeat.
+        board: what the heartbeat of the group reads and writes; None if the group has no heartbeat.
         observers: are told how each bucket travels; may grow and shrink at any time.
         leave: called with the error of a collective that could not start; the group cannot be used after that.
     """
@@ -55,7 +55,7 @@ class Parts:
     """What one bucket is made of.
 
     Args:
-        buffer: its memory.
+        buffer: its memory, the communication buffer.
         feed: packs gradients into the buffer.
         exchange: sums the buffer over the ranks.
         delivery: makes the buffer's content the parameters' gradients.
@@ -65,7 +65,7 @@ class Parts:
         beside: what travels beside the last bucket.
     """
 
-    buffer: Buffer
+    buffer: CommBuffer
     feed: Feed
     exchange: Exchange
     delivery: Delivery
@@ -112,7 +112,7 @@ class GradBucket:
         case, so zeros are sent, and the report tells the peers of the error.
 
         Args:
-            outcome: of the backward; this method changes it.
+            outcome: what has happened in this backward; this method changes it.
             complete: whether every parameter is known to have a gradient.
         """
         if self.state is not FREE:
@@ -138,11 +138,9 @@ class GradBucket:
         # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
-        if parts.feed.forgets:
-            parts.feed.sent()
-        if parts.delivery.is_early:
-            assert self._work is not None
-            parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+        parts.feed.sent()
+        assert self._work is not None
+        parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
@@ -185,13 +183,11 @@ class GradBucket:
             raise
         for companion in parts.beside:
             companion.finish()
-        if parts.delivery.is_early:
-            parts.delivery.landed()
+        parts.delivery.landed()
         for observer in observers:
             observer.wait_ends()
-        if parts.exchange.has_stages:
-            parts.exchange.landed(self._work)
-            self.error = self.error or parts.exchange.error
+        parts.exchange.landed(self._work)
+        self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
         self.state, self._work = LANDED, None  # last, so that after an error it can be waited for again
@@ -313,8 +309,7 @@ class GradBucket:
             if has_raised(error):
                 self._around.leave(error)
             raise
-        if exchange.has_stages:
-            exchange.started(self._work)
+        exchange.started(self._work)
         for observer in self._around.observers:
             observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
         try:
@@ -332,7 +327,7 @@ class GradBucket:
             self._around.leave(error)
 
     def _fails_again(self, work: dist.Work) -> bool:
-        """Whether a wait has failed: one that was interrupted can be repeated."""
+        """Whether the same wait fails again. One that was only interrupted can be repeated."""
         try:
             finish(work, self._around.board, self.plan.device)
         except Exception as error:

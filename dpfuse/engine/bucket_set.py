@@ -17,15 +17,15 @@ class BucketSet:
     """One plan, and what is made of it.
 
     Args:
-        plan: of the buckets.
-        params: by registration index.
-        buckets: of the plan, in communication order; the last one carries the report.
+        plan: the plan of the buckets.
+        params: the planned parameters, by registration index.
+        buckets: the buckets of the plan, in communication order; the last one carries the report.
         marks: how often each parameter becomes ready in a backward; empty for once each.
         seen: what became ready in an earlier backward, in that order, if it is known.
 
     Attributes:
         plan, params, buckets, marks: as given.
-        names: of the parameters.
+        names: the names of the parameters, by registration index.
         report: what travels with the last bucket.
         ready: the ready list of each bucket.
         recorded: what became ready in a backward before there are ready lists, in that order.
@@ -56,9 +56,9 @@ class BucketSet:
         """Return a set of other buckets for the same parameters, which knows what became ready in this one.
 
         Args:
-            buckets: in communication order.
-            plan: of these; None is the plan of this set.
-            marks: of these; empty for the marks of this set.
+            buckets: the other buckets, in communication order.
+            plan: their plan; None is the plan of this set.
+            marks: how often each parameter becomes ready in a backward; empty is the marks of this set.
         """
         return BucketSet(plan or self.plan, self.params, buckets, marks or self.marks, self.recorded)
 

@@ -1,4 +1,4 @@
-"""How reduced gradients get from a buffer to the parameters: they lie in it, or are copied. Knows no exchange."""
+"""How reduced gradients get out of a communication buffer: they lie in it, or are copied. Knows no exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.streams import SideStream, capturing
@@ -35,7 +35,7 @@ class Views(Delivery):
         handed_out: whether views were handed out when the buffer was sent.
     """
 
-    def __init__(self, buffer: Buffer, hooks: Hooks) -> None:
+    def __init__(self, buffer: CommBuffer, hooks: Hooks) -> None:
         self.handed_out = False
         self._buffer = buffer
         self._hooks = hooks
@@ -70,7 +70,7 @@ class Private(Delivery):
         label: of the bucket, for profiles.
     """
 
-    def __init__(self, buffer: Buffer, post_scale: float, squares: Tensor | None = None, label: str = "") -> None:
+    def __init__(self, buffer: CommBuffer, post_scale: float, squares: Tensor | None = None, label: str = "") -> None:
         self._buffer = buffer
         self._post_scale = post_scale
         self._squares = squares
@@ -107,7 +107,8 @@ class Private(Delivery):
 class RenewedViews(Delivery):
     """`.grad` lies in the buffer, and is private: the buffer gets new memory while a program holds a gradient.
 
-    Where a program waits for the mean in other memory, it is copied there. Gradients are handed out when `Views` are.
+    If a program has assigned other memory to `.grad`, the mean is copied there. Gradients are handed out when `Views`
+    are.
 
     Args:
         hooks: of the parameters.
@@ -129,7 +130,7 @@ class RenewedViews(Delivery):
             self._elsewhere = self._memory.elsewhere(grads, complete=complete)
 
     def hand_out_early(self, missing: Set[int]) -> None:
-        """Make the memory of the buffer the gradients if no other hook reads those, except for the missing ones."""
+        """Let `.grad` lie in the buffer, except for the missing ones, if no other hook reads what was accumulated."""
         if self.handed_out:
             self._hand_out(missing)
 
@@ -175,7 +176,7 @@ class EarlyPrivate(Delivery):
         side: where to copy early.
     """
 
-    def __init__(self, private: Private, buffer: Buffer, side: SideStream) -> None:
+    def __init__(self, private: Private, buffer: CommBuffer, side: SideStream) -> None:
         self._private = private
         self._buffer = buffer
         self._side = side

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer, Format, Zeros
+from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
@@ -23,11 +23,11 @@ class Feature:
     divides = False  # whether each rank receives only its part of each sum; the report then travels alone
     keeps_buckets = False  # whether buckets must stay as they are after the first synchronised backward
 
-    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """Return what it does while a bucket is packed. `report` is that of the last bucket, None for others."""
         return None
 
-    def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
+    def rounding(self, order: int, bucket: Bucket, buffer: CommBuffer) -> Rounding | None:
         """Return what keeps the rounding errors of sums of this bucket. It is called before `step`."""
         return None
 
@@ -35,14 +35,14 @@ class Feature:
         """Note that the buckets of this plan are made now. An error raised here keeps those in use."""
 
     def memory(self, device: str, usual: Zeros) -> Zeros:
-        """Return what allocates the buffer of the next dense bucket: the `usual` function, or another one."""
+        """Return what allocates the communication buffer of the next dense bucket: `usual`, or another function."""
         return usual
 
     def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format | None:
         """Return how the gradients of these parameters lie in their buffer, if it divides them among the ranks."""
         return None
 
-    def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
+    def exchange(self, order: int, bucket: Bucket, buffer: CommBuffer, usual: Exchange) -> Exchange:
         """Return how this bucket travels: the `usual` way, or another one."""
         return usual
 
@@ -50,7 +50,7 @@ class Feature:
         """Return where a private delivery adds up the squares of the gradients, [] float64."""
         return None
 
-    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         """Return `delivery`, or one that does more around it. On `side`, work can be done while backward runs."""
         return delivery
 

@@ -1,4 +1,4 @@
-"""Whether a program still uses gradients that lie in a buffer. Then the buffer gets new memory. Knows no bucket."""
+"""A communication buffer gets new memory while a program uses gradients that lie in it. Knows no bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.torch_private import holders_of, is_private
 
 __all__ = ["RenewedMemory"]
@@ -24,13 +24,13 @@ class RenewedMemory:
     of autograd, another process. The gradient that a parameter still has does not count: torch itself would write it.
 
     Args:
-        buffer: holds gradients as they are, on a CPU: on a GPU, a stream may still read what nothing refers to.
+        buffer: holds gradients as they are, on a CPU. On a GPU, a stream may still read memory without references.
 
     Attributes:
         gradients: what `.grad` becomes, in the order of the parameters.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: CommBuffer) -> None:
         self.buffer = buffer
         self._followers: list[Callable[[], None]] = []
         self._is_filled = False
@@ -98,7 +98,7 @@ class RenewedMemory:
         ]
 
     def _is_held(self, known: int) -> bool:
-        """Return whether a program holds a gradient. Of one that a parameter has, `known` references are ours."""
+        """Return whether a program holds a gradient. Of the references to a `.grad`, `known` are our own."""
         if self._alias.data_ptr() != self.buffer.flat.data_ptr():
             return True  # it was moved to memory that is shared with another process
         addresses = list(map(Tensor.data_ptr, self.gradients))
@@ -119,8 +119,8 @@ class RenewedMemory:
     @torch.inference_mode(False)
     def _note(self) -> None:
         """Make gradients in memory that no program knows yet, and count the references to them."""
-        # With a storage of its own, so that the aliases that dpfuse makes of the buffer do not count. The program's
-        # are no views for autograd, so each has a version counter of its own.
+        # The alias has a storage of its own, so that other aliases that dpfuse makes of the buffer do not count. The
+        # gradients are no views for autograd, so each of them has a version counter of its own.
         self._alias: Tensor = torch.utils.dlpack.from_dlpack(self.buffer.flat)
         self._storage = self._alias.untyped_storage()
         self.gradients = [view.data for view in self.buffer.views_in(self._alias)]

@@ -9,8 +9,8 @@ from dpfuse.engine.window import Field
 from dpfuse.errors import DPFuseError
 
 __all__ = [
-    "begun", "changed", "differing", "discarded", "failed", "held_up", "interrupted", "nonfinite", "unaveraged",
-    "unread", "unsettled", "unused", "weightless",
+    "begun", "captured_first", "changed", "differing", "discarded", "failed", "held_up", "interrupted", "nonfinite",
+    "unaveraged", "unread", "unused", "weightless",
 ]  # fmt: skip
 
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
@@ -50,8 +50,8 @@ def changed(rank: int, size: int, ranks: Collection[int], here: bool, change: st
     Args:
         rank, size: of this process and its group.
         ranks: those whose model has changed, if they are known.
-        here: whether that of this rank has.
-        change: of this rank.
+        here: whether the model of this rank has changed.
+        change: what has changed on this rank, in words.
     """
     beginning = f"rank {rank}: {change} after the module was wrapped; the" if here else f"rank {rank}: the"
     others = [other for other in range(size) if other not in ranks]
@@ -184,7 +184,7 @@ def unread(names: Sequence[str]) -> str:
     )
 
 
-def unsettled(rank: int) -> str:
+def captured_first(rank: int) -> str:
     """What to say on `rank` where the first synchronised backward of a model is to be captured in a CUDA graph."""
     return (
         f"rank {rank}: the first synchronised backward of a model is captured in a CUDA graph; expected some steps "

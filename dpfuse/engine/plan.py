@@ -63,7 +63,7 @@ NO_WISHES = BucketRule()
 
 
 class Slot(NamedTuple):
-    """One parameter's place in a flat buffer: parameter index, offset and length in elements."""
+    """One parameter's place in a communication buffer: parameter index, offset and length in elements."""
 
     param: int
     offset: int
@@ -72,7 +72,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients share one flat buffer and one all-reduce."""
+    """Parameters whose gradients share one communication buffer and one all-reduce."""
 
     params: tuple[int, ...]  # registration indices, ascending
     nbytes: int  # of the parameters alone

@@ -36,13 +36,9 @@ class PackArguments:
 
 
 class Feed:
-    """How gradients come into the buffer. Methods other than `pack` do nothing unless a feed overrides them."""
+    """How gradients come into the communication buffer. Methods other than `pack` do nothing unless overridden."""
 
     held: Set[int] = frozenset()  # registration indices of parameters whose gradients are partly in the buffer
-    forgets = False  # whether the class overrides `sent`; only then it is called
-
-    def __init_subclass__(cls) -> None:
-        cls.forgets = cls.sent is not Feed.sent
 
     def hooks(self) -> dict[int, Callable[[], None]]:
         """Return what to call when the gradient of a parameter is ready, by registration index."""
@@ -69,20 +65,17 @@ class Exchange:
         takes_factors: whether gradients are multiplied by a factor before the sum.
         has_outside: whether the class overrides `take`, since some gradients travel outside the buffer. Only then
             `take`, `empty`, `deliver` and `discard` are called.
-        has_stages: whether the class overrides `started` or `landed`; only then they are called.
         error: why the result of the last exchange cannot be used, if it cannot.
         bytes_in_place: bytes of the gradients that the last exchange has reduced in their own memory.
     """
 
     takes_factors = True
-    has_outside = False
-    has_stages = False
+    has_outside = False  # the empty call of `take` would be on each gradient's way, and cost 0.1 us, as `prepare` does
     error: Exception | None = None
     bytes_in_place = 0
 
     def __init_subclass__(cls) -> None:
         cls.has_outside = cls.take is not Exchange.take
-        cls.has_stages = cls.started is not Exchange.started or cls.landed is not Exchange.landed
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -125,11 +118,11 @@ class Exchange:
 class Delivery:
     """How reduced gradients get from the buffer to the parameters."""
 
-    is_early = False  # whether the class overrides `sent` or `landed`; only then they are called
-    prepares = False  # whether the class overrides `prepare`; only then it is called
+    # Whether the class overrides `prepare`; only then it is called. An empty call would be one more between the hook of
+    # a gradient and its collective. It costs 0.1 us of the 130 us per bucket of one gradient on a CPU.
+    prepares = False
 
     def __init_subclass__(cls) -> None:
-        cls.is_early = cls.sent is not Delivery.sent or cls.landed is not Delivery.landed
         cls.prepares = cls.prepare is not Delivery.prepare
 
     def prepare(self, grads: list[Tensor | None], *, complete: bool) -> None:

@@ -163,12 +163,12 @@ class Reducer:
 
     @property
     def in_use(self) -> BucketSet:
-        """What this rank uses: of the changed model, where a change is pending."""
+        """The buckets that this rank uses: those of the changed model, while a change is pending."""
         return self._in_use
 
     @property
     def agreed(self) -> BucketSet:
-        """What all ranks have agreed on."""
+        """The buckets on which all ranks have agreed."""
         return self._in_use if self._change is None else self._change.outdated
 
     @property
@@ -199,7 +199,7 @@ class Reducer:
         Their report tells which ranks have changed. If all have, the backward goes on as the first one of `buckets`.
 
         Args:
-            buckets: of the changed model.
+            buckets: the buckets of the changed model.
             change: what has changed, for errors.
             agree: called once all have changed. It calls `keep_change`, or raises on every rank if their changes
                 differ.
@@ -398,7 +398,7 @@ class Reducer:
             if not sync:
                 self._enter(LOCAL)
             elif not self._uses_ready_lists and self._in_use.report.unreadable:
-                raise DPFuseError(messages.unsettled(wiring.rank))
+                raise DPFuseError(messages.captured_first(wiring.rank))
             else:
                 run.outcome.frozen = self._frozen
                 self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
@@ -453,7 +453,7 @@ class Reducer:
         self.abandon()
 
     def _close(self, reached_leaves: Callable[[], bool]) -> None:
-        """Do all stages. After an exception it can be called again: what was done is not done again."""
+        """Do all stages. After an exception it can be called again, and does not repeat what was done."""
         run = self._run
         last = self._in_use.ready[-1]  # usually something in it is ready
         if not (run.next or last.entries or self._any_ready() or reached_leaves()):

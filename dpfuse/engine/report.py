@@ -63,8 +63,8 @@ class Reading:
         any_asks: whether a rank asks for an exchange.
         differing: names of the fields in which ranks differ.
         rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
-        rows: per rank its failure, its change, and its value of each field, or None of a rank without inputs; empty
-            where they were not gathered.
+        rows: for each rank whether it failed, whether its model has changed, and its value of each field, which is -1
+            of a rank without inputs. Empty where they were not gathered.
     """
 
     any_failed: bool = False
@@ -109,10 +109,10 @@ class Report:
     Args:
         group: the ranks.
         param_count: number of parameters of the plan.
-        fields: what is compared besides.
+        fields: the numbers that are compared, besides what every report has.
         window: knows whether this rank has inputs.
-        dtype: in which it is packed: float32, float64, or the dtype of gradients that travel as one of these.
-        device: where it is packed.
+        dtype: the dtype in which it is packed: float32, float64, or that of gradients that travel as one of these.
+        device: the device on which it is packed.
 
     Attributes:
         numel: the number of its elements.
@@ -143,14 +143,14 @@ class Report:
         start = [*self._pairs_of(self._values), *[0.0] * (2 * RANK_BITS + len(SLOTS)), *[1.0] * param_count]
         self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
         self.is_on_cpu = self._source.is_cpu
-        self._landing: _Landing | None = None  # of this backward
-        self._landed: _Landing | None = None  # of this one, or the one before
+        self._sums: _Sums | None = None  # of this backward
+        self._latest: _Sums | None = None  # of this one, or the one before
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
         self._pending: HostCopy | None = None  # the states of an earlier backward
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
-        self._landing = None
+        self._sums = None
         values: list[object] = [each.value() for each in self._fields]
         values += self._window.asks, self._window.without_inputs, outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
@@ -195,25 +195,25 @@ class Report:
 
     def slots(self) -> Tensor:
         """Return the sums of the numbers of all slots over the ranks, [slots], on the device, without waiting."""
-        assert self._landing is not None
-        return self._landing.view[self._places.slots : self._places.flags]
+        assert self._sums is not None
+        return self._sums.view[self._places.slots : self._places.flags]
 
     def slot(self, name: str) -> Tensor:
         """Return the sum of that number over the ranks, [], on the device, without waiting."""
-        assert self._landing is not None
-        return self._landing.view[self._places.slots + SLOTS.index(name)]
+        assert self._sums is not None
+        return self._sums.view[self._places.slots + SLOTS.index(name)]
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
-        before = self._landed
+        before = self._latest
         # It is usually where the one before was, and making a slice takes a microsecond.
         states = before.states if before is not None and before.view is view else view[: self._places.slots]
-        self._landed = self._landing = _Landing(view, states)
+        self._latest = self._sums = _Sums(view, states)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
-        assert self._landing is not None
-        flags = self._landing.view[self._places.flags :].tolist()
+        assert self._sums is not None
+        flags = self._sums.view[self._places.flags :].tolist()
         return {index for index in indices if flags[index]}
 
     @property
@@ -235,16 +235,16 @@ class Report:
                 copied without waiting, and the one of the backward before is read.
             gather: whether every rank reads this backward's report now, so that details can be gathered.
         """
-        landing = self._landing
-        assert landing is not None
-        if landing.reading is not None:
-            return landing.reading
+        sums = self._sums
+        assert sums is not None
+        if sums.reading is not None:
+            return sums.reading
         self.asked = False
         if not self.is_on_cpu and capturing():
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self.group.size() == 1 and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything
-        states = landing.states
+        states = sums.states
         if not (wait or self.is_on_cpu):
             return self._read_later(states)
         before = self._read_pending() if self._pending is not None else ALL_WELL
@@ -263,9 +263,9 @@ class Report:
             if self.is_on_cpu and not reading.any_asks:
                 self._well = torch.tensor(numbers, dtype=states.dtype, device=states.device)
         elif gather:
-            landing.reading = self._with_rows(reading, outcome)
-            return landing.reading
-        landing.reading = reading
+            sums.reading = self._with_rows(reading, outcome)
+            return sums.reading
+        sums.reading = reading
         return reading
 
     def alarm(self) -> Tensor:
@@ -273,12 +273,12 @@ class Report:
 
         It is called only if this rank itself has neither failed nor changed.
         """
-        assert self._landing is not None
-        return self._landing.states.view(-1, 2).ne(0).all(1).any()
+        assert self._sums is not None
+        return self._sums.states.view(-1, 2).ne(0).all(1).any()
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
         """Return the compared pairs of a rank that has not failed."""
-        *numbers, asks, elsewhere, frozen = values
+        *numbers, asks, without_inputs, frozen = values
         bits: list[int] = []
         for number, each in zip(numbers, self._fields, strict=True):
             assert isinstance(number, int)
@@ -286,7 +286,7 @@ class Report:
         assert isinstance(frozen, Collection)
         bits += _bits(_hash(frozen), HASH_BITS)
         first = [0.0, 1.0, 0.0, 1.0, float(bool(asks)), 0.0]  # it has not failed, and the model has not changed
-        if elsewhere:
+        if without_inputs:
             return [*first, *[0.0] * (2 * len(bits))]
         return [*first, *(float(number) for bit in bits for number in (bit, 1 - bit))]
 
@@ -345,7 +345,7 @@ class _Places(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Landing:
+class _Sums:
     """The summed report of one backward."""
 
     view: Tensor

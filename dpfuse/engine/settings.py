@@ -14,11 +14,11 @@ class SyncSettings:
     """How gradients are averaged; what users pass to a wrapper, as far as the engine needs it.
 
     Args:
-        number: of the wrapper, among those of its group.
+        number: which of the wrappers of its group this one is.
         scale: factor on each rank's gradients; None is the mean.
         wire: how gradients travel.
-        views: whether `.grad` becomes a view of the buffers.
-        registered: whether buffers lie in memory that the group's back end has registered.
+        views: whether `.grad` becomes a view of the communication buffer.
+        registered: whether communication buffers lie in memory that the group's back end has registered.
         deterministic: whether sums are formed in the order of the ranks; buckets keep the order of registration.
         accumulates: whether buckets take gradients in backwards that are not synchronised, too.
         strict: whether to wait in each backward for what the peers report.

@@ -204,7 +204,7 @@ class GradSync:
         self.reducer.accumulation.release()
 
     def _remade(self, plan: BucketPlan, marks: Sequence[int] = ()) -> BucketSet:
-        """Make the buckets of `plan` for the parameters in use; equal ones keep their buffers."""
+        """Make the buckets of `plan` for the parameters in use; equal ones keep their communication buffers."""
         before = self.reducer.in_use
         made = self._assembly.make(plan, before.params, before=before.buckets, rank_count=self._rank_count)
         return before.remade(made, plan, marks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfuse.engine.averaging import UNCHANGED, Wire, real_dtype
 from dpfuse.engine.bucket import GradBucket
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
@@ -62,16 +62,16 @@ class ErrorFeedback(Feature):
         self._wire = wire
         self._residuals: dict[int, _Residual] = {}  # of buckets that are being made, by order
         self._specs: dict[str, ResidualSpec] = {}
-        self._values: dict[str, Tensor] = {}  # parts of the buckets' buffers; zero where there is none
+        self._values: dict[str, Tensor] = {}  # parts of flat tensors, one per bucket; zero where there is none
         self._last = -1  # the bucket of the running backward that was packed last
 
-    def rounding(self, order: int, bucket: Bucket, buffer: Buffer) -> Rounding | None:
+    def rounding(self, order: int, bucket: Bucket, buffer: CommBuffer) -> Rounding | None:
         if not self._wire.narrowed(real_dtype(bucket.dtype)):
             return None
         residual = self._residuals[order] = _Residual(self, order, buffer)
         return residual
 
-    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`: of dense gradients that travel in a narrower dtype."""
         if not buffer.params or not self._wire.narrowed(real_dtype(bucket.dtype)):
             return None
@@ -187,7 +187,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Residual(PackStep):
-    """The part of a model's error feedback that lies beside one bucket's buffer, with the offsets of its slots.
+    """The part of a model's error feedback that lies beside the communication buffer of one bucket.
 
     Args:
         feedback: of the model.
@@ -195,7 +195,7 @@ class _Residual(PackStep):
         buffer: of the bucket.
     """
 
-    def __init__(self, feedback: ErrorFeedback, order: int, buffer: Buffer) -> None:
+    def __init__(self, feedback: ErrorFeedback, order: int, buffer: CommBuffer) -> None:
         self._feedback = feedback
         self._order = order
         self._names = buffer.names

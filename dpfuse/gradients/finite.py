@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine import messages
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
@@ -52,7 +52,7 @@ class FiniteCheck(Feature):
 
     eager = False
 
-    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         return _FiniteStep(self, buffer.names, is_first=order == 0, is_last=report is not None)
 
     def delivered(self) -> None:
@@ -104,7 +104,7 @@ class _FiniteStep(PackStep):
 
     Args:
         check: what gathers them.
-        names: of the parameters in the buffer.
+        names: of the parameters in the communication buffer.
         is_first: whether the bucket is the first that a backward sends.
         is_last: whether it is the one with the report, which tells the peers.
     """

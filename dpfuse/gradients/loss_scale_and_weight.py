@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.bucket import GradBucket
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
@@ -108,7 +108,7 @@ class GradientFactors(Feature):
         self.weight.set(weight, reduction, self._device)
         self._window.died = False  # a weight that is given after it is that of what comes from here on
 
-    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep | None:
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         self.loss_scale.ids |= {id(param) for param in buffer.params}
         return _FactorStep(self, buffer, report)
 
@@ -197,7 +197,7 @@ class _FactorStep(PackStep):
         report: if it travels with this bucket, which is packed last.
     """
 
-    def __init__(self, factors: GradientFactors, buffer: Buffer, report: Report | None) -> None:
+    def __init__(self, factors: GradientFactors, buffer: CommBuffer, report: Report | None) -> None:
         self._factors = factors
         self._buffer = buffer
         self._report = report

@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, and clipping by it: whole buffers where gradients lie in them. Knows no backward."""
+"""The norm of gradients, and clipping by it: whole communication buffers where they lie in them. Knows no backward."""
 
 from __future__ import annotations
 

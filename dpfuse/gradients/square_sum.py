@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.delivery import RenewedViews, Views
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
@@ -25,7 +25,7 @@ _version = attrgetter("_version")
 
 
 class SquareSum:
-    """Measured while a bucket delivers its gradients, so that their norm needs no second pass over them.
+    """The sum of the squares of a bucket's gradients, measured when they are delivered, in the same pass.
 
     It is of no use once a gradient was replaced, moved, taken away, or written by an operation that torch counts.
     Writes that torch does not count, such as those through `.data`, cannot be noticed. Nor can replays of a CUDA graph.
@@ -45,22 +45,22 @@ class SquareSum:
         self._versions = 0  # of all memory that they have, added up, for versions only grow
 
     def forget(self) -> None:
-        """What it was measured of is about to be written."""
+        """Forget the sum, since the gradients are about to be written."""
         self._known = False
-        self._views = ()  # the bucket may get another buffer
+        self._views = ()  # the bucket may get another communication buffer
 
     def note_views(self, views: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        """It is that of these, which share the memory of a buffer and live as long as it does.
+        """Note that the sum is that of these views of a buffer, which live as long as the buffer does.
 
         Args:
-            views: of which it was measured, [gradients].
+            views: the measured gradients.
             addresses: where they were then, as `Tensor.data_ptr` gives them.
         """
         self._views, self._private, self._addresses = views, [], addresses
         self._note(views)
 
     def note_private(self, grads: Sequence[Tensor]) -> None:
-        """It is that of these, each of which has memory of its own."""
+        """Note that the sum is that of these gradients, each of which has memory of its own."""
         self._views, self._private, self._addresses = (), list(map(ref, grads)), list(map(Tensor.data_ptr, grads))
         self._note(grads)
 
@@ -98,7 +98,7 @@ class NormInBackward(Feature):
         self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=bucket.device))
         return self._sums[order].value
 
-    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         if isinstance(delivery, (Views, RenewedViews)):
             self._sums[order] = SquareSum(torch.zeros((), dtype=torch.float64, device=buffer.flat.device))
             return _MeasuredViews(delivery, buffer, self._sums[order], side)
@@ -119,7 +119,7 @@ class MeasuredDelivery(Delivery):
         squares: what they come to.
     """
 
-    def __init__(self, delivery: Delivery, buffer: Buffer, squares: SquareSum) -> None:
+    def __init__(self, delivery: Delivery, buffer: CommBuffer, squares: SquareSum) -> None:
         self.squares = squares
         self._delivery = delivery
         self._buffer = buffer
@@ -157,7 +157,7 @@ class _MeasuredViews(MeasuredDelivery):
     """
 
     def __init__(
-        self, delivery: Views | RenewedViews, buffer: Buffer, squares: SquareSum, side: SideStream | None
+        self, delivery: Views | RenewedViews, buffer: CommBuffer, squares: SquareSum, side: SideStream | None
     ) -> None:
         super().__init__(delivery, buffer, squares)
         self._views = delivery

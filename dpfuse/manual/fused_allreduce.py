@@ -21,7 +21,7 @@ from dpfuse.comm.waiting import board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
-from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
@@ -29,7 +29,7 @@ from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
-from dpfuse.manual.plan import plan_groups
+from dpfuse.manual.plan import plan_in_order
 from dpfuse.model.agreement import prepare_group
 
 __all__ = ["fused_allreduce_gradients"]
@@ -260,7 +260,7 @@ class _Prepared:
             overlaps=False,
             make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
         )
-        return assembly.make(plan_groups(self._specs, options.bucket_size), self.params())
+        return assembly.make(plan_in_order(self._specs, options.bucket_size), self.params())
 
     def average(self, group: dist.ProcessGroup) -> None:
         """Average the gradients.

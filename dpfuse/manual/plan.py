@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import BucketPlan, Group, lay_out
 
-__all__ = ["plan_groups"]
+__all__ = ["plan_in_order"]
 
 
-def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
+def plan_in_order(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
     """Plan the manual path: consecutive gradients of one dtype share a bucket until its bytes reach a size.
 
     Args:
@@ -22,9 +22,9 @@ def plan_groups(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:
 
     Example:
         >>> from dpfuse import ParamSpec
-        >>> from dpfuse.manual.plan import plan_groups
+        >>> from dpfuse.manual.plan import plan_in_order
         >>> specs = [ParamSpec("", (2,), dtype) for dtype in ("float32", "float64", "float32")]
-        >>> [bucket.params for bucket in plan_groups(specs, 1024).buckets]
+        >>> [bucket.params for bucket in plan_in_order(specs, 1024).buckets]
         [(0,), (1,), (2,)]
 
     Source: Paddle's `build_groups`, used by its `fused_allreduce_gradients`.

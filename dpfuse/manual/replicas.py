@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine.averaging import averaging_for, real_dtype
-from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, Bucket
-from dpfuse.manual.plan import plan_groups
+from dpfuse.manual.plan import plan_in_order
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 
 __all__ = ["reduce_replicas"]
@@ -73,7 +73,7 @@ def reduce_replicas(
     specs = [_describe(name, row) for name, row in rows]
     if len(replicas) == 1:
         return
-    for bucket in plan_groups(specs, bucket_size).buckets:
+    for bucket in plan_in_order(specs, bucket_size).buckets:
         chosen = [rows[index] for index in bucket.params]
         _reduce(bucket, [name for name, _ in chosen], [params for _, params in chosen], scale)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse_kernels import MxTable
@@ -47,7 +47,7 @@ class LocalSquares(PackStep):
         sparse: whether the bucket holds rows of a sparse gradient, which are scaled when they are measured.
     """
 
-    def __init__(self, metrics: Taker, buffer: Buffer, report: Report | None, *, sparse: bool) -> None:
+    def __init__(self, metrics: Taker, buffer: CommBuffer, report: Report | None, *, sparse: bool) -> None:
         self._metrics = metrics
         self._buffer = buffer
         self._report = report

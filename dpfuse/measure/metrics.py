@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
@@ -71,7 +71,7 @@ class Metrics(Feature):
         self._last: _Measured | None = None
         self._numbers: dict[str, float] = {}  # of it, once they were read
 
-    def step(self, order: int, bucket: Bucket, buffer: Buffer, report: Report | None) -> PackStep:
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep:
         return LocalSquares(self, buffer, report, sparse=bucket.sparse)
 
     def opened(self, *, sync: bool, announced: bool) -> None:

@@ -1,4 +1,4 @@
-"""When buffers are sent: in a backward, before a forward, or by a user's function. Knows no parameter."""
+"""When a module's buffers are sent: in a backward, before a forward, or by a user's function. Knows no parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that are to be those of one rank: which there are, and how they travel. Knows no parameter."""
+"""A module's buffers, which are to be those of one rank: which there are, and how they travel. Knows no parameter."""
 
 from __future__ import annotations
 

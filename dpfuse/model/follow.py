@@ -27,15 +27,15 @@ class ModuleFollower:
     Args:
         module: the wrapped module.
         signature: what the module was when it was wrapped.
-        options: of the wrapper.
+        options: the options of the wrapper.
         grads: the synchronisation of the gradients.
-        buffers: the synchronisation of the buffers.
+        buffers: the synchronisation of the module's buffers.
         may_have_changed: called before the module is looked at.
         agreed: called once all ranks have changed their modules in the same way.
         window: takes what this rank asks for.
 
     Attributes:
-        compare_buffers: whether buffers are sent in some forwards; it may not be this one.
+        compare_buffers: whether the module's buffers are ever sent. Then the ranks compare which buffers they have.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence, Set
 
 import torch.distributed as dist
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.torch_private import Hooks
 from dpfuse.sharded.division import Region
@@ -18,8 +18,8 @@ __all__ = ["ShardedDelivery"]
 class ShardedDelivery(Delivery):
     """`.grad` stands for a gradient in the parts of all ranks, and has no memory of its own.
 
-    It is handed out when the buffer is sent, so that private gradients are freed while backward goes on. Where another
-    hook still has to read an accumulated gradient, it is handed out at the end.
+    It is handed out when the communication buffer is sent, so that private gradients are freed while backward goes on.
+    Where another hook still has to read an accumulated gradient, it is handed out at the end.
 
     Args:
         buffer: is divided among the ranks.
@@ -35,7 +35,7 @@ class ShardedDelivery(Delivery):
 
     in_backward = False  # whether the gradients are used up when a backward returns
 
-    def __init__(self, buffer: Buffer, regions: Sequence[Region], group: dist.ProcessGroup) -> None:
+    def __init__(self, buffer: CommBuffer, regions: Sequence[Region], group: dist.ProcessGroup) -> None:
         self.buffer = buffer
         self.regions = regions
         self.parts: list[RegionPart] = []

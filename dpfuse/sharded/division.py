@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dpfuse.engine.buffer import PLAIN
+from dpfuse.engine.comm_buffer import PLAIN
 from dpfuse.engine.exchanges.ordered import OrderedParts
 from dpfuse_kernels.squared_norm import ROW
 
@@ -51,7 +51,7 @@ class Region:
 class Division:
     """The layout of a bucket: parameters that have an owner first, by owner; then the others, cut into equal parts.
 
-    It is a `Format` of the engine's buffers.
+    It is a `Format` of communication buffers.
 
     Args:
         size: number of ranks.

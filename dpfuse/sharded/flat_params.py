@@ -28,7 +28,7 @@ class FlatParams:
         masters: whether this rank updates a float32 copy of its part, if the parameters have 16 bits.
 
     Attributes:
-        delivery: as given; that of another bucket with the same buffer may take its place.
+        delivery: as given; that of another bucket with the same communication buffer may take its place.
         number: as given.
         region: of that number.
         flat: the parameters, [elements].

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpfuse.comm import collective
 from dpfuse.comm.waiting import board_of, finish
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import clipping_factor
 from dpfuse.sharded.delivery import ShardedDelivery
@@ -34,7 +34,7 @@ class Updates(Protocol):
     def begin(self) -> None:
         """Note that a backward that synchronises begins."""
 
-    def update(self, buffer: Buffer, *, sent: bool) -> None:
+    def update(self, buffer: CommBuffer, *, sent: bool) -> None:
         """Update this rank's part of a bucket's parameters, and start to gather the parts; raises nothing.
 
         Args:
@@ -50,7 +50,7 @@ class Updates(Protocol):
 class _Flight:
     """A bucket in flight; `sent` says whether it has this rank's gradients, and not zeros after an error."""
 
-    buffer: Buffer
+    buffer: CommBuffer
     work: dist.Work
     sent: bool
 
@@ -112,12 +112,12 @@ class InBackward:
         while len(self._flights) >= DEPTH:
             self._land_oldest()
 
-    def flies(self, buffer: Buffer, work: dist.Work, *, sent: bool) -> None:
-        """Note that the bucket with this buffer was sent."""
+    def flies(self, buffer: CommBuffer, work: dist.Work, *, sent: bool) -> None:
+        """Note that the bucket with this communication buffer was sent."""
         self._begun = True
         self._flights.append(_Flight(buffer, work, sent))
 
-    def land(self, buffer: Buffer) -> None:
+    def land(self, buffer: CommBuffer) -> None:
         """Land this bucket and those that were sent before, unless they have landed."""
         while any(flight.buffer is buffer for flight in self._flights):
             self._land_oldest()
@@ -205,7 +205,7 @@ class SumInBackward(PartSum):
 
     def __init__(
         self,
-        buffer: Buffer,
+        buffer: CommBuffer,
         regions: Sequence[Region],
         group: dist.ProcessGroup,
         incoming: Incoming,
@@ -228,7 +228,7 @@ class DeliveryInBackward(ShardedDelivery):
     in_backward = True
 
     def __init__(
-        self, buffer: Buffer, regions: Sequence[Region], group: dist.ProcessGroup, in_backward: InBackward
+        self, buffer: CommBuffer, regions: Sequence[Region], group: dist.ProcessGroup, in_backward: InBackward
     ) -> None:
         super().__init__(buffer, regions, group)
         self._in_backward = in_backward

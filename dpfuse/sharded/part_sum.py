@@ -1,4 +1,4 @@
-"""The first half of an all-reduce: each rank receives the sum of its part of a buffer."""
+"""The first half of an all-reduce: each rank receives the sum of its part of a communication buffer."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfuse.comm.abilities import abilities_of
 from dpfuse.comm.waiting import BETWEEN, READ, Doing
 from dpfuse.engine.bucket_set import names_of
-from dpfuse.engine.buffer import Buffer, Format, Zeros
+from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.streams import SideStream
@@ -71,10 +71,10 @@ class Sharding(Dividing):
     def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format:
         return Division(self._group.size(), tuple(self._owners.get(id(param)) for param in params))
 
-    def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
+    def exchange(self, order: int, bucket: Bucket, buffer: CommBuffer, usual: Exchange) -> Exchange:
         return PartSum(self._group, _regions_of(buffer), self._incoming)
 
-    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
@@ -144,10 +144,10 @@ class ShardingInBackward(Sharding):
         ring = self._ring
         return lambda numel, dtype: ring.take(numel, dtype, device)
 
-    def exchange(self, order: int, bucket: Bucket, buffer: Buffer, usual: Exchange) -> Exchange:
+    def exchange(self, order: int, bucket: Bucket, buffer: CommBuffer, usual: Exchange) -> Exchange:
         return SumInBackward(buffer, _regions_of(buffer), self._group, self._incoming, self._in_backward)
 
-    def delivery(self, order: int, delivery: Delivery, buffer: Buffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         return DeliveryInBackward(buffer, _regions_of(buffer), self._group, self._in_backward)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
@@ -162,6 +162,6 @@ class ShardingInBackward(Sharding):
         self._in_backward.spoil(alarm)
 
 
-def _regions_of(buffer: Buffer) -> Sequence[Region]:
+def _regions_of(buffer: CommBuffer) -> Sequence[Region]:
     assert isinstance(buffer.format, Division)
     return buffer.format.regions([slot.numel for slot in buffer.gradients.slots], buffer.averaging.dtype)

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from dpfuse.comm.waiting import READ, STEP, board_of, finish
 from dpfuse.engine.bucket_set import names_of
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.sync import GradSync
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import refuse_running
@@ -123,7 +123,7 @@ class Shards:
         if changed and not self._grads.reducer.change:  # else the ranks will refuse the change
             self._follow(now)
 
-    def update(self, buffer: Buffer, *, sent: bool) -> None:
+    def update(self, buffer: CommBuffer, *, sent: bool) -> None:
         """As that of `Updates`, for a bucket that has landed while backward runs."""
         assert self.in_backward is not None
         for shard in self._shards:

@@ -13,7 +13,7 @@ if __name__ == "__main__":  # started as a script, Python does not know the fold
 
 import pytest
 
-from tests.docs.words import LONGEST, ROOT, findings, groups
+from tests.docs.words import LONGEST, ROOT, findings, first_mention, groups
 
 PENDING: set[str] = set()  # folders whose texts are not yet rewritten
 
@@ -22,6 +22,14 @@ PENDING: set[str] = set()  # folders whose texts are not yet rewritten
 def test_texts_of_a_folder_are_plain_english(folder):
     found = [str(finding) for path in groups()[folder] for finding in findings(path)]
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["engine", "gradients", "sharded"])
+def test_the_first_mention_of_a_buffer_says_that_it_is_a_communication_buffer(folder):
+    """So that no reader takes it for a buffer of a module. Later mentions in the same file are short."""
+    lines = {path: first_mention(path, "buffer") for path in sorted((ROOT / "dpfuse" / folder).rglob("*.py"))}
+    assert any(lines.values())
+    assert {path: line for path, line in lines.items() if line and "communication buffer" not in line} == {}
 
 
 PAGE = """# A title of the page

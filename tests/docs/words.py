@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FORBIDDEN", "LONGEST", "ROOT", "Finding", "findings", "groups"]
+__all__ = ["FORBIDDEN", "LONGEST", "ROOT", "Finding", "findings", "first_mention", "groups"]
 
 ROOT = Path(__file__).parent.parent.parent
 LONGEST = 40  # words of a sentence; the house rule asks for about 25
@@ -110,6 +110,18 @@ def findings(path: Path) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.line)
 
 
+def first_mention(path: Path, word: str) -> str:
+    """Return the line in which docstrings and comments of a source use this word, or its plural, first; or nothing."""
+    mentions = re.compile(rf"\b{word}s?\b", re.IGNORECASE)
+    lines = [
+        (paragraph.line + offset, line)
+        for paragraph in _of_source(path.read_text(encoding="utf-8"), strings=False)
+        for offset, line in enumerate(paragraph.lines)
+        if mentions.search(_without_code(ENTRY.sub("", line)))
+    ]
+    return min(lines)[1].strip() if lines else ""
+
+
 def groups() -> dict[str, list[Path]]:
     """Return the files that the rules hold for, by folder: `docs/guide`, `dpfuse/engine`, `kernels`, `pages`, ..."""
     pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts]
@@ -179,7 +191,7 @@ def _of_page(text: str) -> Iterator[Paragraph]:
             held.append(line)
 
 
-def _of_source(text: str) -> Iterator[Paragraph]:
+def _of_source(text: str, *, strings: bool = True) -> Iterator[Paragraph]:
     tree = ast.parse(text)
     documents = [
         node.value
@@ -189,7 +201,7 @@ def _of_source(text: str) -> Iterator[Paragraph]:
     for document in documents:
         yield from _of_docstring(document.lineno, document.value)
     seen = set(map(id, documents))
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if strings else ():
         if isinstance(node, ast.JoinedStr):
             seen.update(map(id, node.values))
             seen.update(id(v.format_spec) for v in node.values if isinstance(v, ast.FormattedValue))

@@ -10,7 +10,7 @@ from torch import nn
 import dpfuse
 from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.averaging import Averaging
-from dpfuse.engine.buffer import Buffer, zeros_on
+from dpfuse.engine.comm_buffer import CommBuffer, zeros_on
 from dpfuse.engine.delivery import EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
@@ -52,7 +52,7 @@ def buffer_of(params, wire=None, room=0):
     real = str(params[0].dtype.to_real()).removeprefix("torch.")
     params = [params[index] for index in bucket.params]
     names = [specs[index].name for index in bucket.params]
-    buffer = Buffer(bucket, params, names, Averaging(wire or real, 1.0), zeros=zeros_on("cpu"), room=room)
+    buffer = CommBuffer(bucket, params, names, Averaging(wire or real, 1.0), zeros=zeros_on("cpu"), room=room)
     for index, view in zip(bucket.params, buffer.views, strict=True):
         view.fill_(index + 1)
     if room:

@@ -21,7 +21,7 @@ from dpfuse.engine.plan import (
     plan_buckets,
     rebuild_plan,
 )
-from dpfuse.manual.plan import plan_groups
+from dpfuse.manual.plan import plan_in_order
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -56,7 +56,7 @@ def test_plan_equals_paddle_data_parallel(case):
 
 @pytest.mark.parametrize("case", cases("build_groups"))
 def test_manual_groups_equal_paddle(case):
-    plan = plan_groups(specs_of(case["params"]), case["group_size"])
+    plan = plan_in_order(specs_of(case["params"]), case["group_size"])
     assert [list(bucket.params) for bucket in plan.buckets] == case["groups"]
     assert [bucket.dtype for bucket in plan.buckets] == case["coalesced_dtype"]
     assert [sum(slot.numel for slot in b.slots) for b in plan.buckets] == case["coalesced_numel"]

@@ -15,7 +15,9 @@ import dpfuse_kernels
 
 INLINED = {"<listcomp>", "<setcomp>", "<dictcomp>"}  # no calls from Python 3.12 on
 CALLS, MODULES = 15, 12
-WHOLE = 80  # of a backward with two buckets
+# Of a backward with two buckets. Five of them per bucket are empty methods of its parts, after the collective: without
+# them a bucket takes 0.4 % less time, where two runs of the same code differ by 0.6 %.
+WHOLE = 90
 FOLDERS = tuple(str(Path(module.__file__).parent) for module in (dpfuse, dpfuse_kernels))
 
 

@@ -1,4 +1,4 @@
-"""The usual exchange: one all-reduce of the buffer."""
+"""The usual exchange: one all-reduce of the communication buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a communication hook sees of a bucket: torch's `GradBucket`, which has no constructor, over our buffers."""
+"""What a communication hook sees of a bucket and its communication buffer, with the methods of torch's `GradBucket`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's communication hook reduces the bucket: the hook gets the buffer, and its result is copied back."""
+"""A user's communication hook reduces the bucket: it gets the communication buffer, and its result is copied back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.futures import Future
 from dpfuse.comm import collective
 from dpfuse.comm.completion import call_when_landed
 from dpfuse.comm.work import StagedWork
-from dpfuse.engine.buffer import PLAIN, Buffer
+from dpfuse.engine.comm_buffer import PLAIN, CommBuffer
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Exchange, PackStep
@@ -58,7 +58,7 @@ class HookedBuffer(Exchange):
         self,
         group: dist.ProcessGroup,
         hook: CommHook,
-        buffer: Buffer,
+        buffer: CommBuffer,
         index: int,
         *,
         is_last: bool,
@@ -133,7 +133,7 @@ class HookedRows(HookedBuffer):
         self,
         group: dist.ProcessGroup,
         hook: CommHook,
-        buffer: Buffer,
+        buffer: CommBuffer,
         index: int,
         *,
         is_last: bool,

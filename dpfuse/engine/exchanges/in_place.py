@@ -1,4 +1,4 @@
-"""Large private gradients are reduced in their own memory, together with the buffer of the small ones."""
+"""Large private gradients are reduced in their own memory, and the small ones in the communication buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
-from dpfuse.engine.buffer import dense_stride
+from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket, Slot
 from dpfuse.engine.protocols import Exchange, PackStep
@@ -114,8 +114,8 @@ class _LargeGradient:
     Args:
         param: the parameter of the gradient.
         bucket: the plan of its bucket.
-        place: of the parameter there.
-        name: for errors.
+        place: the place of the parameter in the bucket.
+        name: its name, for errors.
 
     Attributes:
         index: registration index of the parameter.

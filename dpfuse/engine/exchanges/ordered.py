@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpfuse.comm import collective
 from dpfuse.comm.work import StagedWork
-from dpfuse.engine.buffer import PLAIN, Zeros
+from dpfuse.engine.comm_buffer import PLAIN, Zeros
 from dpfuse.engine.protocols import Exchange
 from dpfuse.engine.streams import new_stream
 from dpfuse_kernels import MxTable, PointerTable, Slot, dequantize, mx_bytes, quantize, sum_parts, sum_quantized
@@ -33,11 +33,11 @@ class Rounding(Protocol):
 
 @dataclass(frozen=True)
 class OrderedParts:
-    """A buffer of plain numbers; each rank adds up one part of it.
+    """A communication buffer of plain numbers; each rank adds up one part of it.
 
     Args:
         size: number of ranks.
-        row: elements; large parts are whole multiples of it.
+        row: the elements of a row; large parts are whole rows.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""The buffer adds gradients up over the batches of a window, while backwards are not synchronised."""
+"""A communication buffer adds gradients up over the batches of a window, while backwards are not synchronised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine import messages
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.optimizer_steps import call_before_steps
 from dpfuse.engine.protocols import Feed, PackArguments
@@ -40,7 +40,7 @@ class Accumulating(Feed):
         held: registration indices of the parameters whose gradients are partly in the buffer.
     """
 
-    def __init__(self, buffer: Buffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
+    def __init__(self, buffer: CommBuffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
         self.held: set[int] = set()
         self._buffer = buffer
         self._at_once = AtOnce(buffer)
@@ -54,7 +54,7 @@ class Accumulating(Feed):
         """Add what is in `.grad` to the buffer, and leave None there.
 
         Args:
-            backward_ended: if False, nothing is done while other hooks still have to read the gradients.
+            backward_ended: whether backward has ended. Before, nothing is taken if other hooks still have to read it.
 
         Raises:
             DPFuseError: a CUDA graph is being captured; a gradient is the buffer itself.
@@ -169,12 +169,12 @@ class Accumulating(Feed):
 
 
 class Accumulation:
-    """Backwards that are not synchronised: counted, and taken by the feeds that accumulate.
+    """Counts the backwards that are not synchronised, and lets the feeds that accumulate take their gradients.
 
     The order does not matter, and no gradient is too late: what is ready after its bucket was taken is taken later.
 
     Args:
-        feeds: by the place of their bucket in the order of communication; empty if no feed accumulates.
+        feeds: those that accumulate, by the place of their bucket in the order of communication.
         window: counts such backwards.
     """
 

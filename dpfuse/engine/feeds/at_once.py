@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.protocols import Feed, PackArguments
 
 __all__ = ["AtOnce"]
@@ -18,7 +18,7 @@ class AtOnce(Feed):
         buffer: of the bucket.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: CommBuffer) -> None:
         self._buffer = buffer
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:

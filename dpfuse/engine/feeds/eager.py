@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dpfuse.engine.buffer import Buffer
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
@@ -36,10 +36,10 @@ class Eager(Feed):
         bucket: its plan.
         buffer: of the bucket; `.grad` becomes views of it, in the gradients' own real dtype.
         hooks: of its parameters.
-        memory: of the buffer, if it may get new memory.
+        memory: of the communication buffer, if it may get new memory.
     """
 
-    def __init__(self, bucket: Bucket, buffer: Buffer, hooks: Hooks, memory: RenewedMemory | None = None) -> None:
+    def __init__(self, bucket: Bucket, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None = None) -> None:
         self._bucket = bucket
         self._buffer = buffer
         self._hooks = hooks

@@ -1,4 +1,4 @@
-"""The memory of one bucket: the place of each gradient, and the views that `.grad` becomes. Knows no collective."""
+"""The communication buffer of a bucket: the slot of each gradient, and the views of it. Knows no collective."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dpfuse.engine.plan import Bucket, lay_out_slots
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 
-__all__ = ["PLAIN", "Buffer", "Format", "Zeros", "dense_stride", "zeros_on"]
+__all__ = ["PLAIN", "CommBuffer", "Format", "Zeros", "dense_stride", "zeros_on"]
 
 Zeros = Callable[[int, torch.dtype], Tensor]  # elements and dtype -> a flat tensor of zeros
 
 
 class Format(Protocol):
-    """How gradients are written in a buffer."""
+    """How gradients are written in a communication buffer."""
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         """Return the offset of each gradient, and the offset of `room` elements behind them; all in elements."""
@@ -71,8 +71,10 @@ class _Plain:
 PLAIN: Format = _Plain()
 
 
-class Buffer:
-    """Flat memory with a slot for the gradient of each parameter, and room for a report behind them.
+class CommBuffer:
+    """The flat memory in which a bucket travels: a slot for each gradient, and room for a report behind them.
+
+    The buffers of a module, in torch's sense, are something else.
 
     Args:
         bucket: the plan of what lies in it.
