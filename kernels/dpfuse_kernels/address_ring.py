@@ -113,8 +113,10 @@ class AddressRing:
         streams = self._streams
         current = streams.current()
         capturing = streams.capturing()
-        entry = next((entry for entry in self._entries if entry.addresses == addresses), None)
-        if entry is None:
+        for entry in self._entries:
+            if entry.addresses is addresses or entry.addresses == addresses:
+                break
+        else:
             if capturing:
                 raise ValueError(
                     f"{self._changed(addresses)} tensors are not where the last call found them, while a CUDA "
@@ -123,13 +125,14 @@ class AddressRing:
                     "before the capture."
                 )
             entry = self._upload(addresses, current)
-        elif current not in entry.streams:
+        if current not in entry.streams:
             # A capture cannot wait for an event from outside it. It need not: torch.cuda.graph synchronises the device
             # before a capture begins, so the upload has run.
             if not capturing:
                 streams.wait(current, entry.uploaded)
             entry.streams.add(current)
-        entry.captured |= capturing
+        if capturing:
+            entry.captured = True
         entry.passed = None
         return entry.device
 

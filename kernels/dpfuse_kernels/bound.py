@@ -38,19 +38,23 @@ class BoundKernel:
         self._runtime = knobs.runtime
         self._stream_of: Callable[[int], int] = driver.active.get_current_stream
 
-    def fits(self, arguments: tuple[int, ...]) -> bool:
-        """Whether this was compiled for such arguments, and no hook (such as a profiler's) is set on launches."""
+    def launch(self, programs: int, device: int, arguments: tuple[int, ...]) -> bool:
+        """Launch the kernel on the current stream of `device`, which must be the current device.
+
+        Returns:
+            Whether it was launched. It is not if it was not compiled for such arguments, or if a hook (such as a
+            profiler's) is set on launches.
+        """
         for index in self._pointers:
             if arguments[index] % ALIGNMENT:
                 return False
-        return _unheard(self._runtime.launch_enter_hook) and _unheard(self._runtime.launch_exit_hook)
-
-    def launch(self, programs: int, device: int, arguments: tuple[int, ...]) -> None:
-        """Launch the kernel on the current stream of `device`, which must be the current device."""
-        stream = self._stream_of(device)
+        runtime = self._runtime
+        if not (_unheard(runtime.launch_enter_hook) and _unheard(runtime.launch_exit_hook)):
+            return False
         # Three times None: the launch metadata, which only hooks read, and the two hooks.
-        common = (stream, self._function, self._metadata, None, None, None)
+        common = (self._stream_of(device), self._function, self._metadata, None, None, None)
         self._run(programs, 1, 1, *common, *arguments, *self._constants)
+        return True
 
 
 def bind(compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> BoundKernel | None:

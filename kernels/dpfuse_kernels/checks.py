@@ -66,7 +66,7 @@ def _check(
     try:
         addresses = list(map(_address_of, found))
         if addresses == slot_addresses and all(map(is_, found, table.views)):
-            return Entries(addresses, own=None)
+            return table.all_own
     except (TypeError, RuntimeError):  # None and sparse tensors have no address
         present = [i for i, tensor in enumerate(tensors) if tensor is not None]
         found = [tensors[i] for i in present]  # type: ignore[misc]
@@ -76,8 +76,8 @@ def _check(
         except (TypeError, RuntimeError):
             return diagnose(tensors, table, written=written)
     like = seen is not None and seen.like(found)
-    if seen is not None and like and addresses == seen.addresses:
-        return Entries(seen.addresses)  # not `addresses`: a later comparison of a list with itself costs little
+    if like and seen is not None and addresses == seen.entries.addresses:
+        return seen.entries  # with the same list of addresses: a later comparison of a list with itself costs little
     if 0 in addresses or not (like or regular(found, table, present)):
         return diagnose(tensors, table, written=written)
     own: list[int] = []
@@ -88,11 +88,12 @@ def _check(
         if _touches(others, table.storage_range) or not all(_is_slot(tensors[i], table, i) for i in own):
             return diagnose(tensors, table, written=written)
     if present is None:
+        entries = Entries(addresses, own=None if len(own) == len(tensors) else tuple(own))
         if seen is not None and not own:
-            seen.addresses = addresses
+            seen.entries = entries
             if not like:
                 seen.remember(found)
-        return Entries(addresses, own=None if len(own) == len(tensors) else tuple(own))
+        return entries
     everywhere = [0] * len(tensors)
     for i, address in zip(present, addresses, strict=True):
         everywhere[i] = address

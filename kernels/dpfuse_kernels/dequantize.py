@@ -75,7 +75,6 @@ def _dequantize_kernel(
         tl.store(sum_ptr, 0.0)
 
 
-@torch.no_grad()
 def dequantize(
     table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, squares: Tensor | None = None
 ) -> None:
@@ -110,16 +109,12 @@ def dequantize(
         check_squares(squares, table.flat.device)
     tensors = list(tensors)
     entries = check_all(tensors, table, written=True)
-    addresses = entries.addresses
-    dense = {index: table.slots[index].empty_like(tensor) for index, tensor in entries.irregular.items()}
-    for index, copy in dense.items():
-        addresses[index] = copy.data_ptr()
+    entries.make_dense(table.slots, read=False)
     sums = None if squares is None else chunk_sums(table)
     table.launcher.launch(
-        _dequantize_kernel, addresses, scale=scale, extras=(sums,), E4M3=table.e4m3, SQUARES=sums is not None
+        _dequantize_kernel, entries.addresses, scale=scale, extras=(sums,), E4M3=table.e4m3, SQUARES=sums is not None
     )
-    for index, copy in dense.items():
-        entries.irregular[index].copy_(copy)
+    entries.write_back()
     if sums is not None:
         torch.sum(sums, 0, dtype=torch.float64, out=squares)
 

@@ -170,7 +170,6 @@ def _count(value: tl.tensor, mask: tl.tensor, count_ptr: tl.tensor, WIRE: tl.con
         tl.atomic_add(count_ptr, count, sem="relaxed")
 
 
-@torch.no_grad()
 def flatten(
     tensors: Sequence[Tensor | None],
     table: PointerTable,
@@ -227,20 +226,18 @@ def flatten(
         2050.0 -0.5
         2048.0 0.25
     """
-    tensors = list(tensors)
-    check_options(table, factor, residual)
+    if type(tensors) is not list:
+        tensors = list(tensors)
+    if factor is not None or residual is not None:
+        check_options(table, factor, residual)
     entries = check_all(tensors, table)
     plain = factor is None and residual is None and not accumulate
     if entries.own is None and scale == 1.0 and counts is None and plain:
         return
-    addresses = entries.addresses
-    # Keep the copies until the launch. Memory that is freed later is reused behind it, on the same stream.
-    dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
-    for index, copy in dense.items():
-        addresses[index] = copy.data_ptr()
+    entries.make_dense(table.slots, read=True)
     table.launcher.launch(
         _flatten_kernel,
-        addresses,
+        entries.addresses,
         scale=scale,
         extras=(counts, factor, residual),
         COUNT=counts is not None,

@@ -132,6 +132,7 @@ class Launcher:
 
     def __init__(self, table: Layout, shape: LaunchShape | None = None) -> None:
         self._device = table.flat.device
+        self._index = self._device.index or 0
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "This table launches its first kernel while a CUDA graph is being captured, expected an earlier "
@@ -143,6 +144,7 @@ class Launcher:
         self._rows = chunk_rows(table, self.shape.chunk).to(self._device)
         self._programs = range(len(self._rows))
         self._bound: dict[Any, BoundKernel | None] = {}  # None: this version of Triton launches in an unknown way
+        self._scale, self._scale_bits = 1.0, double_bits(1.0)
         self.ring = AddressRing(len(table.slots), self._device)
         self.launches = 0
         self.bound_launches = 0
@@ -180,45 +182,58 @@ class Launcher:
         programs = self._programs if programs is None else programs
         if not programs:
             return
-        key = (kernel, scale != 1.0, *options.items())
-        with current_device(self._device):
-            copy = self.ring.device_copy(addresses)
-            arguments = (
-                self._flat_address,
-                copy.data_ptr(),
-                self._rows.data_ptr(),
-                double_bits(scale),
-                programs.start,
-                *[0 if extra is None else extra.data_ptr() for extra in extras],
-            )
-            if not self._launch_bound(key, len(programs), arguments):
-                self._dispatch(key, len(programs), (arguments[0], copy, self._rows, *arguments[3:]))
+        if scale is not self._scale:  # nearly every launch has the scale of the one before
+            self._scale, self._scale_bits = scale, double_bits(scale)
+        # As `current_device`, whose context would cost as much as the launch.
+        if self._device.type != "cuda" or torch._C._cuda_getDevice() == self._index:
+            self._launch(kernel, addresses, extras, programs, options)
+        else:
+            with torch.cuda.device(self._device):
+                self._launch(kernel, addresses, extras, programs, options)
         self.launches += 1
 
-    def _launch_bound(self, key: tuple[Any, ...], programs: int, arguments: tuple[int, ...]) -> bool:
-        """Launch the bound kernel. Return False if none is bound or if it does not fit the arguments."""
+    def _launch(
+        self,
+        kernel: Callable[..., None],
+        addresses: list[int],
+        extras: Sequence[torch.Tensor | None],
+        programs: range,
+        options: dict[str, bool],
+    ) -> None:
+        """Launch on the current device, bound if that is possible."""
+        key = (kernel, self._scale != 1.0, *options.values())  # the kernel's names are always the same
+        copy = self.ring.device_copy(addresses)
+        arguments = (
+            self._flat_address,
+            copy.data_ptr(),
+            self._rows.data_ptr(),
+            self._scale_bits,
+            programs.start,
+            *[0 if extra is None else extra.data_ptr() for extra in extras],
+        )
         bound = self._bound.get(key)
-        if bound is None or not bound.fits(arguments):
-            return False
-        try:
-            bound.launch(programs, self._device.index or 0, arguments)
-        except (TypeError, AttributeError):
-            # This Triton expects another call. It reads the arguments first, so nothing was launched.
-            self._bound[key] = None
-            return False
-        self.bound_launches += 1
-        return True
+        if bound is not None:
+            try:
+                if bound.launch(len(programs), self._index, arguments):
+                    self.bound_launches += 1
+                    return
+            except (TypeError, AttributeError):
+                # This Triton expects another call. It reads the arguments first, so nothing was launched.
+                self._bound[key] = None
+        self._dispatch(key, len(programs), (arguments[0], copy, self._rows, *arguments[3:]), options)
 
-    def _dispatch(self, key: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
+    def _dispatch(
+        self, key: tuple[Any, ...], programs: int, arguments: tuple[Any, ...], options: dict[str, bool]
+    ) -> None:
         """Launch through Triton's dispatcher, and bind the compiled kernel."""
-        kernel, scaled, *options = key
+        kernel, scaled = key[:2]
         tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
         constants = {
             "TENSOR": tensor_type,
             "WIRE": wire_type,
             "COMPUTE": compute_type,
             "SCALED": scaled,
-            **dict(options),
+            **options,
             "CHUNK": self.shape.chunk,
         }
         done = dispatch(kernel, self._device, programs, arguments, constants, self.shape.warps)

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.host_plan import HostPlan
 from dpfuse_kernels.launcher import Launcher
 from dpfuse_kernels.layout import Layout, Slot
@@ -31,6 +32,7 @@ class PointerTable(Layout):
         address: of `flat`, in bytes.
         triton: whether kernels run over this table; None until `uses_triton` has chosen.
         seen: the last tensors that a kernel got.
+        all_own: the entries of a call in which each tensor is its slot.
 
     Raises:
         ValueError: A slot leaves the buffer, overlaps another slot or is not dense; `flat` is not 1-D and contiguous;
@@ -48,6 +50,7 @@ class PointerTable(Layout):
         super().__init__(flat, slots, dtype)
         self.triton: bool | None = None
         self.seen = Seen()
+        self.all_own = Entries(self.addresses, own=None)
 
     def first(self, count: int) -> PointerTable:
         """Return a table of only the first `count` slots, over the buffer up to their end, with the same views."""

@@ -86,7 +86,6 @@ def _quantize_kernel(
         _count(value, mask, (counts_address + tensor * 4).to(tl.pointer_type(tl.int32)), tl.float32)
 
 
-@torch.no_grad()
 def quantize(
     tensors: Sequence[Tensor | None],
     table: MxTable,
@@ -130,14 +129,10 @@ def quantize(
     tensors = list(tensors)
     check_options(table, factor, residual)
     entries = check_all(tensors, table)
-    addresses = entries.addresses
-    # Keep the copies until the launch. Memory that is freed later is reused behind it, on the same stream.
-    dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
-    for index, copy in dense.items():
-        addresses[index] = copy.data_ptr()
+    entries.make_dense(table.slots, read=True)
     table.launcher.launch(
         _quantize_kernel,
-        addresses,
+        entries.addresses,
         scale=scale,
         extras=(counts, factor, residual),
         COUNT=counts is not None,

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dpfuse_kernels.entries import Entries
+
 __all__ = ["Seen"]
 
 
@@ -17,7 +19,7 @@ class Seen:
     """What the last complete list of tensors was like that passed all checks. It keeps no tensor alive.
 
     Attributes:
-        addresses: of these tensors, in bytes; empty before the first list.
+        entries: of the last list without an unusual tensor; empty before the first.
         like: whether another list of tensors is like this one; False before the first list.
 
     Example:
@@ -29,7 +31,7 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self.addresses: list[int] = []
+        self.entries = Entries([])
         self.like: Callable[[list[Tensor]], bool] = _unlike
 
     def remember(self, tensors: list[Tensor]) -> None:

@@ -75,7 +75,6 @@ def _squared_norm_kernel(
     tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
 
 
-@torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
     """Return the sum of the squares of all `tensors`, computed by one kernel launch on the current stream.
 
@@ -99,13 +98,9 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
     """
     tensors = list(tensors)
     entries = check_all(tensors, table)
-    addresses = entries.addresses
-    # Keep the copies until the launch. Memory that is freed later is reused behind it, on the same stream.
-    dense = {index: table.slots[index].empty_like(tensor).copy_(tensor) for index, tensor in entries.irregular.items()}
-    for index, copy in dense.items():
-        addresses[index] = copy.data_ptr()
+    entries.make_dense(table.slots, read=True)
     sums = chunk_sums(table)
-    table.launcher.launch(_squared_norm_kernel, addresses, extras=(sums,))
+    table.launcher.launch(_squared_norm_kernel, entries.addresses, extras=(sums,))
     return sums.sum(dtype=torch.float64)
 
 

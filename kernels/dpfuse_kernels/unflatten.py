@@ -111,7 +111,6 @@ def _write(
     return tl.where(mask, value.to(SUM), 0.0)
 
 
-@torch.no_grad()
 def unflatten(
     table: PointerTable,
     tensors: Sequence[Tensor | None],
@@ -152,25 +151,25 @@ def unflatten(
     """
     if squares is not None:
         check_squares(squares, table.flat.device)
-    tensors = list(tensors)
+    if type(tensors) is not list:
+        tensors = list(tensors)
     entries = check_all(tensors, table, written=True)
     if entries.own is None and scale == 1.0 and not accumulate:
         if squares is not None:
             squares.copy_(squared_norm(tensors, table))
         return
-    addresses = entries.addresses
-    dense = {index: table.slots[index].empty_like(tensor) for index, tensor in entries.irregular.items()}
-    for index, copy in dense.items():
-        if accumulate:
-            copy.copy_(entries.irregular[index])
-        addresses[index] = copy.data_ptr()
+    entries.make_dense(table.slots, read=accumulate)
     # Freed after the launch. Work that reuses this memory is ordered behind it, on the same stream.
     sums = None if squares is None else chunk_sums(table)
     table.launcher.launch(
-        _unflatten_kernel, addresses, scale=scale, extras=(sums,), ACCUMULATE=accumulate, SQUARES=sums is not None
+        _unflatten_kernel,
+        entries.addresses,
+        scale=scale,
+        extras=(sums,),
+        ACCUMULATE=accumulate,
+        SQUARES=sums is not None,
     )
-    for index, copy in dense.items():
-        entries.irregular[index].copy_(copy)
+    entries.write_back()
     if sums is not None:
         torch.sum(sums, 0, dtype=torch.float64, out=squares)
 
