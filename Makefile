@@ -8,6 +8,8 @@ OUT ?= bench/out
 MINUTES ?= 60
 SHELL := /bin/bash
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+# Tests start hundreds of processes. Without bytecode on disk, each of them would compile dpfuse and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # $(call has,packages): does $(PYTHON) have them all?
 has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(1) \

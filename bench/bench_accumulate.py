@@ -46,7 +46,7 @@ class MainGrad(nn.Module):
         self._flat = torch.zeros(sum(p.numel() for p in self._params), device=self._params[0].device)
         pieces = self._flat.split([p.numel() for p in self._params])
         for param, piece in zip(self._params, pieces, strict=True):
-            param.main_grad = piece.view_as(param)  # type: ignore[attr-defined]
+            param.main_grad = piece.view_as(param)
             param.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def forward(self, *inputs: Tensor) -> Tensor:

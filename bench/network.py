@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
 __all__ = ["Cost", "Network", "simulated_network"]
@@ -62,7 +62,7 @@ class Network(dist.ProcessGroup):
     """
 
     def __init__(self, cost: Cost | None = None, device: str = "cpu") -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]
+        super().__init__(0, 1)
         self.cost = cost
         self.sent = 0.0
         self._device = torch.device(device)
@@ -85,31 +85,31 @@ class Network(dist.ProcessGroup):
         """Wait until all collectives have landed, and end. `destroy_process_group` calls it."""
         self._link.close()
 
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:
         """Send these tensors."""
         return self._send(tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work:
         """Send these tensors."""
         return self._send(tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """Send these inputs, and copy them to the outputs."""
         for (output,), ours in zip(outputs, inputs, strict=True):
             output.copy_(ours)
         return self._send([output for (output,) in outputs])
 
-    def alltoall_base(  # type: ignore[override]
+    def alltoall_base(
         self, output: Tensor, ours: Tensor, _output_sizes: list[int], _sizes: list[int], opts: Any
     ) -> dist.Work:
         """Send this tensor, and copy it to the output."""
         return self._send([_filled(output, ours)], HALF)
 
-    def _allgather_base(self, output: Tensor, ours: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
+    def _allgather_base(self, output: Tensor, ours: Tensor, opts: Any) -> dist.Work:
         """Send this tensor, and copy it to the output."""
         return self._send([_filled(output, ours)], HALF)
 
-    def barrier(self, opts: dist.BarrierOptions) -> dist.Work:  # type: ignore[override]
+    def barrier(self, opts: dist.BarrierOptions) -> dist.Work:
         """Send an empty message, which also takes its time."""
         return self._send([torch.empty(0, device=self._device)])
 
@@ -227,7 +227,7 @@ def simulated_network(cost: Cost | None = None, device: str = "cpu") -> Iterator
     network = Network(cost, device)
     try:
         dist.Backend.register_backend(BACKEND, lambda *_: network, extended_api=True, devices=["cpu", "cuda"])
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield network
         finally:

@@ -109,12 +109,12 @@ class _DeepSpeed(Peer):
         super().__init__(engine)
 
     def backward(self, loss: Tensor) -> None:
-        self.module.backward(loss)  # type: ignore[operator]
+        self.module.backward(loss)
 
     def gradients(self) -> list[Tensor]:
         from deepspeed.utils import safe_get_full_grad
 
-        return [safe_get_full_grad(param) for param in self.module.module.parameters()]  # type: ignore[union-attr]
+        return [safe_get_full_grad(param) for param in self.module.module.parameters()]
 
 
 def peers(ranks: int) -> dict[str, Wrap]:

@@ -68,7 +68,7 @@ LABELS: dict[str, str] = {
     "sketch": r"bench/sketch\.py",
     "by hand": r"bench_manual\.py",
 }
-COLOURS = dict(zip(LABELS, plt.colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
+COLOURS = dict(zip(LABELS, plt.colormaps["tab20"].colors, strict=False))
 
 
 class Case(NamedTuple):

@@ -49,7 +49,7 @@ def _run(rank: int, size: int, device: str, folder: str, function: Callable[...,
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(f"{folder}/store", size),  # type: ignore[attr-defined]
+        store=dist.FileStore(f"{folder}/store", size),
         rank=rank,
         world_size=size,
     )

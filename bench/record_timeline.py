@@ -1,6 +1,6 @@
 """`python -m bench.record_timeline [MODEL …]`: records backwards on two CPU ranks, and the cost of their all-reduces.
 
-It writes `bench/timelines/MODEL-cpu2.json`, which `bench_planner` and `bench.regret` use.
+It writes `bench/timelines/MODEL-cpu2.json`, which `bench_planner` uses.
 """
 
 from __future__ import annotations

@@ -80,13 +80,13 @@ def _stepped(module: nn.Module, wrapped: nn.Module, optimizer: optim.Optimizer, 
 
 
 def _ddp(update: Update, workload: Workload, **options: bool) -> Trained:
-    wrapped = DistributedDataParallel(workload.module, **options)  # type: ignore[arg-type]
+    wrapped = DistributedDataParallel(workload.module, **options)
     return _stepped(workload.module, wrapped, update.of(wrapped.parameters()), workload)
 
 
 def _ddp_with_copies(update: Update, workload: Workload, **options: bool) -> Trained:
     """On each rank, update float32 copies of all 16-bit parameters, as programs do it by hand."""
-    wrapped = DistributedDataParallel(workload.module, **options)  # type: ignore[arg-type]
+    wrapped = DistributedDataParallel(workload.module, **options)
     params = list(workload.module.parameters())
     copies = [nn.Parameter(param.detach().float()) for param in params]
     grads = [torch.empty_like(own) for own in copies]
@@ -139,7 +139,7 @@ def _fsdp2(update: Update, workload: Workload) -> Trained:
     trained = _stepped(module, module, update.of(module.parameters()), workload)
 
     def weights() -> list[Tensor]:
-        return [param.full_tensor().detach() for param in module.parameters()]  # type: ignore[attr-defined]
+        return [param.full_tensor().detach() for param in module.parameters()]
 
     return trained._replace(weights=weights)
 

@@ -8,6 +8,7 @@ from multiprocessing.spawn import get_executable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import RankPool
 from tests.warm import warm_python
@@ -37,6 +38,16 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return _pools[size].run(function, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A default group of this process alone, for what needs no peer."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.distributed_c10d._get_default_group()
+    if dist.is_initialized():  # a test may have ended it
+        dist.destroy_process_group()
 
 
 @pytest.fixture

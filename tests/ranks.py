@@ -130,9 +130,9 @@ class RankPool:
                 ]
                 break
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                rank = waiting.pop(pipe)
                 try:
-                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                    kind, value = pipe.recv()
                 except EOFError:
                     kind, value = "ended", f"exit code {self._processes[rank].wait(patience(10))}\n{self._stacks(rank)}"
                 if kind in ("returned", "ready"):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,11 @@ from torch import nn
 
 import dpfuse
 
+pytestmark = pytest.mark.usefixtures("group")
+
 FOLDER = Path(__file__).parent / "golden" / "earlier"
 FACES = ("DataParallel", "DistributedDataParallel")
 VALUE = 1 + 2**-12  # bfloat16 rounds the last bit away
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(face: str) -> tuple[nn.Module, torch.optim.Optimizer]:

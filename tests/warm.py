@@ -265,7 +265,7 @@ def run(words: list[str]) -> int:
         if words[0] == "-m":
             sys.argv = words[1:]
             sys.path[0] = os.getcwd()
-            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # pdb and others call it as well
+            runpy._run_module_as_main(words[1])  # pdb and others call it as well
             return 0
         if words[0] == "-c":
             sys.argv = ["-c", *words[2:]]
@@ -312,7 +312,7 @@ def _main() -> None:
     if "OMP_NUM_THREADS" in request.environment:
         torch.set_num_threads(int(request.environment["OMP_NUM_THREADS"]))
     code = run(request.program)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or a pipe that nothing reads any more

@@ -10,6 +10,7 @@ import dpfuse
 from bench import bench_planner
 from bench.bench_planner import EXACT, RECORDED, _beside_rivals, _brute_force, _earliest_end
 from bench.goals import Entry, judge
+from bench.record_timeline import MODELS, load
 from dpfuse.tune import CostTable, Timeline, ddp_plan, optimal_plan, simulate, single_plan
 
 
@@ -62,3 +63,10 @@ def test_the_recorded_backward_is_that_of_a_resnet_50():
 def test_a_thousand_gradients_have_a_tenth_of_a_second(seconds, met):
     (outcome,) = judge(entries("1000 gradients", {EXACT: {"seconds": [seconds], "gradients": 1000}}))
     assert outcome.met is met
+
+
+def test_every_model_has_its_recorded_backward():
+    for name in MODELS:
+        timeline, cost = load(name)
+        assert len(timeline.ready) == len(timeline.specs) > 100
+        assert cost(1e6) > 0

@@ -50,6 +50,14 @@ def test_a_committed_timeline_becomes_tables_and_a_report(tmp_path, capsys):
     assert report["algorithms"]["ring"]["break_even"] == {"best": 64, "dpfuse": None}
 
 
+def test_the_page_that_help_names_has_the_table_of_connections():
+    page = (ROOT / "docs" / "measurements" / "scale.md").read_text(encoding="utf-8")
+    for name, connection in (INSIDE | NETWORKS).items():
+        cards = connection.cards if name in NETWORKS else ""
+        rate, hop = f"{connection.bandwidth / 1e9:g}", f"{connection.latency * 1e6:g}"
+        assert f"| `{name}` | {rate} | {cards} | {hop} | {connection.source} |" in page
+
+
 def test_a_report_and_a_saved_timeline_are_read_too(tmp_path, capsys):
     Timeline.from_json(json.loads(TIMELINE.read_text())["timeline"]).save(tmp_path / "saved.json")
     outputs = []

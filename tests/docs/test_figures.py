@@ -241,6 +241,19 @@ def test_a_figure_without_a_source_is_seen():
     assert sections_without_source(page.format("3 times as fast, by a throw-away script")) == ["## One"]
 
 
+@pytest.mark.parametrize(
+    ("page", "name", "tables"),
+    [
+        ("bucket_rules", "regret", lambda found: [found[f"{size} models"]["table"] for size in ("large", "small")]),
+        ("scale", "published_scaling", lambda found: list(found["tables"].values())),
+    ],
+)
+def test_a_page_has_the_tables_of_a_record_that_is_kept(page, name, tables):
+    text, found = (ROOT / f"docs/measurements/{page}.md").read_text(encoding="utf-8"), record(name)
+    assert found["machine"]["commit"][:7] in text
+    assert [lines[0] for lines in tables(found) if "\n".join(lines) not in text] == []
+
+
 def test_every_record_that_a_page_names_exists():
     named = {(page.name, name) for page in pages() for name in RECORD.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 15

@@ -183,7 +183,7 @@ def _shares(rank: int, size: int) -> tuple[list[list[int]], bool, bool, bool]:
     return batches, equal, different, checks.true_everywhere(rank == 0, cpu)
 
 
-def test_each_rank_takes_its_own_part_of_one_order_and_all_see_the_same_verdicts(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_each_rank_takes_its_own_part_of_one_order_and_all_see_the_same_verdicts(ranks) -> None:
     (first, *verdicts), (second, *same_verdicts) = ranks(_shares)
     assert [len(batch) for batch in first + second] == [5, 5, 5, 5]
     assert len({index for batch in first + second for index in batch}) == 20

@@ -60,7 +60,7 @@ def _fingerprint(rank: int, size: int, equal: bool) -> str:
         return str(error)
 
 
-def test_programs_notice_on_every_rank_that_weights_differ(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_programs_notice_on_every_rank_that_weights_differ(ranks) -> None:
     first, second = ranks(_fingerprint, True)
     assert first == second
     assert re.fullmatch("[0-9a-f]{8}", first)

@@ -37,7 +37,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     empty_strided = torch.empty_strided
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty_strided(*args, **kwargs)  # type: ignore[arg-type]
+        tensor = empty_strided(*args, **kwargs)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty_strided", poisoned)

@@ -74,7 +74,7 @@ class LateRing(AddressRing):
     def _free_entry(self, current: Any) -> Any:
         entry = super()._free_entry(current)
         if isinstance(entry.device, torch.Tensor):
-            entry.device = LateTensor(entry.device, self._streams)  # type: ignore[arg-type, assignment]
+            entry.device = LateTensor(entry.device, self._streams)
         return entry
 
 

@@ -124,7 +124,7 @@ WIDE_AMD = r"(?:buffer|global)_{}_dwordx4"
 
 def accesses(row: dict[str, object], dtype: str) -> int:
     """How many 16-byte instructions move one thread's part of a full chunk."""
-    chunk, warps = row["shape"]  # type: ignore[misc]
+    chunk, warps = row["shape"]
     return chunk * BYTES[dtype] // (warps * WARP[row["architecture"]]) // 16
 
 
@@ -189,7 +189,7 @@ def test_squares_are_added_up_in_the_order_of_squared_norm(
 ) -> None:
     found = compiled[kernel, architecture, dtype, wire]["reductions"]
     assert found == compiled["squared_norm", architecture, dtype, dtype]["reductions"]
-    assert len(found) == 2, "one on each path"  # type: ignore[arg-type]
+    assert len(found) == 2, "one on each path"
 
 
 @every_nvidia
@@ -234,7 +234,7 @@ def test_float64_is_multiplied_by_all_64_bits_of_the_factor(compiled: Compiled, 
     row = compiled[kernel, architecture, "float64", "float64"]
     assembly = str(row["assembly"])
     products = re.findall(r"mul(?:\.rn)?\.f64\s+%\w+, (%\w+), (%\w+);", assembly)
-    chunk, warps = row["shape"]  # type: ignore[misc]
+    chunk, warps = row["shape"]
     each = chunk // (warps * 32)
     assert len(products) == each + each // 4, "one per element; the other path does a quarter of a chunk at a time"
     # The argument itself is a factor of each product; nothing here is ever a 32-bit float.
@@ -302,7 +302,7 @@ def test_parts_are_added_up_in_full_precision_at_64_bit_addresses(
 ) -> None:
     row = compiled["sum_parts", architecture, dtype, dtype]
     assembly = str(row["assembly"])
-    chunk, warps = row["shape"]  # type: ignore[misc]
+    chunk, warps = row["shape"]
     wide = "f64" if SUM_TYPES[dtype] == "float64" else "f32"
     # One addition per element, in the loops of both paths, in the wide type and in no other.
     additions = re.findall(r"\badd(?:\.rn)?\.(f16x2|f16|bf16x2|bf16|f32x2|f32|f64)\b", assembly)
@@ -335,7 +335,7 @@ def test_a_step_of_adamw_moves_128_bits_at_a_time_without_spills(
         assert len(re.findall(WIDE_NVIDIA.format("ld"), assembly)) == loads
         assert len(re.findall(WIDE_NVIDIA.format("st"), assembly)) == stores
         # Two programs fit into the 65536 registers of a multiprocessor: one computes while the other waits for memory.
-        assert row["registers"] <= 65536 // (2 * 32 * row["shape"][1])  # type: ignore[operator,index]
+        assert row["registers"] <= 65536 // (2 * 32 * row["shape"][1])
     assert row["spilled"] == 0
 
 
@@ -346,7 +346,7 @@ def test_a_step_of_adamw_rounds_each_operation_at_64_bit_addresses(
 ) -> None:
     row = compiled[kernel, architecture, dtype, wire]
     assembly = str(row["assembly"])
-    chunk, warps = row["shape"]  # type: ignore[misc]
+    chunk, warps = row["shape"]
     each = 2 * chunk // (warps * 32)  # elements of a thread, on both paths
     assert len(re.findall(r"\bdiv\.rn\.f32\b", assembly)) == 2 * each
     assert len(re.findall(r"\bsqrt\.rn\.f32\b", assembly)) == each

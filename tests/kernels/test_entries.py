@@ -46,8 +46,8 @@ def test_each_corruption_of_each_entry_is_named(backend: Backend, name: str, ind
         buffer = guarded(randoms(torch.float32, NUMELS), *dtype_wire, gap=1)
         held = buffer.memory.clone()
         tensors: list[object] = list(randoms(torch.float32, NUMELS))
-        tensors[index] = corrupt(tensors[index])  # type: ignore[arg-type]
-        untouched = [(t, t.clone()) for i, t in enumerate(tensors) if i != index]  # type: ignore[attr-defined]
+        tensors[index] = corrupt(tensors[index])
+        untouched = [(t, t.clone()) for i, t in enumerate(tensors) if i != index]
         with pytest.raises(ValueError, match=f"'p{index}' {text}"):
             backend.flatten(tensors, buffer.table, scale=0.5)
         assert same_bits(buffer.memory, held)

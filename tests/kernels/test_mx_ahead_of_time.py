@@ -34,7 +34,7 @@ def test_elements_tensors_and_errors_move_128_bits_at_a_time(
     assembly = str(row["assembly"])
     loads = len(re.findall(WIDE_NVIDIA.format("ld"), assembly))
     stores = len(re.findall(WIDE_NVIDIA.format("st"), assembly))
-    chunk, warps = row["shape"]  # type: ignore[misc]
+    chunk, warps = row["shape"]
     elements = chunk // (warps * 32) // 16
     errors = accesses(row, "float32") if kernel.endswith("residual") else 0
     assert elements > 0

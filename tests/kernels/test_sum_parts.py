@@ -156,7 +156,7 @@ WRONG = {
 def test_tensors_that_do_not_fit_are_named(add_up: Callable[[Tensor, Tensor], None], case: str) -> None:
     shape, out_shape, options, text = WRONG[case]
     with pytest.raises(ValueError, match=text):
-        add_up(torch.zeros(shape), torch.zeros(out_shape, **options))  # type: ignore[arg-type]
+        add_up(torch.zeros(shape), torch.zeros(out_shape, **options))
 
 
 @both

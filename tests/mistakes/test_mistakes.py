@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 from dpfuse.errors import DPFuseError
 from tests.mistakes import mistakes, of_sharded_optimizer
@@ -12,20 +11,13 @@ from tests.mistakes.two_ranks import MISTAKES as SHARED
 MISTAKES = mistakes.MISTAKES | of_sharded_optimizer.MISTAKES
 
 
-@pytest.fixture(scope="module")
-def job_of_one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def missing(mistake, text):
     """Return the parts that the text does not have."""
     parts = {"what": mistake.what, "got": mistake.got, "expected": mistake.expected, "remedy": mistake.remedy}
     return {part: words for part, words in parts.items() if not words or words not in text}
 
 
-@pytest.mark.usefixtures("job_of_one_rank")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_text_says_what_got_expected_and_remedy(name, tmp_path):
     mistake = MISTAKES[name]

@@ -1,7 +1,7 @@
 """Paddle's recorded trajectories, reductions and groups, through the names of the Paddle wing.
 
-How the core treats views and private gradients is in tests/distributed/averaging/test_paddle_trajectories.py. Here each
-case runs once.
+How the core treats views and private gradients is in tests/distributed/averaging/test_paddle_trajectories.py. It runs
+every case. Here each case runs once, and in `make test` only every third one of those with plain backwards.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ def cases(name):
     return [pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / f"{name}.json").read_text())]
 
 
+def some_slow(params):
+    """The same cases; two of three with plain backwards are slow."""
+    plain = [param for param in params if param.values[0]["mode"] == "dp"]
+    slow = [param for place, param in enumerate(plain) if place % 3]
+    return [
+        pytest.param(*param.values, id=param.id, marks=pytest.mark.slow if param in slow else ()) for param in params
+    ]
+
+
 def train(rank, size, case):
     net = GoldenNet(case, case["init_rank1"] if rank and case["init_differs"] else case["init"])
     options = ("comm_buffer_size", "last_comm_buffer_size", "find_unused_parameters")
@@ -48,7 +57,7 @@ def train(rank, size, case):
     check_weights(net, case["expected"]["final"], case["dtype"])
 
 
-@pytest.mark.parametrize("case", cases("trajectories"))
+@pytest.mark.parametrize("case", some_slow(cases("trajectories")))
 def test_training_follows_paddles_trajectory(ranks, case):
     ranks(train, case)
 

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 import dpfuse
 from dpfuse.comm.abilities import Abilities, answers_of
-from tests.distributed.costs.test_wire_bytes import bytes_on_the_wire
+from tests.operations import Operations
 from tests.sharded.against_ddp import bits_differ, trained_beside
 
 
@@ -68,15 +68,15 @@ def memory_and_bytes(rank, size):
     plain = optim.AdamW(model.parameters())
     for _ in range(2):
         step(model, plain)
-    with bytes_on_the_wire(size) as whole:
+    with Operations() as whole:
         step(model, plain)
     MADE.clear()
     sharded = dpfuse.ShardedOptimizer(model, Kept)
     for _ in range(3):
         step(model, sharded)
-    with bytes_on_the_wire(size) as divided:
+    with Operations() as divided:
         step(model, sharded)
-    return nbytes_of(MADE) / nbytes_of([plain]), sum(divided) / sum(whole)
+    return nbytes_of(MADE) / nbytes_of([plain]), divided.sent(size) / whole.sent(size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

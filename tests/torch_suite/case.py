@@ -40,7 +40,7 @@ def run_test(rank: int, size: int, name: str, face: str) -> None:
     tests = load_tests()
     from torch.testing._internal import common_utils
 
-    class Case(tests.DistributedTest._DistTestBase, common_utils.TestCase):  # type: ignore[misc, name-defined]
+    class Case(tests.DistributedTest._DistTestBase, common_utils.TestCase):
         world_size = str(size)
 
         def _barrier(self, timeout: float = 0, wait_for: int = 0) -> None:

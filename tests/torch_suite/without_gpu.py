@@ -47,7 +47,7 @@ class Proxy:
 def load(world_size: int) -> ModuleType:
     """torch's module of distributed tests, none of them skipped, for a group of `world_size` on the CPU."""
     # torch's TestCase is built on this package, for comparisons that none of these tests makes.
-    sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
+    sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))
     from torch.testing._internal import common_distributed, common_utils
 
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(world_size), INIT_METHOD="file://unused")
@@ -77,7 +77,7 @@ def use(cls: type, tests: ModuleType) -> None:
 
 def drop_devices(cls: type) -> None:
     """Let the constructor of a wrapper take a GPU's number, and leave the module where it is."""
-    construct = cls.__init__  # type: ignore[misc]
+    construct = cls.__init__
 
     @functools.wraps(construct)
     def without_devices(
@@ -85,7 +85,7 @@ def drop_devices(cls: type) -> None:
     ) -> None:
         construct(self, module, None, None, *args, **kwargs)
 
-    cls.__init__ = without_devices  # type: ignore[misc]
+    cls.__init__ = without_devices
 
 
 def _keep(test: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,8 +98,8 @@ def _keep_all(*args: Any, **kwargs: Any) -> Callable[..., Any]:
 
 def _order_by_program() -> None:
     """Optimizers in backward and mixed precision of torch's class need streams."""
-    torch.Stream = torch.Event = _NoStream  # type: ignore[assignment, misc]
-    torch.accelerator.current_stream = _NoStream  # type: ignore[assignment]
+    torch.Stream = torch.Event = _NoStream
+    torch.accelerator.current_stream = _NoStream
 
 
 def _is_gpu(value: Any) -> bool:
@@ -132,9 +132,9 @@ def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _move_to_cpu_only() -> None:
-    torch.Tensor.to = _moving_to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
-    nn.Module.to = _moving_to_cpu(nn.Module.to)  # type: ignore[method-assign]
-    torch.Tensor.cuda = nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
+    torch.Tensor.to = _moving_to_cpu(torch.Tensor.to)
+    nn.Module.to = _moving_to_cpu(nn.Module.to)
+    torch.Tensor.cuda = nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
 class SmallConv2d(nn.Conv2d):

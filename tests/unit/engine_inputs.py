@@ -42,4 +42,4 @@ def make_report(
     window: Window | None = None,
 ) -> Report:
     """The report of one rank among so many."""
-    return Report(RankOf(rank, size), param_count, fields, window or Window(), dtype, device)  # type: ignore[arg-type]
+    return Report(RankOf(rank, size), param_count, fields, window or Window(), dtype, device)

@@ -32,6 +32,8 @@ from dpfuse.engine.settings import SyncSettings
 from dpfuse.errors import DPFuseError
 from tests.unit.engine_inputs import make_report, surroundings
 
+pytestmark = pytest.mark.usefixtures("group")
+
 LEGAL = {FREE: {"send", "send_empty"}, FLIGHT: {"wait", "discard"}, LANDED: {"deliver", "discard"}}
 MOVES = {
     "send": lambda bucket: bucket.send(Outcome(), complete=False),
@@ -40,13 +42,6 @@ MOVES = {
     "deliver": lambda bucket: bucket.deliver(),
     "discard": lambda bucket: bucket.discard(),
 }
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Net(nn.Module):

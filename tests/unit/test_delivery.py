@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -16,23 +15,8 @@ from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.streams import SideStream
 from dpfuse.engine.torch_private import Hooks
-from tests.streams import PretendedStreams
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    pretended = PretendedStreams()
-    pretended.install(monkeypatch)
-    return pretended
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_params(*shapes, dtype=torch.float32):

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dpfuse.comm import flat_broadcast
 from dpfuse.comm.abilities import Abilities
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("nccl", [True, False])

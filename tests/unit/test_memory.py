@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -17,15 +16,10 @@ import dpfuse
 from dpfuse.engine.delivery import RenewedViews
 from dpfuse.engine.memory import RenewedMemory
 
+pytestmark = pytest.mark.usefixtures("group")
+
 LARGE = 256  # width of a layer whose weight is packed as soon as it is ready
 SMALL = 8
-
-
-@pytest.fixture(autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -57,12 +51,6 @@ def trained(width, wrap=dpfuse.DistributedDataParallel, **options):
 def backward(model, width, step, *, set_to_none=True):
     model.zero_grad(set_to_none=set_to_none)
     model(torch.full((2, width), step / 10 + 0.1)).sum().backward()
-
-
-def alias_in_a_cycle(grad):
-    cycle = [grad.view(-1)]
-    cycle.append(cycle)
-    return cycle[0]
 
 
 def saved_by_a_graph(grad):

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -23,23 +22,8 @@ from dpfuse.engine.exchanges.sparse import SparseRows
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.report import Outcome
 from dpfuse.engine.streams import SideStream, WritingStreams, writers_on
-from tests.streams import PretendedStreams
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    pretended = PretendedStreams()
-    pretended.install(monkeypatch)
-    return pretended
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # --- The streams that wrote gradients ---

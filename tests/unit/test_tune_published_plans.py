@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dpfuse
+from bench.record_timeline import load
 from dpfuse.tune import (
     ETHERNET,
     INFINIBAND,
@@ -29,10 +31,12 @@ from dpfuse.tune import (
     one_bucket_plan,
     optimal_plan,
     paddle_plan,
+    ramp_plan,
     rival_plans,
     simulate,
     single_plan,
 )
+from dpfuse.tune.scaling import on_gpu
 from tests.docs.pages import ROOT
 
 MIB = 1 << 20
@@ -177,6 +181,19 @@ def test_no_rival_beats_the_plan_from_8_to_16384_ranks(link):
         assert min(comparison.exposed.values()) >= comparison.exposed["optimal"] - 1e-12
     exposed = [comparison.exposed["optimal"] for comparison in comparisons.values()]
     assert all(fewer <= more * (1 + ROUNDING) for fewer, more in pairwise(exposed))
+
+
+def test_the_ramp_is_near_the_best_plan_for_a_small_model():
+    recorded, _ = load("layers_300")
+    timeline = on_gpu(recorded, 0.05)
+    rules = {"ramp": partial(ramp_plan, ranks=2), "paddle": paddle_plan}
+    worst = dict.fromkeys(rules, 1.0)
+    for share in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4):
+        cost = CostTable.affine(100e-6, sum(timeline.nbytes) / (share * timeline.backward_end))
+        best = simulate(timeline, optimal_plan(timeline, cost), cost).end
+        for name, rule in rules.items():
+            worst[name] = max(worst[name], simulate(timeline, rule(timeline), cost).end / best)
+    assert worst["ramp"] < 1.15 < 1.4 < worst["paddle"]
 
 
 def record_backward(model, inputs, steps):

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dpfuse
 from dpfuse.engine.autograd import BackwardWatch, ReadyHooks
@@ -72,13 +71,6 @@ class Listener:
                 self.send(False)
 
         return mark_ready
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def recorded(group, synchronises=True, **options):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -19,13 +17,6 @@ CALLS, MODULES = 15, 12
 # them a bucket takes 0.4 % less time, where two runs of the same code differ by 0.6 %.
 WHOLE = 90
 FOLDERS = tuple(str(Path(module.__file__).parent) for module in (dpfuse, dpfuse_kernels))
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def calls_in_backward(model):

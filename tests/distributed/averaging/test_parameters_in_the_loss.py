@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
-from tests.distributed.averaging.test_ready_lists import counting_all_reduces
+from tests.operations import Operations
 
 STEPS = 4  # the first is recorded; buckets are planned for the order of ready marks from the second one on
 FACES = {
@@ -299,9 +299,9 @@ def sent_before_the_end(rank, size):
     early = []
     for step in range(6):
         model.zero_grad()
-        with counting_all_reduces() as started:
+        with Operations() as done:
             features, _ = model(batch(rank, step))
-            handle = model.module.layers[0].weight.register_hook(lambda _: early.append(len(started)))
+            handle = model.module.layers[0].weight.register_hook(lambda _: early.append(len(done.collectives)))
             (features * net.temperature.weight.exp()).square().mean().backward()
             handle.remove()
     return early

@@ -8,9 +8,6 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse import DPFuseError
+from tests.operations import Operations
 
 WIDTH = 40
 LAYERS = 6
@@ -92,29 +90,15 @@ def step(model, rank, number):
     model(batch(rank, number)).square().sum().backward()
 
 
-@contextmanager
-def counting_all_reduces() -> Iterator[list[int]]:
-    """A list that grows by one with each all-reduce of any group."""
-    started: list[int] = []
-    original = dist.ProcessGroup.allreduce
-
-    def counted(group, *args, **options):
-        started.append(len(started))
-        return original(group, *args, **options)
-
-    with mock.patch.object(dist.ProcessGroup, "allreduce", counted):
-        yield started
-
-
 def sent_early(model, rank, number):
     """How many buckets have left in a step before backward comes to the layer that is last, and in all."""
     early = []
-    with counting_all_reduces() as started:
-        model.module.reached_first = lambda: early.append(len(started))
+    with Operations() as done:
+        model.module.reached_first = lambda: early.append(len(done.collectives))
         step(model, rank, number)
         model.module.reached_first = lambda: None
     assert len(early) == 1
-    return early[0], len(started)
+    return early[0], len(done.collectives)
 
 
 # A parameter that fires twice.

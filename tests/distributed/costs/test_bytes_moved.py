@@ -6,58 +6,18 @@ ones are counted on one rank, where the factor of the mean is 1.
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dpfuse
 from dpfuse.engine.exchanges.in_place import LARGE
 from tests.distributed.in_place import copied
+from tests.operations import Operations
 
 STEADY = 3  # steps until buckets are rebuilt and buffers exist
-ONLY_WRITTEN = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # other functions read what they write in place
-
-
-class Ledger(TorchDispatchMode):
-    """Counts, by function, the bytes that are read and written and the calls that move more than `least` bytes."""
-
-    def __init__(self, least):
-        super().__init__()
-        self.least = least
-        self.bytes, self.calls, self.collectives = Counter(), Counter(), Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "c10d":
-            self.collectives[name] += 1
-            return results
-        moved = 0
-        given = {
-            **(kwargs or {}),
-            **dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)),
-        }
-        for argument in func._schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            both = written and not argument.is_out and name not in ONLY_WRITTEN
-            is_view = argument.alias_info is not None and not written
-            moved += (0 if is_view else 2 if both else 1) * size_of(given.get(argument.name))
-        if all(result.alias_info is None for result in func._schema.returns):
-            moved += size_of(results)
-        elif any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
-            moved = 0  # a view
-        self.bytes[name] += moved
-        self.calls[name] += moved > self.least
-        return results
-
-
-def size_of(value):
-    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class Parameters(nn.Module):
@@ -87,25 +47,24 @@ def counted(numel, number, views):
     model = dpfuse.DataParallel(
         Parameters(numel, number), None, half, half, gradient_as_bucket_view=views, plan="greedy"
     )
-    ledgers = []
+    seen = []
     for module in (bare, model):
-        for step in range(STEADY + 1):
+        for _ in range(STEADY + 1):
             module.zero_grad()
             loss = module()
-            ledger = Ledger(nbytes // 20)
-            with ledger if step == STEADY else Ledger(0):
+            with Operations() as done:
                 loss.backward()
-        ledgers.append(ledger)
+        seen.append(done)
     for param in model.parameters():
         assert torch.equal(param.grad, bare.slopes)
-    theirs, ours = ledgers
-    calls = ours.calls - theirs.calls
+    theirs, ours = seen
+    calls = ours.calls_of(nbytes / 20) - theirs.calls_of(nbytes / 20)
     in_place = sum(bucket.parts.exchange.bytes_in_place for bucket in model.reducer.buckets)
     return {
-        "moved": (ours.bytes.total() - theirs.bytes.total()) / nbytes,
+        "moved": (sum(ours.moved) - sum(theirs.moved)) / nbytes,
         "calls": dict(calls),
         "buckets": len(model.bucket_plan.buckets),
-        "collectives": ours.collectives["allreduce_"],
+        "collectives": ours.names.count("allreduce_"),
         "in place": in_place / nbytes,
     }
 
@@ -136,14 +95,13 @@ def test_a_step_moves_as_many_bytes_as_it_must(ranks, size, sizes, kind, moved, 
         assert facts["collectives"] == (sizes[1] + 1 if in_place else facts["buckets"])
 
 
-def test_the_ledger_counts_what_is_read_and_what_is_written():
-    with Ledger(0) as ledger:
-        one, other = torch.zeros(10), torch.zeros(10)
-        ledger.bytes.clear()
+def test_what_is_read_and_what_is_written_is_counted():
+    one, other = torch.zeros(10), torch.zeros(10)
+    with Operations() as done:
         torch.mul(one, 2.0, out=other)
         one.copy_(other)
         one.mul_(2.0)
         torch.cat([one, other])
         one.view(2, 5).t().as_strided((3,), (1,))
         torch._foreach_copy_([one], [other])
-    assert +ledger.bytes == {"mul": 80, "copy_": 80, "mul_": 80, "cat": 160, "_foreach_copy_": 80}
+    assert +done.bytes_of() == {"mul": 80, "copy_": 80, "mul_": 80, "cat": 160, "_foreach_copy_": 80}

@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpfuse
-
-
-class Counter(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+from tests.operations import Operations
 
 
 def operations_added(layers, views):
@@ -27,9 +17,9 @@ def operations_added(layers, views):
         model = wrap(nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]))
         for _ in range(3):
             model.zero_grad()
-            with Counter() as counter:
+            with Operations() as done:
                 model(torch.ones(2, 4)).sum().backward()
-        counts.append(len(counter.names))
+        counts.append(len(done.names))
     return counts[1] - counts[0]
 
 
@@ -50,9 +40,9 @@ def operations_of_clipping(count):
         model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
     model.grad_norm()  # what is found out once is found out now
-    with Counter() as counter:
+    with Operations() as done:
         model.clip_grad_norm_(1e-3)
-    return counter.names
+    return done.names
 
 
 def whole_buffers(rank, size):

@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.comm import collective
-
-
-@contextmanager
-def bytes_on_the_wire(size: int) -> Iterator[list[float]]:
-    """Bytes that each rank sends: those of a tensor times the share of it that leaves the rank."""
-    sent: list[float] = []
-    away = (size - 1) / size
-
-    def counting(start, argument, times):
-        def counted(*args, **kwargs):
-            sent.append(args[argument].nbytes * times)
-            return start(*args, **kwargs)
-
-        return counted
-
-    # A ring passes on each part twice; in an all-to-all and in an all-gather each part goes where it belongs, once.
-    ways = {
-        "all_reduce": (0, 2 * away),
-        "start_all_to_all": (1, away),
-        "start_all_gather_into": (0, away),
-        "start_all_gather": (0, size - 1),
-    }
-    with ExitStack() as stack:
-        for name, (argument, times) in ways.items():
-            counted = counting(getattr(collective, name), argument, times)
-            stack.enter_context(mock.patch.object(collective, name, counted))
-        yield sent
+from tests.operations import Operations
 
 
 class Residual(nn.Module):
@@ -77,10 +46,10 @@ def shares(rank, size, wires):
         assert sum(param.numel() for param in model.parameters()) > 1_000_000
         model(x).square().mean().backward()  # after it the buckets are rebuilt
         model.zero_grad()
-        with bytes_on_the_wire(size) as sent:
+        with Operations() as done:
             model(x).square().mean().backward()
-        steps[wire, reduce] = sum(sent)
-        assert len(sent) >= 3
+        steps[wire, reduce] = done.sent(size)
+        assert len(done.collectives) >= 3
     whole = steps.pop((None, None))
     numel = sum(param.numel() for param in model.parameters())
     # Nothing is counted twice or left out: a ring sends every element so often.

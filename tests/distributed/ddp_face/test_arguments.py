@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,16 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dpfuse import DistributedDataParallel, DPFuseError
 from tests.torch_ddp import TAKES, needs_argument
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def mesh(*shape: int) -> DeviceMesh:

@@ -14,18 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dpfuse import DistributedDataParallel, DPFuseError
 from tests.torch_ddp import since_torch
 
+pytestmark = pytest.mark.usefixtures("group")
+
 MB = 2**20
 BOTH = (TorchDDP, DistributedDataParallel)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    patch.undo()
 
 
 class TwoDtypes(nn.Module):

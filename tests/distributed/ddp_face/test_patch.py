@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -33,11 +32,9 @@ class Derived(ImportedBefore):
 
 
 @pytest.fixture
-def single_rank():
+def single_rank(group):
     """A job of one rank in this process, and torch's class left as it was found."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
     assert ImportedBefore.__init__ is INIT
 
 
@@ -104,9 +101,9 @@ def test_arguments_errors_and_the_signature_are_torchs():
         with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter"):
             ImportedBefore(nn.ReLU())
         with pytest.raises(TypeError, match="no_such_argument"):
-            ImportedBefore(nn.Linear(2, 2), no_such_argument=1)  # type: ignore[call-arg]
+            ImportedBefore(nn.Linear(2, 2), no_such_argument=1)
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'module'"):
-            ImportedBefore()  # type: ignore[call-arg]
+            ImportedBefore()
 
 
 def test_without_a_process_group_it_is_torchs_error():

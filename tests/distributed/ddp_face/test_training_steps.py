@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from tests.distributed.averaging.test_against_ddp import (
     Tied,
     WithNestedBackward,
 )
+from tests.operations import Operations
 from tests.torch_ddp import needs_argument, since_torch, torch_ddp
 
 CLASSES = (DistributedDataParallel, TorchDDP)
@@ -244,27 +244,18 @@ def test_ignored_parameters_and_buffers_are_left_to_themselves(ranks):
     ranks(train_partly)
 
 
-@contextmanager
-def collectives() -> Iterator[list[str]]:
-    """Names of the collectives that are issued inside."""
-    seen: list[str] = []
-    with torch.profiler.profile() as profile:
-        yield seen
-    seen += [event.name for event in profile.events() if "c10d" in event.name or "gloo:" in event.name]
-
-
 def build_without_exchange(rank, size):
     for model_class in CLASSES:
         module = built(Normed, rank, differ=True)
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        with collectives() as seen:
+        with Operations() as done:
             model = model_class(module, init_sync=False)
         if model_class is DistributedDataParallel:
-            assert seen == []
+            assert done.collectives == []
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
-    with collectives() as seen:
+    with Operations() as done:
         DistributedDataParallel(built(Normed, rank, differ=True))
-    assert seen
+    assert done.collectives
 
 
 def test_without_init_sync_nothing_is_sent_at_construction(ranks):
@@ -352,15 +343,16 @@ def test_buffers_that_a_graph_holds_may_be_sent_before_its_backward(ranks):
 
 def count_broadcasts(rank, size):
     model = DistributedDataParallel(built(Normed, rank))
-    version = model.module.drift._version
-    with collectives() as seen:
+    with Operations() as done:
         model(batch(rank, 0))
-    assert [name for name in seen if name.startswith("c10d::")] == ["c10d::broadcast_"], seen
+    assert [name for name, _ in done.collectives] == ["broadcast_"]
     # What arrives counts as written. A graph that would be refused for that keeps the buffer that it has.
+    version = model.module.drift._version
+    model(batch(rank, 0))
     assert model.module.drift._version == version + (1 if rank == 0 else 2)
-    with torch.no_grad(), collectives() as seen:
+    with torch.no_grad(), Operations() as done:
         model(batch(rank, 1))
-    assert seen == []
+    assert done.collectives == []
 
 
 def test_all_buffers_travel_in_one_broadcast_and_none_without_gradients(ranks):

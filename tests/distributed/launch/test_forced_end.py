@@ -57,9 +57,6 @@ def cases(first, *others):
     return [(*first, 2), *((*case, 8) for case in (first, *others))]
 
 
-since_flag = since_torch(2, 12, "no flag --shutdown_timeout")
-
-
 def shortened(time_to_end):
     return {} if time_to_end == 8 else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(time_to_end)}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse import DPFuseError, fused_allreduce_gradients
@@ -140,14 +139,6 @@ def test_bad_input_is_refused_and_the_other_ranks_learn_why(ranks, kind, failing
     ranks(bad_on_some_ranks, kind, failing, timeout=12)
 
 
-@pytest.fixture
-def group_of_one(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def assert_does_nothing_but_check() -> None:
     params = parameters(0)
     before = [grad.clone() for grad in gradients(params)]
@@ -165,6 +156,6 @@ def test_without_a_process_group_it_only_checks():
     assert_does_nothing_but_check()
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_with_one_rank_it_only_checks():
     assert_does_nothing_but_check()

@@ -293,15 +293,7 @@ def test_a_group_without_global_rank_0(ranks):
     ranks(reversed_group, size=3)
 
 
-@pytest.fixture
-def group_of_one(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_a_group_of_one_runs_the_whole_engine():
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), comm_buffer_size=0, last_comm_buffer_size=0)
     buffers = []
@@ -314,7 +306,7 @@ def test_a_group_of_one_runs_the_whole_engine():
     assert buffers[-1] == buffers[-2]  # after the rebuild the buffers stay
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_repr_shows_rank_back_end_buckets_and_module():
     text = repr(DataParallel(nn.Linear(1024, 256)))
     assert text.startswith("DataParallel(")
@@ -322,7 +314,7 @@ def test_repr_shows_rank_back_end_buckets_and_module():
     assert "Linear(in_features=1024, out_features=256, bias=True)" in text
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_what_the_wrapper_does_not_have_comes_from_the_module():
     module = nn.Linear(2, 3)
     module.note = "here"
@@ -338,7 +330,7 @@ def test_what_the_wrapper_does_not_have_comes_from_the_module():
     assert [name for name, _ in model.named_parameters()] == ["module.weight", "module.bias"]
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_strategy_is_accepted_in_its_place_and_deprecated():
     with pytest.warns(DeprecationWarning, match="strategy.*ignored") as caught:
         model = DataParallel(nn.Linear(2, 2), object(), 0, 0)

@@ -9,25 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpfuse import DataParallel
 from dpfuse.model.state_dict import own_names, without_prefix
 
-pytestmark = pytest.mark.usefixtures("group_of_one")
-
-
-@pytest.fixture(scope="module")
-def group_of_one():
-    # State dicts are a matter of one rank; this one is the process of the tests.
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):
