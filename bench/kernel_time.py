@@ -194,8 +194,7 @@ def time_launches(device: str, *, rounds: int, calls: int = CALLS) -> dict[str, 
         By way: `seconds` per launch, `launches`, and the number of launches without the dispatcher.
     """
     data = {name: _PackSet([(1024,)], torch.float32, torch.float32, device) for name in LAUNCHES}
-    # No bound kernel is used, so all launches go through the dispatcher.
-    data["kernel[grid]"].table.launcher._launch_bound = lambda *arguments: False
+    data["kernel[grid]"].table.launcher.dispatcher.binds = False
 
     def step(name: str) -> None:
         one = data[name]
@@ -213,7 +212,7 @@ def time_launches(device: str, *, rounds: int, calls: int = CALLS) -> dict[str, 
         name: {
             "seconds": [seconds for seconds, _ in pairs],
             "launches": data[name].table.launcher.launches,
-            "bound": data[name].table.launcher.bound_launches,
+            "bound": data[name].table.launcher.dispatcher.bound_launches,
         }
         for name, pairs in times.items()
     }

@@ -49,8 +49,8 @@ class Line:
         """Let later operations wait for all that were submitted to `other`."""
         self.wait_event(other.record_event())
 
-    def record_event(self) -> Event:
-        """Return an event behind all operations that were submitted."""
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event behind all operations that were submitted. A given one is another one from now on."""
         return Event(dict(self.clock), self._host or self)
 
     def wait_event(self, event: Event) -> None:

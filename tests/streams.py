@@ -20,7 +20,7 @@ class PretendedStream:
         """Note it."""
         self.streams.log.append(f"{self.name} waits for {other.name}")
 
-    def record_event(self) -> PretendedEvent:
+    def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
         """One that has not passed yet."""
         return PretendedEvent()
 
@@ -46,6 +46,7 @@ class PretendedStreams:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self._made: list[PretendedStream] = []  # kept: a handle names one stream, as long as the device is there
         self.current = PretendedStream(self, "main")
         self.initialized = True
 
@@ -59,7 +60,8 @@ class PretendedStreams:
 
     def new(self, name: str, *, captured: bool = False) -> PretendedStream:
         """A new stream."""
-        return PretendedStream(self, name, captured=captured)
+        self._made.append(PretendedStream(self, name, captured=captured))
+        return self._made[-1]
 
     @contextmanager
     def stream(self, stream: PretendedStream) -> Iterator[None]:

@@ -113,6 +113,7 @@ class Board:
         self.device_done: Callable[[], bool] | None = None  # whether the device has run the last collective
         self.error = ""  # the error that last ended a forward
         self.gave_up = False  # whether a wait has ended because another rank failed
+        self.progress: _DeviceProgress | None = None  # of the current CUDA device
         # Written by the heartbeat.
         self.peer_failure: PeerFailure | None = None
         self.heartbeat: GroupHeartbeat | None = None  # while its thread runs
@@ -195,7 +196,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         if kind not in board.interruptible:
             work.wait(NO_LIMIT)
             if last:
-                board.device_done = _completion(work, kind)
+                board.device_done = _completion(work, kind, board)
         elif not _ends_within_a_slice(work):
             _wait_in_slices(work, board)
     except RuntimeError as error:
@@ -298,12 +299,39 @@ def _error_of(failure: PeerFailure, board: Board) -> DPFuseError:
     return error
 
 
-def _completion(work: dist.Work, device: str) -> Callable[[], bool] | None:
+class _DeviceProgress:
+    """Tells another thread whether the current CUDA device has run what was queued before the last `record`.
+
+    Attributes:
+        device: its index.
+    """
+
+    def __init__(self) -> None:
+        self.device: int = torch._C._cuda_getDevice()
+        self._event = torch.cuda.Event()
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: asking for the stream makes a new object
+
+    def record(self) -> None:
+        """Mark the end of what is queued on the current stream."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.current_stream(self.device)
+        self._event.record(stream)
+
+    def is_done(self) -> bool:
+        """Whether the device has run it."""
+        _permit_queries()
+        return bool(self._event.query())
+
+
+def _completion(work: dist.Work, device: str, board: Board) -> Callable[[], bool] | None:
     """Return a function that tells another thread whether the device has run the collectives up to `work`.
 
     Args:
         work: of a back end whose `wait()` only orders what follows on the device; it has been waited for.
         device: type of the device of its tensors.
+        board: of the group; it keeps the event.
 
     Returns:
         The function; None while a CUDA graph is captured, because the collective does not run yet.
@@ -313,14 +341,10 @@ def _completion(work: dist.Work, device: str) -> Callable[[], bool] | None:
     if torch.cuda.is_current_stream_capturing():
         return None
     # Not the work itself: it would keep gradients that travel in place, which must have no second owner.
-    event = torch.cuda.Event()
-    event.record()
-    return lambda: _query(event)
-
-
-def _query(event: torch.cuda.Event) -> bool:
-    _permit_queries()
-    return bool(event.query())
+    if board.progress is None or board.progress.device != torch._C._cuda_getDevice():
+        board.progress = _DeviceProgress()
+    board.progress.record()
+    return board.progress.is_done  # a new object each time, by which the heartbeat knows the collective
 
 
 _permitted = threading.local()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -64,5 +64,5 @@ class Feature:
     def delivered(self) -> None:
         """Note that all gradients of a synchronised backward are delivered."""
 
-    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
-        """Invalidate what these deliveries have measured, if `alarm`, [] bool on the device, is set. For CUDA."""
+    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        """Invalidate what these deliveries have measured, if `alarm()`, [] bool on the device, is set. For CUDA."""

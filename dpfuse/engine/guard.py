@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels import SpoilTable, spoil
+from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["DeviceGuard", "guard_of"]
 
 
 class DeviceGuard:
-    """Fills the gradients of some parameters with NaN where a flag on the device says that they are wrong.
+    """Fills the gradients of some parameters with NaN where numbers on the device say that they are wrong.
 
     On CUDA the host reads the report of the peers one step later. Until then, NaN keeps such gradients from being used.
 
@@ -33,15 +34,19 @@ class DeviceGuard:
             for (dtype, device), alike in kinds.items()
         ]
 
-    def __call__(self, alarm: Tensor) -> None:
-        """Make their gradients NaN if `alarm`, bool of shape [] on their device, is set. The host does not wait."""
+    def __call__(self, pairs: Tensor) -> None:
+        """Make their gradients NaN if both numbers of a pair differ from zero. The host does not wait.
+
+        Args:
+            pairs: [2 * pairs], on the device of the report.
+        """
         for table, params in self._kinds:
             grads = [param.grad for param in params]
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
-            spoil(table, grads, alarm.to(table.device))
+            spoil(table, grads, pairs.to(table.device))
         if self._squares:
-            torch._foreach_add_(self._squares, torch.where(alarm, math.nan, 0.0).double())
+            torch._foreach_add_(self._squares, torch.where(any_pair(pairs), math.nan, 0.0).double())
 
 
 def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:

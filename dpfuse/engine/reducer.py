@@ -61,7 +61,7 @@ class Calls:
         decline: called instead on a rank that cannot go on, so that the peers do not wait.
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
-        guard: called with the report's alarm if the report is not read in the same backward.
+        guard: called with the report if it is not read in the same backward.
         answer: called on every rank, with all buckets landed, where a rank has asked for an exchange.
     """
 
@@ -71,7 +71,7 @@ class Calls:
     decline: Callable[[], None]
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
-    guard: Callable[[Callable[[], Tensor]], None]
+    guard: Callable[[Report], None]
     answer: Callable[[], None]
 
 
@@ -753,7 +753,7 @@ class Reducer:
             unused = [index for index in missing if index not in run.outcome.frozen]
             self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
         if not report.was_read:
-            self._wiring.calls.guard(report.alarm)
+            self._wiring.calls.guard(report)
         run.delivered = True
 
     def _rebuild(self) -> None:

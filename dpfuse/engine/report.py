@@ -18,6 +18,7 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Field, Window
+from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["ALL_WELL", "SLOTS", "Outcome", "Reading", "Report"]
 
@@ -146,7 +147,9 @@ class Report:
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
-        self._pending: HostCopy | None = None  # the states of an earlier backward
+        self._copy: HostCopy | None = None  # of the states, on CUDA
+        self._pending = False  # whether the copy has those of an earlier backward, which were not read
+        self._usual: list[float] = []  # the states that said last that all is well, on CUDA
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
@@ -224,7 +227,7 @@ class Report:
     @property
     def was_read(self) -> bool:
         """Whether the host has read this backward's report. On CUDA it may read it one backward later, or never."""
-        return self.is_on_cpu or (self._pending is None and not capturing())
+        return self.is_on_cpu or not (self._pending or capturing())
 
     def read(self, outcome: Outcome, *, wait: bool, gather: bool) -> Reading:
         """Return what the ranks report.
@@ -247,7 +250,7 @@ class Report:
         states = sums.states
         if not (wait or self.is_on_cpu):
             return self._read_later(states)
-        before = self._read_pending() if self._pending is not None else ALL_WELL
+        before = self._read_pending() if self._pending else ALL_WELL
         self.asked, self._asked_early = before.any_asks or self._asked_early, False
         if not before.all_well and outcome.well:
             return before
@@ -273,8 +276,12 @@ class Report:
 
         It is called only if this rank itself has neither failed nor changed.
         """
+        return any_pair(self.pairs())
+
+    def pairs(self) -> Tensor:
+        """Return the summed pairs, [2 * pairs], on the device: where ranks differ, both numbers of a pair are not 0."""
         assert self._sums is not None
-        return self._sums.states.view(-1, 2).ne(0).all(1).any()
+        return self._sums.states
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
         """Return the compared pairs of a rank that has not failed."""
@@ -325,15 +332,25 @@ class Report:
         return replace(reading, rows=rows)
 
     def _read_later(self, states: Tensor) -> Reading:
-        before = ALL_WELL if self._pending is None else self._read_pending()
+        before = self._read_pending() if self._pending else ALL_WELL
         self.asked, self._asked_early = before.any_asks or self._asked_early, False
-        self._pending = HostCopy(states)
+        if self._copy is None:
+            self._copy = HostCopy(states)
+        else:
+            self._copy.take(states)
+        self._pending = True
         return before
 
     def _read_pending(self) -> Reading:
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        return self._interpret(pending.read())
+        assert self._copy is not None
+        self._pending = False
+        numbers = self._copy.read()
+        if numbers == self._usual:
+            return ALL_WELL  # as in nearly every backward
+        reading = self._interpret(numbers)
+        if reading.all_well and not reading.any_asks:
+            self._usual = numbers
+        return reading
 
 
 class _Places(NamedTuple):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse_kernels.address_ring import CudaStreams
 
 __all__ = ["HostCopy", "SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
 
@@ -35,11 +36,15 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self.late = values.is_cuda
         self._event: torch.cuda.Event | None = None
-        if not self.late:
-            self._copy = values.clone()
-            return
-        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        self._event = torch.cuda.current_stream(values.device).record_event()  # not always the current device
+        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=self.late)
+        self._streams = CudaStreams(values.device)  # not always the current device
+        self.take(values)
+
+    def take(self, values: Tensor) -> None:
+        """Copy other values of the same shape, dtype and device. Those before must have been read, or are lost."""
+        self._copy.copy_(values, non_blocking=True)
+        if self.late:
+            self._event = self._streams.current().record_event(self._event)
 
     def read(self) -> list[Any]:
         """Return the values, as `Tensor.tolist` does, once they have arrived."""
@@ -60,11 +65,12 @@ class WritingStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: dict[int, Any] = {}  # by handle
+        self._noted: dict[int, None] = {}  # handles, in the order in which they were noted
+        self._streams: dict[int, Any] = {}  # by handle: those that were ever noted
 
     def noting(self, marker: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return a ready mark that notes the current stream, then calls `marker`."""
-        streams, device = self._streams, self._device
+        noted, streams, device = self._noted, self._streams, self._device
         # Each call of `current_stream` makes a new object; to get the handle alone takes a tenth of the time.
         handle_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         index, is_compiling = device.index, torch.compiler.is_compiling
@@ -72,23 +78,24 @@ class WritingStreams:
         def mark_ready(param: Any) -> None:
             if not is_compiling():  # what compiled autograd traces runs on one stream
                 handle = handle_of(index)
-                if handle not in streams:
-                    streams[handle] = torch.cuda.current_stream(device)
+                if handle not in noted:
+                    noted[handle] = None
+                    if handle not in streams:
+                        streams[handle] = torch.cuda.current_stream(device)
             marker(param)
 
         return mark_ready
 
     def precede(self) -> bool:
         """Let the current stream wait for all noted streams, and forget them. Return whether there was another one."""
-        if not self._streams:
+        noted = self._noted
+        noted.pop(torch._C._cuda_getCurrentRawStream(self._device.index), None)
+        if not noted:
             return False
-        others = dict(self._streams)
-        self._streams.clear()
-        others.pop(torch._C._cuda_getCurrentRawStream(self._device.index), None)
-        if not others:
-            return False
+        others = [self._streams[handle] for handle in noted]
+        noted.clear()
         current, in_capture = torch.cuda.current_stream(self._device), capturing()
-        for stream in others.values():
+        for stream in others:
             # A captured stream cannot wait for one outside its graph, and need not: a capture begins when all is done.
             if not in_capture or _is_captured(stream):
                 current.wait_stream(stream)

@@ -276,15 +276,14 @@ class GradSync:
                 "together; expected a new group. Restart the job, or make another group and wrap the module again."
             )
 
-    def _guard(self, alarm: Callable[[], Tensor]) -> None:
+    def _guard(self, report: Report) -> None:
         """Let the device act on the report. On CUDA the host reads it one backward later."""
         if self._spoiler is not None:
-            flag = alarm()
             if not any(feature.divides for feature in self._assembly.features):  # else that feature has the gradients
-                self._spoiler(flag)
+                self._spoiler(report.pairs())
             deliveries = [bucket.parts.delivery for bucket in self.reducer.buckets]
             for feature in self._assembly.features:
-                feature.alarmed(flag, deliveries)
+                feature.alarmed(report.alarm, deliveries)
 
     def _check_idle(self, what: str) -> None:
         if self.reducer.phase is not IDLE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from operator import attrgetter, is_
 from weakref import ref
 
@@ -104,10 +104,10 @@ class NormInBackward(Feature):
             return _MeasuredViews(delivery, buffer, self._sums[order], side)
         return MeasuredDelivery(delivery, buffer, self._sums[order])
 
-    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
+    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         """As `Feature.alarmed`: sums become NaN with the gradients."""
         values = [each.squares.value for each in deliveries if isinstance(each, MeasuredDelivery)]
-        torch._foreach_add_(values, torch.where(alarm, math.nan, 0.0).double())
+        torch._foreach_add_(values, torch.where(alarm(), math.nan, 0.0).double())
 
 
 class MeasuredDelivery(Delivery):

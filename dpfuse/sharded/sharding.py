@@ -81,11 +81,12 @@ class Sharding(Dividing):
         if sync:
             self.used = self.deliveries()
 
-    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
+    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        poison = torch.where(alarm(), math.nan, 0.0)
         for delivery in deliveries:
             if isinstance(delivery, ShardedDelivery):
                 for region in delivery.parts:
-                    region.part.add_(torch.where(alarm, math.nan, 0.0).to(region.part))
+                    region.part.add_(poison.to(region.part))
 
     def deliveries(self) -> list[ShardedDelivery]:
         """Return the gradients of each bucket that the next backward will use."""
@@ -158,8 +159,8 @@ class ShardingInBackward(Sharding):
     def delivered(self) -> None:
         self._in_backward.ended()
 
-    def alarmed(self, alarm: Tensor, deliveries: Sequence[Delivery]) -> None:
-        self._in_backward.spoil(alarm)
+    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        self._in_backward.spoil(alarm())
 
 
 def _regions_of(buffer: CommBuffer) -> Sequence[Region]:

@@ -258,8 +258,8 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
     (multiply_triton if uses_triton(table) else multiply_reference)(tensors, table, factor)
 
 
-def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:
-    """Fill `tensors` with NaN if `alarm`, a flag on their device, is set.
+def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:
+    """Fill `tensors` with NaN if both numbers of one of the `pairs`, on their device, differ from zero.
 
     Arguments and result are those of `dpfuse_kernels.spoil.spoil`.
 
@@ -267,14 +267,14 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) ->
         >>> import torch
         >>> from dpfuse_kernels import SpoilTable, spoil
         >>> gradient = torch.ones(2)
-        >>> spoil(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor(True))
+        >>> spoil(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor([1.0, 1.0]))
         >>> gradient
         tensor([nan, nan])
     """
     if _choose(table.device):
-        spoil_triton(table, tensors, alarm)
+        spoil_triton(table, tensors, pairs)
     else:
-        spoil_reference(table, tensors, alarm)
+        spoil_reference(table, tensors, pairs)
 
 
 def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:

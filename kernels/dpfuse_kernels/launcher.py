@@ -16,9 +16,10 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
 
-__all__ = ["Launcher", "dispatch", "jit"]
+__all__ = ["Dispatcher", "Launcher", "dispatch", "jit"]
 
-# The first arguments of every kernel, with their types. Further addresses (i64) and compile-time arguments follow.
+# The first arguments of every kernel over a table, with their types. Further addresses (i64) and compile-time arguments
+# follow.
 ARGUMENTS = {
     "flat_address": "i64",
     "address_ptr": "*i64",
@@ -114,6 +115,68 @@ def chunk_rows(table: Layout, chunk: int) -> torch.Tensor:
     return torch.stack((index, start, length, offsets[index] + start), dim=1).contiguous()
 
 
+class Dispatcher:
+    """Launches kernels on one device. Triton's dispatcher is skipped from the second launch of the same kind on.
+
+    Args:
+        device: of all tensors.
+
+    Attributes:
+        launches: number of kernels launched.
+        bound_launches: number of those that were launched without Triton's dispatcher.
+        binds: whether Triton's dispatcher may be skipped; off to compare.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.binds = True
+        self.launches = 0
+        self.bound_launches = 0
+        self._device = device
+        self._index = device.index or 0
+        self._bound: dict[Any, BoundKernel | None] = {}  # None: this version of Triton launches in an unknown way
+
+    def launch(
+        self,
+        key: tuple[Any, ...],
+        programs: int,
+        arguments: tuple[int, ...],
+        pointers: dict[int, torch.Tensor],
+        constants: Callable[[], dict[str, Any]],
+        warps: int,
+    ) -> None:
+        """Launch a kernel on the current stream of the device.
+
+        Args:
+            key: the kernel, and all that its compile-time arguments depend on.
+            programs: how many.
+            arguments: what may differ from launch to launch: integers, and addresses of tensors in bytes.
+            pointers: the tensors among them that the kernel takes as pointers to int64, by place.
+            constants: returns the compile-time arguments, in the order of the kernel's.
+            warps: of each program.
+        """
+        if self._device.type == "cuda" and torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._device):  # only here: a context costs as much as the launch
+                self.launch(key, programs, arguments, pointers, constants, warps)
+            return
+        bound = self._bound.get(key)
+        if bound is not None:
+            try:
+                if bound.launch(programs, self._index, arguments):
+                    self.launches += 1
+                    self.bound_launches += 1
+                    return
+            except (TypeError, AttributeError):
+                # This Triton expects another call. It reads the arguments first, so nothing was launched.
+                self._bound[key] = None
+        values = [pointers.get(place, value) for place, value in enumerate(arguments)]
+        named = constants()
+        done = dispatch(key[0], self._device, programs, values, named, warps)
+        if self.binds and key not in self._bound:
+            types = tuple("*i64" if place in pointers else "i64" for place in range(len(arguments)))
+            self._bound[key] = bind(done, types, tuple(named.values()))
+        self.launches += 1
+
+
 class Launcher:
     """Launches kernels over one table. Holds the table's chunks and the last tensors' addresses on the device.
 
@@ -123,31 +186,32 @@ class Launcher:
 
     Attributes:
         ring: the device copies of address lists; `ring.uploads` counts the host-to-device copies.
-        launches: number of kernels launched.
-        bound_launches: number of those that were launched without Triton's dispatcher.
+        dispatcher: launches them, and counts.
 
     Raises:
         ValueError: A CUDA graph is being captured.
     """
 
     def __init__(self, table: Layout, shape: LaunchShape | None = None) -> None:
-        self._device = table.flat.device
-        self._index = self._device.index or 0
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        device = table.flat.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "This table launches its first kernel while a CUDA graph is being captured, expected an earlier "
                 "launch: its tables must reach the GPU first. Run a step before the capture."
             )
         self.shape = shape or launch_shape(sum(table.numels) / max(1, len(table.slots)))
+        self.dispatcher = Dispatcher(device)
         self._flat_address = table.address
         self._dtypes = (table.dtype, table.flat.dtype, table.compute_dtype)
-        self._rows = chunk_rows(table, self.shape.chunk).to(self._device)
+        self._rows = chunk_rows(table, self.shape.chunk).to(device)
         self._programs = range(len(self._rows))
-        self._bound: dict[Any, BoundKernel | None] = {}  # None: this version of Triton launches in an unknown way
         self._scale, self._scale_bits = 1.0, double_bits(1.0)
-        self.ring = AddressRing(len(table.slots), self._device)
-        self.launches = 0
-        self.bound_launches = 0
+        self.ring = AddressRing(len(table.slots), device)
+
+    @property
+    def launches(self) -> int:
+        """Number of kernels launched."""
+        return self.dispatcher.launches
 
     @property
     def programs(self) -> int:
@@ -166,8 +230,6 @@ class Launcher:
     ) -> None:
         """Launch `kernel` once, over all chunks or only over `programs` (for tests).
 
-        The first launch with these compile-time arguments goes through Triton's dispatcher. Later launches skip it.
-
         Args:
             kernel: a kernel that takes ARGUMENTS, the addresses of `extras`, and compile-time arguments.
             addresses: one per slot, bytes; 0 means None. The list must not change later.
@@ -184,24 +246,7 @@ class Launcher:
             return
         if scale is not self._scale:  # nearly every launch has the scale of the one before
             self._scale, self._scale_bits = scale, double_bits(scale)
-        # As `current_device`, whose context would cost as much as the launch.
-        if self._device.type != "cuda" or torch._C._cuda_getDevice() == self._index:
-            self._launch(kernel, addresses, extras, programs, options)
-        else:
-            with torch.cuda.device(self._device):
-                self._launch(kernel, addresses, extras, programs, options)
-        self.launches += 1
-
-    def _launch(
-        self,
-        kernel: Callable[..., None],
-        addresses: list[int],
-        extras: Sequence[torch.Tensor | None],
-        programs: range,
-        options: dict[str, bool],
-    ) -> None:
-        """Launch on the current device, bound if that is possible."""
-        key = (kernel, self._scale != 1.0, *options.values())  # the kernel's names are always the same
+        scaled = scale != 1.0
         copy = self.ring.device_copy(addresses)
         arguments = (
             self._flat_address,
@@ -211,35 +256,20 @@ class Launcher:
             programs.start,
             *[0 if extra is None else extra.data_ptr() for extra in extras],
         )
-        bound = self._bound.get(key)
-        if bound is not None:
-            try:
-                if bound.launch(len(programs), self._index, arguments):
-                    self.bound_launches += 1
-                    return
-            except (TypeError, AttributeError):
-                # This Triton expects another call. It reads the arguments first, so nothing was launched.
-                self._bound[key] = None
-        self._dispatch(key, len(programs), (arguments[0], copy, self._rows, *arguments[3:]), options)
 
-    def _dispatch(
-        self, key: tuple[Any, ...], programs: int, arguments: tuple[Any, ...], options: dict[str, bool]
-    ) -> None:
-        """Launch through Triton's dispatcher, and bind the compiled kernel."""
-        kernel, scaled = key[:2]
-        tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
-        constants = {
-            "TENSOR": tensor_type,
-            "WIRE": wire_type,
-            "COMPUTE": compute_type,
-            "SCALED": scaled,
-            **options,
-            "CHUNK": self.shape.chunk,
-        }
-        done = dispatch(kernel, self._device, programs, arguments, constants, self.shape.warps)
-        if key not in self._bound:
-            types = tuple(ARGUMENTS.values()) + ("i64",) * (len(arguments) - len(ARGUMENTS))
-            self._bound[key] = bind(done, types, tuple(constants.values()))
+        def constants() -> dict[str, Any]:
+            tensor_type, wire_type, compute_type = map(triton_dtype, self._dtypes)
+            types = {"TENSOR": tensor_type, "WIRE": wire_type, "COMPUTE": compute_type}
+            return {**types, "SCALED": scaled, **options, "CHUNK": self.shape.chunk}
+
+        self.dispatcher.launch(
+            (kernel, scaled, *options.values()),  # the names of the options depend on the kernel alone
+            len(programs),
+            arguments,
+            {1: copy, 2: self._rows},
+            constants,
+            self.shape.warps,
+        )
 
 
 def interpreting(compiled: Any) -> bool:

@@ -1,44 +1,58 @@
-"""Fills tensors with NaN if a flag on the device is set. The host does not wait. Knows no bucket and no report."""
+"""Fills tensors with NaN if numbers on the device say so. The host does not wait. Knows no bucket and no report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
-from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
+from dpfuse_kernels.launcher import Dispatcher, triton_dtype
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
-__all__ = ["SpoilTable", "spoil", "spoil_reference"]
+__all__ = ["SpoilTable", "any_pair", "spoil", "spoil_reference"]
 
-# Usually a program only reads the flag. So there are few programs, each for many elements: no more programs than a
+# Usually a program only reads the pairs. So there are few programs, each for many elements: no more programs than a
 # large GPU runs at the same time.
 CHUNK = 16384
 WARPS = 8
 PROGRAMS = 1024
+PAIRS = 128  # that a program reads at a time
 
 
 def _spoil_kernel(
-    flag_ptr: tl.tensor,  # [1] uint8
+    pair_address: tl.int64,  # [pairs, 2]
     address_ptr: tl.tensor,  # [tensors] int64
     chunk_ptr: tl.tensor,  # [chunks, 3] int64: tensor, first element, elements
     chunks: tl.int64,
+    pairs: tl.int64,
+    PAIR: tl.constexpr,
     TENSOR: tl.constexpr,
+    PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Fill chunks p, p + programs, … with NaN in program p if the flag is set: `length` elements from `start` on.
+    """Fill chunks p, p + programs, … with NaN in program p if a pair says so: `length` elements from `start` on.
 
-    Example: numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2). With addresses [a, 0] and flag 1 all
-    three elements of the first tensor become NaN, and nothing else changes.
+    Example: numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2). With addresses [a, 0] and pairs
+    [(0, 2), (1, 1)] all three elements of the first tensor become NaN, and nothing else changes.
     """
-    if tl.load(flag_ptr) != 0:
+    found = 0
+    first = 0
+    while first < pairs.to(tl.int32):
+        place = first + tl.arange(0, PAIRS)
+        pair_ptr = pair_address.to(tl.pointer_type(PAIR)) + 2 * place
+        one = tl.load(pair_ptr, mask=place < pairs, other=0.0)
+        other = tl.load(pair_ptr + 1, mask=place < pairs, other=0.0)
+        # A NaN is not zero either.
+        found += tl.sum(((one.to(tl.float32) != 0) & (other.to(tl.float32) != 0)).to(tl.int32))
+        first += PAIRS
+    if found != 0:
         # Every address is computed in 64 bits: a tensor may exceed 2**31 elements.
         chunk = tl.program_id(0).to(tl.int64)
         while chunk < chunks:
@@ -63,7 +77,7 @@ class SpoilTable:
         chunk: elements that a program fills at a time, a power of two.
 
     Attributes:
-        launches: number of kernels launched.
+        dispatcher: launches the kernels; `dispatcher.launches` counts them.
 
     Example:
         >>> from dpfuse_kernels import SpoilTable
@@ -76,7 +90,7 @@ class SpoilTable:
         self.dtype = dtype
         self.device = device
         self.chunk = chunk
-        self.launches = 0
+        self.dispatcher = Dispatcher(device)
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
 
     @cached_property
@@ -105,7 +119,7 @@ class SpoilTable:
             # A parameter's gradient keeps its size, dtype and device. An address that passed before passes again.
             found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             if found == self._found:
-                return found, []
+                return self._found, []  # not `found`: a later comparison of a list with itself costs little
         except RuntimeError:  # a sparse tensor has no address
             pass
         if len(tensors) != len(self.numels):
@@ -119,6 +133,11 @@ class SpoilTable:
                 others.append(tensor)
         self._found = None if others else addresses
         return addresses, others
+
+    def constants(self, pair: torch.dtype) -> dict[str, Any]:
+        """Return the compile-time arguments of the kernel, for pairs of this dtype."""
+        types = {"PAIR": triton_dtype(pair), "TENSOR": triton_dtype(self.dtype)}
+        return {**types, "PAIRS": PAIRS, "CHUNK": self.chunk}
 
     def _is_as_described(self, tensor: Tensor, numel: int) -> bool:
         return (
@@ -134,64 +153,79 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-@torch.no_grad()
-def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:
-    """Fill `tensors` with NaN if `alarm` is set, with one kernel launch on the current stream. The host does not wait.
+def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:
+    """Fill `tensors` with NaN if a pair says so, with one kernel launch on the current stream. The host does not wait.
 
     Args:
         table: the tensors' sizes.
         tensors: one per size; None is skipped. Torch fills a tensor that differs from the table's description, and then
-            reads and writes it whether `alarm` is set or not. If all addresses equal those of the last call, the
-            tensors are not checked again.
-        alarm: bool, [], on their device.
+            reads and writes it whatever the pairs say. If all addresses equal those of the last call, the tensors are
+            not checked again.
+        pairs: [2 * pairs] of any floating-point dtype, contiguous, on their device. The tensors are filled if both
+            numbers of a pair differ from zero.
 
     Example:
         >>> import torch
         >>> from dpfuse_kernels.spoil import SpoilTable, spoil_reference
         >>> gradient = torch.ones(3)
         >>> table = SpoilTable([3], torch.float32, torch.device("cpu"))
-        >>> spoil_reference(table, [gradient], torch.tensor(True))
+        >>> spoil_reference(table, [gradient], torch.tensor([0.0, 2.0, 1.0, 1.0]))
         >>> gradient
         tensor([nan, nan, nan])
     """
     capturing = table.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if capturing and "rows" not in table.__dict__:
-        spoil_reference(table, tensors, alarm)
+        spoil_reference(table, tensors, pairs)
         return
     addresses, others = table.addresses(tensors)
-    spoil_reference(table, others, alarm)
+    if others:
+        spoil_reference(table, others, pairs)
     if not any(addresses):
         return
     try:
         copy = table.ring.device_copy(addresses)
     except ValueError:  # new addresses cannot be uploaded in a graph
-        spoil_reference(table, tensors, alarm)
+        spoil_reference(table, tensors, pairs)
         return
-    chunks = len(table.rows)
-    arguments = (alarm.view(torch.uint8), copy, table.rows, chunks)
-    constants = {"TENSOR": triton_dtype(table.dtype), "CHUNK": table.chunk}
-    with current_device(table.device):
-        dispatch(_spoil_kernel, table.device, min(chunks, PROGRAMS), arguments, constants, WARPS)
-    table.launches += 1
+    rows = table.rows
+    table.dispatcher.launch(
+        (_spoil_kernel, pairs.dtype),
+        min(len(rows), PROGRAMS),
+        (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2),
+        {1: copy, 2: rows},
+        partial(table.constants, pairs.dtype),
+        WARPS,
+    )
 
 
 @torch.no_grad()
-def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], alarm: Tensor) -> None:
+def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:
     """Fill with torch's own operations, for tensors of any layout. The result equals that of `spoil`.
 
     Args:
         table: the tensors' sizes; not used.
         tensors: as for `spoil`.
-        alarm: bool, [].
+        pairs: as for `spoil`.
 
     Example:
         >>> from dpfuse_kernels.spoil import SpoilTable
         >>> gradient = torch.ones(2)
-        >>> spoil_reference(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor(False))
+        >>> spoil_reference(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor([1.0, 0.0]))
         >>> gradient
         tensor([1., 1.])
     """
+    alarm = any_pair(pairs)
     for tensor in tensors:
         if tensor is not None:
             memory = tensor if tensor.layout is torch.strided else tensor._values()
             memory.masked_fill_(alarm, math.nan)
+
+
+def any_pair(pairs: Tensor) -> Tensor:
+    """Return whether both numbers of some pair differ from zero: bool, [], on their device.
+
+    Example:
+        >>> any_pair(torch.tensor([0.0, 2.0, 1.0, 1.0])), any_pair(torch.tensor([0.0, 2.0]))
+        (tensor(True), tensor(False))
+    """
+    return pairs.view(-1, 2).ne(0).all(1).any()

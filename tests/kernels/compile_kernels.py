@@ -137,10 +137,10 @@ def compile_adamw(kernel: str, architecture: int | str, dtype: str, wire: str) -
 def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
     import triton.language as tl
 
-    from dpfuse_kernels.spoil import CHUNK, WARPS, _spoil_kernel
+    from dpfuse_kernels.spoil import CHUNK, PAIRS, WARPS, _spoil_kernel
 
-    arguments = {"flag_ptr": "*u8", "address_ptr": "*i64", "chunk_ptr": "*i64", "chunks": "i64"}
-    constants = {"TENSOR": getattr(tl, dtype), "CHUNK": CHUNK}
+    arguments = {"pair_address": "i64", "address_ptr": "*i64", "chunk_ptr": "*i64", "chunks": "i64", "pairs": "i64"}
+    constants = {"PAIR": getattr(tl, dtype), "TENSOR": getattr(tl, dtype), "PAIRS": PAIRS, "CHUNK": CHUNK}
     return {"kernel": "spoil", "dtype": dtype} | _compiled(
         _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS
     )

@@ -83,7 +83,7 @@ def new_table(dtype: torch.dtype = torch.float32, wire: torch.dtype = torch.floa
 def seen(table: Any, **facts: Any) -> dict[str, Any]:
     calls, Recorder.calls = Recorder.calls, []
     launcher = table.launcher
-    return {"calls": calls, "launches": launcher.launches, "bound": launcher.bound_launches, **facts}
+    return {"calls": calls, "launches": launcher.launches, "bound": launcher.dispatcher.bound_launches, **facts}
 
 
 def both_ways() -> dict[str, Any]:

@@ -19,6 +19,8 @@ from tests.kernels.test_ahead_of_time import compilations, targets
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 Spoil = Callable[[SpoilTable, list[Tensor | None], Tensor], None]
+ALARM = torch.tensor([0.0, 2.0, 1.0, 1.0, 3.0, 0.0])
+CALM = torch.tensor([0.0, 2.0, 2.0, 0.0, 3.0, 0.0])
 both = pytest.mark.parametrize("fill", [spoil, spoil_reference], ids=["kernel", "reference"])
 
 
@@ -31,7 +33,7 @@ def guarded(numels: list[int], dtype: torch.dtype) -> tuple[list[Tensor], list[T
 @both
 def test_example_of_the_kernel_docstring(fill: Spoil) -> None:
     (first, second), _ = guarded([3, 2], torch.float32)
-    fill(SpoilTable([3, 2], torch.float32, CPU, chunk=2), [first, None], torch.tensor(True))
+    fill(SpoilTable([3, 2], torch.float32, CPU, chunk=2), [first, None], ALARM)
     assert first.isnan().all()
     assert second.eq(1.0).all()
     assert "numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2)" in (_spoil_kernel.__doc__ or "")
@@ -44,7 +46,7 @@ def test_example_of_the_kernel_docstring(fill: Spoil) -> None:
 def test_everything_or_nothing_is_filled_and_nothing_around_it(fill: Spoil, dtype: torch.dtype, alarm: bool) -> None:
     numels = [1, 8, 0, 130, 64, 5]
     tensors, memory = guarded(numels, dtype)
-    fill(SpoilTable(numels, dtype, CPU, chunk=64), list(tensors), torch.tensor(alarm))
+    fill(SpoilTable(numels, dtype, CPU, chunk=64), list(tensors), ALARM if alarm else CALM)
     for tensor, around in zip(tensors, memory, strict=True):
         assert tensor.isnan().all() if alarm else tensor.eq(1.0).all()
         assert around[[0, -1]].eq(7.0).all()
@@ -55,9 +57,22 @@ def test_dense_tensors_of_any_order_and_others(fill: Spoil) -> None:
     memory = torch.ones(4, 6)
     odd = [torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), memory[:, ::2], torch.ones(3, 5).t()]
     table = SpoilTable([tensor.numel() for tensor in odd], torch.float32, CPU, chunk=64)
-    fill(table, list(odd), torch.tensor(True))
+    fill(table, list(odd), ALARM)
     assert all(tensor.isnan().all() for tensor in odd)
     assert memory[:, 1::2].eq(1.0).all(), "between the strides is somebody else's"
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [None, 0, 1, 127, 128, 199])
+def test_any_pair_of_two_numbers_alarms(fill: Spoil, dtype: torch.dtype, place: int | None) -> None:
+    pairs = torch.zeros(200, 2, dtype=dtype)
+    pairs[::2, 0], pairs[1::2, 1] = 2.0, torch.tensor(1e-3, dtype=dtype)
+    if place is not None:
+        pairs[place] = torch.tensor([1.0, float("nan") if place % 2 else 1.0])
+    tensor = torch.ones(5)
+    fill(SpoilTable([5], torch.float32, CPU), [tensor], pairs.flatten())
+    assert tensor.isnan().all() if place is not None else tensor.eq(1.0).all()
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
@@ -66,7 +81,7 @@ def test_few_programs_fill_many_chunks(monkeypatch: pytest.MonkeyPatch, programs
     monkeypatch.setattr(sys.modules["dpfuse_kernels.spoil"], "PROGRAMS", programs)
     numels = [130, 64, 0, 5]
     tensors, memory = guarded(numels, torch.float32)
-    spoil(SpoilTable(numels, torch.float32, CPU, chunk=64), list(tensors), torch.tensor(True))
+    spoil(SpoilTable(numels, torch.float32, CPU, chunk=64), list(tensors), ALARM)
     assert all(tensor.isnan().all() for tensor in tensors)
     assert all(around[[0, -1]].eq(7.0).all() for around in memory)
 
@@ -81,23 +96,23 @@ def test_what_the_kernel_could_not_fill_is_filled_by_torch(wrong: str) -> None:
         "count": torch.ones(4),
     }[wrong]
     table = SpoilTable([4] if wrong == "count" else [4, 4], torch.float32, CPU)
-    spoil(table, [usual, other], torch.tensor(True))
+    spoil(table, [usual, other], ALARM)
     assert usual.isnan().all()
     assert (other.coalesce().values() if other.is_sparse else other).isnan().all()
-    assert table.launches == (wrong != "count"), "the usual one is the kernel's all the same"
+    assert table.dispatcher.launches == (wrong != "count"), "the usual one is the kernel's all the same"
 
 
 def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
     tensors = [torch.ones(4), None, torch.ones(2)]
     table = SpoilTable([4, 3, 2], torch.float32, CPU)
     for _ in range(3):
-        spoil(table, tensors, torch.tensor(False))
+        spoil(table, tensors, CALM)
     assert table.ring.uploads == 1
     gone = weakref.ref(tensors[2])
     tensors[2] = None
     assert gone() is None
     tensors[0].data = torch.ones(4)
-    spoil(table, tensors, torch.tensor(True))
+    spoil(table, tensors, ALARM)
     assert table.ring.uploads == 2
     assert tensors[0].isnan().all()
 
@@ -105,12 +120,12 @@ def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
 def test_new_addresses_in_a_capture_are_filled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = [torch.ones(4)], [torch.ones(4)]
     table = SpoilTable([4], torch.float32, CPU)
-    spoil(table, list(known), torch.tensor(False))
+    spoil(table, list(known), CALM)
     monkeypatch.setattr("dpfuse_kernels.address_ring.HostStreams.capturing", lambda self: True)
     for tensors in (known, new):
-        spoil(table, list(tensors), torch.tensor(True))
+        spoil(table, list(tensors), ALARM)
         assert tensors[0].isnan().all()
-    assert (table.launches, table.ring.uploads) == (2, 1)
+    assert (table.dispatcher.launches, table.ring.uploads) == (2, 1)
 
 
 @targets(*NVIDIA, *AMD)

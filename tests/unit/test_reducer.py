@@ -794,12 +794,12 @@ def test_the_report_is_waited_for_where_ranks_agree_next_or_a_gradient_is_missin
     assert bench.report.reads[-1] == (True, strict)
 
 
-def test_the_guard_gets_the_alarm_of_the_report():
+def test_the_guard_gets_the_report():
     bench = Bench().settled()
     bench.report.is_on_cpu = False
     bench.backward()
-    (alarm,) = bench.guarded
-    assert alarm == bench.report.alarm
+    (report,) = bench.guarded
+    assert report is bench.report
 
 
 # --- Captured in a CUDA graph: the report cannot be read ---

@@ -314,7 +314,7 @@ def device(monkeypatch):
     events = []
 
     class Event:
-        def __init__(self):
+        def __init__(self, before=None):
             self.waited = False
             events.append(self)
 
@@ -323,6 +323,7 @@ def device(monkeypatch):
 
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(record_event=Event))
     return events
 
