@@ -46,7 +46,8 @@ class DeviceGuard:
                 grads = [*map(_real, grads)]
             spoil(table, grads, pairs.to(table.device))
         if self._squares:
-            torch._foreach_add_(self._squares, torch.where(any_pair(pairs), math.nan, 0.0).double())
+            poison = torch.where(any_pair(pairs), math.nan, 0.0).double()
+            torch._foreach_add_(self._squares, [poison] * len(self._squares))  # else the host would read the value
 
 
 def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:

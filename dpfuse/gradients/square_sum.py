@@ -107,7 +107,8 @@ class NormInBackward(Feature):
     def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         """As `Feature.alarmed`: sums become NaN with the gradients."""
         values = [each.squares.value for each in deliveries if isinstance(each, MeasuredDelivery)]
-        torch._foreach_add_(values, torch.where(alarm(), math.nan, 0.0).double())
+        poison = torch.where(alarm(), math.nan, 0.0).double()
+        torch._foreach_add_(values, [poison] * len(values))  # of one tensor alone the host would read the value
 
 
 class MeasuredDelivery(Delivery):
