@@ -107,7 +107,7 @@ def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
 @pytest.mark.parametrize("check", ["deferred", "strict"])
 def test_nothing_is_guarded_once_the_report_was_read(group, check):
     asked = []
-    guard = mock.patch.object(GradSync, "_guard", lambda sync, alarm: asked.append(alarm))
+    guard = mock.patch.object(GradSync, "_guard", lambda sync, report: asked.append(report))
     with as_on_a_gpu(), guard:
         model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
         for first in (True, False):

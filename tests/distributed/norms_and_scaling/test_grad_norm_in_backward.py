@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +278,11 @@ def test_asking_is_no_write_to_what_a_graph_has_saved(group):
     assert factor.grad is not None
 
 
+def said(alarm):
+    """A report that says whether something is wrong."""
+    return SimpleNamespace(pairs=lambda: torch.tensor([1.0, float(alarm)]), alarm=lambda: torch.tensor(alarm))
+
+
 def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
     monkeypatch.setattr("dpfuse.engine.sync.guard_of", lambda params, size: DeviceGuard(params))
     model = measured("views")
@@ -285,11 +291,11 @@ def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
     del model.module.extra  # taken back before a backward has seen it
     model(1)
     sync = model._sync.grads
-    sums = [bucket.parts.delivery.squares.value for bucket in sync.grads.reducer.buckets]
+    sums = [bucket.parts.delivery.squares.value for bucket in sync.reducer.buckets]
     before = list(map(float, sums))
-    sync._guard(lambda: torch.tensor(False))
+    sync._guard(said(False))
     assert list(map(float, sums)) == before
-    sync._guard(lambda: torch.tensor(True))
+    sync._guard(said(True))
     assert all(map(torch.isnan, sums))
 
 
