@@ -136,6 +136,8 @@ def test_a_stopped_suite_leaves_a_record_of_its_finished_cases(run, tmp_path, mo
         "    time.sleep(600)\n"
     )
     code = (
+        # A shell that starts the tests in the background lets them ignore SIGINT, and they hand that on.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import pathlib, sys; from bench import __main__ as bench; bench.ROOT = pathlib.Path(sys.argv[1]);"
         "bench.SUITES = {'tiny': 600, 'other': 600}; bench.REPORT_SECONDS = 200;"
         "sys.exit(bench.main(['--results', sys.argv[2], '--out', sys.argv[2]]))"

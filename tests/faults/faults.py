@@ -131,7 +131,7 @@ UPDATED = SHARDED | {
     "module_converted": USED_UP,
     "two_backwards": SECOND,
     "fp16_large": SECOND,
-    "no_sync_unused": named("find_unused_parameters=True and step_in_backward=True"),
+    "no_sync_unused": named("parameters are updated before backward has ended"),
     "zeroed_to_none": USED_UP,
 }
 ELSEWHERE = {job.SHARDED: SHARDED, job.IN_BACKWARD: UPDATED}
