@@ -36,7 +36,7 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self.late = values.is_cuda
         self._event: torch.cuda.Event | None = None
-        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=self.late)
+        self._copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self.late)
         self._streams = CudaStreams(values.device)  # not always the current device
         self.take(values)
 

@@ -134,7 +134,7 @@ class SpoilTable:
         self._found = None if others else addresses
         return addresses, others
 
-    def constants(self, pair: torch.dtype) -> dict[str, Any]:
+    def _constants(self, pair: torch.dtype) -> dict[str, Any]:
         """Return the compile-time arguments of the kernel, for pairs of this dtype."""
         types = {"PAIR": triton_dtype(pair), "TENSOR": triton_dtype(self.dtype)}
         return {**types, "PAIRS": PAIRS, "CHUNK": self.chunk}
@@ -193,7 +193,7 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
         min(len(rows), PROGRAMS),
         (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2),
         {1: copy, 2: rows},
-        partial(table.constants, pairs.dtype),
+        partial(table._constants, pairs.dtype),
         WARPS,
     )
 

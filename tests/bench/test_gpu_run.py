@@ -125,6 +125,8 @@ def test_a_run_goes_on_where_the_last_one_of_the_same_commit_stopped(run, tmp_pa
 
 def test_a_stopped_suite_leaves_a_record_of_its_finished_cases(run, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_run, "GRACE", 300.0)
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)  # under them pytest-benchmark measures nothing
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "bench_tiny.py").write_text(
         "import pathlib, time\n"
