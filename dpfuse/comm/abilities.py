@@ -1,4 +1,4 @@
-"""What process groups can do, as far as they were asked. Calls no collective; `comm/asking.py` does."""
+"""What process groups can do, as far as they were asked. Calls no collective; `comm/ability_trials.py` does."""
 
 from __future__ import annotations
 

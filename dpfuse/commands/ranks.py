@@ -14,8 +14,8 @@ from dpfuse.comm.votes import agree_on_success
 from dpfuse.commands.user_model import Target, build
 from dpfuse.errors import DPFuseError
 from dpfuse.job import init_parallel_env, spawn
+from dpfuse.job.read_environment import RankEnvironment, read_environment
 from dpfuse.job.spawn_context import RankError
-from dpfuse.job.variables import RankEnvironment, read_environment
 
 __all__ = ["build_on_all_ranks", "reports_here", "run_on_ranks", "say"]
 

@@ -25,10 +25,10 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.feeds.eager import Eager
-from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import MB, Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange, Feed
+from dpfuse.engine.renewed_memory import RenewedMemory
 from dpfuse.engine.report import Report
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.streams import SideStream, writers_on

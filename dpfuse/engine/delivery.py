@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.protocols import Delivery
+from dpfuse.engine.renewed_memory import RenewedMemory
 from dpfuse.engine.streams import SideStream, capturing
 from dpfuse.engine.torch_private import Hooks, is_private, no_graph, ranged
 

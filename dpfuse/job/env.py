@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from dpfuse.job.devices import choose_backend
-from dpfuse.job.variables import (
+from dpfuse.job.read_environment import (
     RankEnvironment,
     endpoints_of,
     one_machine_variables,

@@ -25,7 +25,7 @@ from dpfuse.job.failure import RankFailure, first_failure, read_record, shown
 from dpfuse.job.interfaces import interface_of, public_address
 from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.paddle_launch_flags import parse, say
-from dpfuse.job.variables import LOOPBACK_HOSTS, environment, one_machine_variables
+from dpfuse.job.read_environment import LOOPBACK_HOSTS, environment, one_machine_variables
 
 __all__ = ["main"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.comm import collective, votes
-from dpfuse.comm.asking import ask
+from dpfuse.comm.ability_trials import ask
 from dpfuse.comm.flat_broadcast import broadcast_flat
 from dpfuse.engine.averaging import Wire
 from dpfuse.engine.plan import BucketPlan

@@ -1,19 +1,19 @@
 """Chooses buckets from measurements: record backwards, measure all-reduces, plan, and compare.
 
-Read `timeline` first (when gradients are ready) and `cost` (how long an all-reduce takes; `measure` times it, `link`
-estimates it). `simulation` says what a plan does with both. `planner` finds the best plan, `published_plans` has the
-plans of others, and `comparison` compares them. `tuning` with `recorder` does all this for a model that trains.
-`plot` and `trace` write a schedule to a file. `scaling` predicts steps at other numbers of ranks, on a `cluster` of the
-`connections` in a table.
+Read `timeline` first (when gradients are ready) and `cost` (how long an all-reduce takes; `measure` times it,
+`nccl_model` estimates it). `simulation` says what a plan does with both. `planner` finds the best plan,
+`published_plans` has the plans of others, and `comparison` compares them. `tuning` with `recorder` does all this for a
+model that trains. `plot` and `trace` write a schedule to a file. `scaling` predicts steps at other numbers of ranks, on
+a `cluster` of the connections in `connection_table`.
 """
 
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cluster import ALGORITHMS, Cluster
 from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
-from dpfuse.tune.connections import INSIDE, NETWORKS, Connection
+from dpfuse.tune.connection_table import INSIDE, NETWORKS, Connection
 from dpfuse.tune.cost import CostTable
-from dpfuse.tune.link import ETHERNET, INFINIBAND, NVLINK, Link
 from dpfuse.tune.measure import measure_all_reduce
+from dpfuse.tune.nccl_model import ETHERNET, INFINIBAND, NVLINK, Link
 from dpfuse.tune.planner import lower_bound, optimal_plan
 from dpfuse.tune.plot import save_plot
 from dpfuse.tune.published_plans import (

@@ -1,7 +1,7 @@
 """The time of an all-reduce on a cluster of equal nodes: ring, tree and two levels. Measures nothing.
 
-Each of the three takes a start-up time plus a time per byte, so that the planner is exact. `link.py` has NCCL's own
-model, which mixes ring and tree and their protocols; this file has the textbook's, one algorithm at a time.
+Each of the three takes a start-up time plus a time per byte, so that the planner is exact. `nccl_model.py` has
+NCCL's own model, which mixes ring and tree and their protocols; this file has the textbook's, one algorithm at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dpfuse.tune.connections import Connection
+from dpfuse.tune.connection_table import Connection
 from dpfuse.tune.cost import CostTable
 
 __all__ = ["ALGORITHMS", "Cluster"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dpfuse.tune.cost import CostTable
-from dpfuse.tune.link import Link
+from dpfuse.tune.nccl_model import Link
 from dpfuse.tune.planner import lower_bound, optimal_plan
 from dpfuse.tune.published_plans import rival_plans
 from dpfuse.tune.simulation import simulate, table_text

@@ -11,7 +11,7 @@ import pytest
 from dpfuse.commands import command_line
 from dpfuse.commands.command_line import main
 from dpfuse.tune import RANKS, Cluster, Timeline, scale
-from dpfuse.tune.connections import INSIDE, NETWORKS
+from dpfuse.tune.connection_table import INSIDE, NETWORKS
 from tests.commands.models import PLACE
 from tests.distributed.processes import JOB_VARIABLES
 from tests.docs.pages import ROOT

@@ -12,10 +12,10 @@ from torch.autograd.graph import increment_version
 
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.at_once import AtOnce
-from dpfuse.engine.memory import RenewedMemory
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Feed, PackArguments
+from dpfuse.engine.renewed_memory import RenewedMemory
 from dpfuse.engine.torch_private import Hooks, leave_untraced
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import PointerTable, flatten

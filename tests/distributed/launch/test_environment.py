@@ -14,7 +14,7 @@ import dpfuse.job as distributed
 from dpfuse.job.devices import cores_per_rank, cpu_count, select_gpus
 from dpfuse.job.failure import RankFailure, first_failure
 from dpfuse.job.rank_program import set_paddle_variables
-from dpfuse.job.variables import environment, read_environment
+from dpfuse.job.read_environment import environment, read_environment
 from tests.distributed.processes import JOB_VARIABLES, ROOT, SCRIPTS, free_port, run, start
 from tests.patience import patience
 

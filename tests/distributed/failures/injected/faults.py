@@ -31,7 +31,7 @@ FOLDERS = (
     f"{ROOT}/manual/fused_allreduce.py",
     f"{ROOT}/manual/plan.py",
     f"{ROOT}/model/agreement.py",
-    *(f"{ROOT}/comm/{name}.py" for name in ("abilities", "asking", "failed", "registered_memory", "votes")),
+    *(f"{ROOT}/comm/{name}.py" for name in ("abilities", "ability_trials", "failed", "registered_memory", "votes")),
     f"{Path(dpfuse_kernels.__file__).parent}/",
 )
 # A collective that has begun cannot be taken back, and waiting for one is not ours to interrupt.

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.comm import asking, collective
+from dpfuse.comm import ability_trials, collective
 from dpfuse.comm.abilities import Abilities, abilities_of, answers_of, backend_of
-from dpfuse.comm.asking import ask
+from dpfuse.comm.ability_trials import ask
 
 CPU = torch.device("cpu")
 CUDA = SimpleNamespace(type="cuda")
@@ -153,7 +153,7 @@ def test_a_group_is_asked_once_and_the_answer_is_logged(clock, monkeypatch, capl
         ask(group, CUDA)
     assert caplog.messages == ["rank 0: the group's back end pretended: on streams"]
     assert [(record.name, record.rank) for record in caplog.records] == [("dpfuse.group", 0)]
-    monkeypatch.setattr(asking, "_tried", None)  # calling it again would be an error
+    monkeypatch.setattr(ability_trials, "_tried", None)  # calling it again would be an error
     assert ask(group, CUDA) == Abilities(on_streams=True)
 
 

@@ -9,7 +9,7 @@ __all__ = ["INSIDE", "NETWORKS", "Connection"]
 GB, MICRO = 1e9, 1e-6
 REACHED = 12.0 / 12.5  # part of a network's nominal rate: NCCL's topology search counts 12.0 GB/s for 100 Gb/s
 
-# Per hop of a ring, protocol Simple, as for link.py: NCCL 2.28.7, src/graph/tuning.cc.
+# Per hop of a ring, protocol Simple, as for nccl_model.py: NCCL 2.28.7, src/graph/tuning.cc.
 NVLINK_HOP, PCI_HOP, RDMA_HOP = 3.4 * MICRO, 5.7 * MICRO, 14.0 * MICRO
 TCP_HOP = 30.3 * MICRO  # 0.908 ms for the 30 hops of a ring of 16 ranks
 EFA_HOP = RDMA_HOP + 75 * MICRO

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
 from dpfuse.engine.delivery import RenewedViews
-from dpfuse.engine.memory import RenewedMemory
+from dpfuse.engine.renewed_memory import RenewedMemory
 
 pytestmark = pytest.mark.usefixtures("group")
 
