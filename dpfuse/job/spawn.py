@@ -64,8 +64,8 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
         gc.freeze()
     if job.parent:
         rank_program.die_with_parent(job.parent)
-    os.environ.update(job.read_environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    host = job.read_environment["MASTER_ADDR"]
+    os.environ.update(job.variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    host = job.variables["MASTER_ADDR"]
     rank_program.set_paddle_variables(os.environ, job.gpus, (host,), host)
     record = error_path(job.folder, rank)
     # Exceptions that torch or the user's program records go to the same file.
