@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.launch_shape import LaunchShape
-from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
+from dpfuse_kernels.launcher import shared_dispatcher, triton_dtype
 from dpfuse_kernels.options import check_factor
 
 if TYPE_CHECKING:
@@ -142,7 +143,6 @@ def _adamw_chunk(
         tl.store(master_ptr, value, mask=mask)
 
 
-@torch.no_grad()
 def adamw_step(
     grad: Tensor,
     param: Tensor,
@@ -211,16 +211,10 @@ def adamw_step(
     numbers = _numbers(step, lr, betas, eps, weight_decay, decoupled)
     if not grad.numel():
         return
-    constants = {
-        "WIRE": triton_dtype(grad.dtype),
-        "PARAM": triton_dtype(param.dtype),
-        "MASTER": master is not None,
-        "FACTOR": factor is not None,
-        "MAXIMIZE": maximize,
-        "DECOUPLED": decoupled and weight_decay != 0,
-        "COUPLED": not decoupled and weight_decay != 0,
-        "CHUNK": SHAPE.chunk,
-    }
+    kinds = (
+        *(grad.dtype, param.dtype, master is not None, factor is not None, maximize),
+        *(decoupled and weight_decay != 0, not decoupled and weight_decay != 0),
+    )
     addresses = [0 if one is None else one.data_ptr() for one in (grad, param, exp_avg, exp_avg_sq, master, factor)]
     arguments = (
         *addresses,
@@ -234,8 +228,30 @@ def adamw_step(
         numbers.eps,
         numbers.step_size,
     )
-    with current_device(grad.device):
-        dispatch(_adamw_kernel, grad.device, -(-grad.numel() // SHAPE.chunk), arguments, constants, SHAPE.warps)
+    shared_dispatcher(grad.device).launch(
+        (_adamw_kernel, *kinds),
+        -(-grad.numel() // SHAPE.chunk),
+        arguments,
+        {},
+        partial(_constants, *kinds),
+        SHAPE.warps,
+    )
+
+
+def _constants(
+    wire: torch.dtype, param: torch.dtype, master: bool, factor: bool, maximize: bool, decoupled: bool, coupled: bool
+) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel."""
+    return {
+        "WIRE": triton_dtype(wire),
+        "PARAM": triton_dtype(param),
+        "MASTER": master,
+        "FACTOR": factor,
+        "MAXIMIZE": maximize,
+        "DECOUPLED": decoupled,
+        "COUPLED": coupled,
+        "CHUNK": SHAPE.chunk,
+    }
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ class BoundKernel:
         self._runtime = knobs.runtime
         self._stream_of: Callable[[int], int] = driver.active.get_current_stream
 
-    def launch(self, programs: int, device: int, arguments: tuple[int, ...]) -> bool:
+    def launch(self, programs: int, device: int, arguments: tuple[float, ...]) -> bool:
         """Launch the kernel on the current stream of `device`, which must be the current device.
 
         Returns:
@@ -62,7 +62,7 @@ def bind(compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> B
 
     Args:
         compiled: the result of `kernel[grid](…)`; None in Triton's interpreter.
-        types: of the arguments that change, as Triton spells them: `i64`, `*i64`.
+        types: of the arguments that change, as Triton spells them: `i64`, `*i64`, `fp32`.
         constants: the compile-time arguments, in the order of the kernel's.
     """
     try:

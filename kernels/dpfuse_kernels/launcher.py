@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -16,7 +15,7 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
 
-__all__ = ["Dispatcher", "Launcher", "dispatch", "jit"]
+__all__ = ["Dispatcher", "Launcher", "dispatch", "jit", "shared_dispatcher"]
 
 # The first arguments of every kernel over a table, with their types. Further addresses (i64) and compile-time arguments
 # follow.
@@ -139,7 +138,7 @@ class Dispatcher:
         self,
         key: tuple[Any, ...],
         programs: int,
-        arguments: tuple[int, ...],
+        arguments: tuple[float, ...],
         pointers: dict[int, torch.Tensor],
         constants: Callable[[], dict[str, Any]],
         warps: int,
@@ -149,7 +148,8 @@ class Dispatcher:
         Args:
             key: the kernel, and all that its compile-time arguments depend on.
             programs: how many.
-            arguments: what may differ from launch to launch: integers, and addresses of tensors in bytes.
+            arguments: what may differ from launch to launch: numbers, and addresses of tensors in bytes. A Python float
+                becomes a float32 of the kernel, anything else an int64.
             pointers: the tensors among them that the kernel takes as pointers to int64, by place.
             constants: returns the compile-time arguments, in the order of the kernel's.
             warps: of each program.
@@ -172,9 +172,18 @@ class Dispatcher:
         named = constants()
         done = dispatch(key[0], self._device, programs, values, named, warps)
         if self.binds and key not in self._bound:
-            types = tuple("*i64" if place in pointers else "i64" for place in range(len(arguments)))
+            types = tuple(
+                "*i64" if place in pointers else "fp32" if isinstance(value, float) else "i64"
+                for place, value in enumerate(arguments)
+            )
             self._bound[key] = bind(done, types, tuple(named.values()))
         self.launches += 1
+
+
+@cache
+def shared_dispatcher(device: torch.device) -> Dispatcher:
+    """Return the dispatcher of all kernels that are launched without a table, for one device."""
+    return Dispatcher(device)
 
 
 class Launcher:
@@ -285,10 +294,3 @@ def double_bits(value: float) -> int:
         '0x3ff0000000000000'
     """
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which `device` is the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

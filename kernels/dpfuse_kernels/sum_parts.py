@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.launch_shape import DEFAULT
-from dpfuse_kernels.launcher import current_device, dispatch, triton_dtype
+from dpfuse_kernels.launcher import shared_dispatcher, triton_dtype
 from dpfuse_kernels.layout import DTYPES
 from dpfuse_kernels.options import check_residual
 
@@ -79,7 +80,6 @@ def _add_error(residual_ptr: tl.tensor, mask: tl.tensor, total: tl.tensor, WIRE:
     tl.store(residual_ptr, tl.load(residual_ptr, mask=mask) + error, mask=mask)
 
 
-@torch.no_grad()
 def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     """Add up the rows of `parts` in their order, with one kernel launch on the current stream.
 
@@ -106,17 +106,27 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
     _check(parts, out, residual)
     if not out.numel():
         return
-    shape = DEFAULT
-    constants = {
-        "WIRE": triton_dtype(out.dtype),
-        "SUM": triton_dtype(_sum_dtype(out)),
-        "RESIDUAL": residual is not None,
-        "CHUNK": shape.chunk,
-    }
+    kinds = (out.dtype, residual is not None)
     kept = 0 if residual is None else residual.data_ptr()
     arguments = (parts.data_ptr(), out.data_ptr(), len(parts), out.numel(), 0, kept)
-    with current_device(out.device):
-        dispatch(_sum_parts_kernel, out.device, -(-out.numel() // shape.chunk), arguments, constants, shape.warps)
+    shared_dispatcher(out.device).launch(
+        (_sum_parts_kernel, *kinds),
+        -(-out.numel() // DEFAULT.chunk),
+        arguments,
+        {},
+        partial(_constants, *kinds),
+        DEFAULT.warps,
+    )
+
+
+def _constants(wire: torch.dtype, residual: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel."""
+    return {
+        "WIRE": triton_dtype(wire),
+        "SUM": triton_dtype(_sum_dtype(wire)),
+        "RESIDUAL": residual,
+        "CHUNK": DEFAULT.chunk,
+    }
 
 
 @torch.no_grad()
@@ -139,7 +149,7 @@ def sum_parts_reference(parts: Tensor, out: Tensor, residual: Tensor | None = No
         tensor([258.,  12.])
     """
     _check(parts, out, residual)
-    total = out if out.dtype == _sum_dtype(out) else torch.empty_like(out, dtype=_sum_dtype(out))
+    total = out if out.dtype == _sum_dtype(out.dtype) else torch.empty_like(out, dtype=_sum_dtype(out.dtype))
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
@@ -149,8 +159,8 @@ def sum_parts_reference(parts: Tensor, out: Tensor, residual: Tensor | None = No
         residual.add_((total - out).nan_to_num_(0.0, 0.0, 0.0))
 
 
-def _sum_dtype(out: Tensor) -> torch.dtype:
-    return torch.float64 if out.dtype == torch.float64 else torch.float32
+def _sum_dtype(wire: torch.dtype) -> torch.dtype:
+    return torch.float64 if wire == torch.float64 else torch.float32
 
 
 def _check(parts: Tensor, out: Tensor, residual: Tensor | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.launch_shape import DEFAULT
-from dpfuse_kernels.launcher import current_device, dispatch
+from dpfuse_kernels.launcher import shared_dispatcher
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, in_chunks, mx_decode, mx_encode, mx_format
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
 from dpfuse_kernels.options import check_residual
@@ -66,7 +66,6 @@ def _sum_quantized_kernel(
         tl.store(residual_ptr, tl.load(residual_ptr, mask=mask) + error, mask=mask)
 
 
-@torch.no_grad()
 def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
     """Decode the rows of `parts`, add them up in their order and encode the sum, with one kernel launch.
 
@@ -97,17 +96,21 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
     blocks = out.numel() // SUPER_BYTES * (SUPER_BLOCK // BLOCK)
     if not blocks:
         return
-    shape = DEFAULT
     constants = {
         "RESIDUAL": residual is not None,
         "E4M3": format == torch.float8_e4m3fn,
-        "CHUNK": shape.chunk,
+        "CHUNK": DEFAULT.chunk,
     }
     kept = 0 if residual is None else residual.data_ptr()
     arguments = (parts.data_ptr(), out.data_ptr(), len(parts), blocks, 0, kept)
-    programs = -(-blocks * BLOCK // shape.chunk)
-    with current_device(out.device):
-        dispatch(_sum_quantized_kernel, out.device, programs, arguments, constants, shape.warps)
+    shared_dispatcher(out.device).launch(
+        (_sum_quantized_kernel, *constants.values()),
+        -(-blocks * BLOCK // DEFAULT.chunk),
+        arguments,
+        {},
+        constants.copy,
+        DEFAULT.warps,
+    )
 
 
 @torch.no_grad()

@@ -80,10 +80,9 @@ def new_table(dtype: torch.dtype = torch.float32, wire: torch.dtype = torch.floa
     return PointerTable(torch.zeros(9000, dtype=wire), [Slot("a", 0, (9000,), (1,))], dtype)
 
 
-def seen(table: Any, **facts: Any) -> dict[str, Any]:
+def seen(dispatcher: Any, **facts: Any) -> dict[str, Any]:
     calls, Recorder.calls = Recorder.calls, []
-    launcher = table.launcher
-    return {"calls": calls, "launches": launcher.launches, "bound": launcher.dispatcher.bound_launches, **facts}
+    return {"calls": calls, "launches": dispatcher.launches, "bound": dispatcher.bound_launches, **facts}
 
 
 def both_ways() -> dict[str, Any]:
@@ -93,7 +92,7 @@ def both_ways() -> dict[str, Any]:
     table, tensor = new_table(), torch.ones(9000)
     for scale in (1 / 3, 1 / 3, 1 / 3, 0.0):
         flatten([tensor], table, scale=scale)
-    return seen(table)
+    return seen(table.launcher.dispatcher)
 
 
 def every_kernel() -> dict[str, Any]:
@@ -114,7 +113,7 @@ def every_kernel() -> dict[str, Any]:
         flatten([tensor], table, factor=torch.tensor(0.5), residual=torch.zeros(9000))
         squared_norm([tensor], table)
         multiply([tensor], table, torch.tensor(0.5))
-    return seen(table)
+    return seen(table.launcher.dispatcher)
 
 
 def eight_bits() -> dict[str, Any]:
@@ -129,7 +128,21 @@ def eight_bits() -> dict[str, Any]:
     for _ in range(2):
         quantize([tensor], table, scale=0.5, residual=residual)
         dequantize(table, [tensor])
-    return seen(table)
+    return seen(table.launcher.dispatcher)
+
+
+def without_a_table() -> dict[str, Any]:
+    """The kernels over flat tensors alone, each twice; the step and the learning rate of AdamW change."""
+    from dpfuse_kernels import adamw_step, mx_bytes, sum_parts, sum_quantized
+    from dpfuse_kernels.launcher import shared_dispatcher
+
+    grad, param, first, second = torch.zeros(4, 9000).unbind()
+    packed = torch.zeros(2, mx_bytes(512), dtype=torch.uint8)
+    for step, lr in ((1, 0.5), (2, 0.25)):
+        adamw_step(grad, param, first, second, step=step, lr=lr)
+        sum_parts(torch.zeros(2, 9000), param, first)
+        sum_quantized(packed, packed[0].clone(), torch.float8_e4m3fn)
+    return seen(shared_dispatcher(param.device))
 
 
 def moved_table() -> dict[str, Any]:
@@ -142,7 +155,7 @@ def moved_table() -> dict[str, Any]:
     shifted = torch.empty(rows.numel() + 1, dtype=torch.int64)[1:].view_as(rows).copy_(rows)
     for table.launcher._rows in (shifted, rows):
         flatten([tensor], table)
-    return seen(table)
+    return seen(table.launcher.dispatcher)
 
 
 def listened() -> dict[str, Any]:
@@ -157,7 +170,7 @@ def listened() -> dict[str, Any]:
             knobs.runtime.launch_enter_hook.add(heard.append)
         flatten([tensor], table)
     knobs.runtime.launch_enter_hook.remove(heard.append)
-    return seen(table, heard=len(heard))
+    return seen(table.launcher.dispatcher, heard=len(heard))
 
 
 def refused() -> dict[str, Any]:
@@ -176,7 +189,7 @@ def refused() -> dict[str, Any]:
     for _ in range(4):
         flatten([tensor], table)
     Recorder.fault = None
-    return seen(table, refusals=len(refusals))
+    return seen(table.launcher.dispatcher, refusals=len(refusals))
 
 
 def broken() -> dict[str, Any]:
@@ -195,10 +208,10 @@ def broken() -> dict[str, Any]:
     try:
         flatten([tensor], table)
     except RuntimeError as error:
-        return seen(table, attempts=len(attempts), error=str(error))
+        return seen(table.launcher.dispatcher, attempts=len(attempts), error=str(error))
     finally:
         Recorder.fault = None
-    return seen(table, attempts=len(attempts), error=None)
+    return seen(table.launcher.dispatcher, attempts=len(attempts), error=None)
 
 
 def unknown() -> dict[str, Any]:
@@ -219,10 +232,10 @@ def unknown() -> dict[str, Any]:
     for _ in range(3):
         flatten([tensor], table)
     CompiledKernel.__getitem__ = known
-    return seen(table)
+    return seen(table.launcher.dispatcher)
 
 
-SCENARIOS = (both_ways, every_kernel, eight_bits, moved_table, listened, refused, broken, unknown)
+SCENARIOS = (both_ways, every_kernel, eight_bits, without_a_table, moved_table, listened, refused, broken, unknown)
 
 
 def main() -> None:

@@ -86,6 +86,17 @@ def test_kernels_of_eight_bit_blocks_are_bound_too(recorded: dict[str, Any]) -> 
     assert [call["kernel"] for call in first] == ["_quantize_kernel", "_dequantize_kernel"]
 
 
+def test_kernels_without_a_table_are_bound_too(recorded: dict[str, Any]) -> None:
+    seen = recorded["without_a_table"]
+    assert (seen["launches"], seen["bound"]) == (6, 3)
+    first, second = halves(seen["calls"])
+    assert [call["kernel"] for call in first] == ["_adamw_kernel", "_sum_parts_kernel", "_sum_quantized_kernel"]
+    assert [without(call, *TOLD, "values") for call in first] == [without(call, *TOLD, "values") for call in second]
+    # The numbers of another step are other arguments, not another compilation.
+    assert first[0]["signature"][8:15] == 7 * ["fp32"]
+    assert (first[0]["values"][14], second[0]["values"][14]) == (0.5 / (1 - 0.9), 0.25 / (1 - 0.9**2))
+
+
 def test_a_misaligned_pointer_goes_through_the_dispatcher(recorded: dict[str, Any]) -> None:
     seen = recorded["moved_table"]
     first, shifted, back = seen["calls"]
