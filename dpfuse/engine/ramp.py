@@ -11,7 +11,7 @@ __all__ = ["ON_CPU", "ON_GPU", "ON_SHARED_CORES", "Ramp", "ramp_limits"]
 class Ramp(NamedTuple):
     """The numbers of the rule. How they were chosen: docs/measurements/bucket_rules.md."""
 
-    parts: int = 8  # a full bucket has this part of the model, if its cap allows it
+    parts: int = 4  # a full bucket has this part of the model, if its cap allows it
     end: int = 4  # the first bucket sent, and the last one, have this part of a full bucket
     growth: float = 2  # from one bucket to the next, from both ends towards the middle
     least: float = 1 << 20  # bytes of a full bucket, at least
@@ -46,7 +46,7 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
         >>> from dpfuse.engine.ramp import ramp_limits
         >>> MB = 1 << 20
         >>> [limit / MB for limit in ramp_limits(64 * MB, 25 * MB, MB, ranks=2)]
-        [1.0, 2.0, 4.0, 3.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
+        [1.0, 4.0, 8.0, 7.0, 16.0, 16.0, 8.0, 4.0]
 
     Source: ours. Megatron-LM's default bucket grows with the number of ranks, too.
     """

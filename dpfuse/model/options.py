@@ -183,7 +183,7 @@ class CommonOptions(TypedDict, total=False):
         Option(
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "
-            '"ramp" makes the first and the last bucket small and those between them an eighth of the model, within '
+            '"ramp" makes the first and the last bucket small and those between them a quarter of the model, within '
             'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward. '
             "Models of less than 1 MB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or the path of a "
             "file that `plan.save()` wrote, gives the buckets themselves, from the first backward on.",

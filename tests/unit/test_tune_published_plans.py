@@ -193,7 +193,7 @@ def test_the_ramp_is_near_the_best_plan_for_a_small_model():
         best = simulate(timeline, optimal_plan(timeline, cost), cost).end
         for name, rule in rules.items():
             worst[name] = max(worst[name], simulate(timeline, rule(timeline), cost).end / best)
-    assert worst["ramp"] < 1.15 < 1.4 < worst["paddle"]
+    assert worst["ramp"] < 1.25 < 1.4 < worst["paddle"]
 
 
 def record_backward(model, inputs, steps):
