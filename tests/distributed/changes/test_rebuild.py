@@ -99,8 +99,8 @@ def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks
     for plans in ranks(ramps, 2):
         greedy = [6, 25, 1]
         assert plans[:5] == [greedy, greedy, [4] * 8, greedy, greedy]
-        # 32 MB, full buckets of 4 MB, the ends of one and two parameters.
-        assert plans[5:7] == [[1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1]] * 2
+        # 32 MB, full buckets of 8 MB, small ones at both ends.
+        assert plans[5:7] == [[2, 4, 8, 8, 3, 4, 2, 1]] * 2
         assert max(plans[7]) == 4
         assert plans[8:] == [greedy, greedy]
 
