@@ -225,7 +225,7 @@ def test_only_one_folder_calls_collectives():
         "dpfuse/comm/collective.py",
         "dpfuse/job/env.py",  # a barrier, before there is anything to average
         "dpfuse/paddle/distributed/fleet/collective.py",
-        "dpfuse/paddle/gathered.py",
+        "dpfuse/paddle/collectives.py",
     }
 
 

@@ -19,7 +19,7 @@ from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
-from dpfuse.engine.optimizer_steps import call_before_steps
+from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.torch_private import leave_untraced

@@ -1,7 +1,7 @@
 """Paddle's data-parallel systems under Paddle's names, for PyTorch modules, optimizers and data loaders.
 
 Read `data_parallel` first, then `distributed.fleet`. The high-level API is `model`. It builds on `batch_model` (one
-batch), `stepper` (forward, backward, step), `loops` and `batches` (many batches), and `gathered` (exchange between
+batch), `stepper` (forward, backward, step), `loops` and `batches` (many batches), and `collectives` (exchange between
 ranks). `static` has programs and executors, and is independent of the rest. `distributed`, `static`, `io`, `metric`
 and `callbacks` are paths of Paddle's API. `counterparts` answers for the paths that are not here.
 """

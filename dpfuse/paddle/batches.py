@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from dpfuse import get_rank
-from dpfuse.paddle.gathered import gather_rows, world_size
+from dpfuse.paddle.collectives import gather_rows, world_size
 from dpfuse.paddle.io import DistributedBatchSampler
 
 __all__ = ["Batches", "Distribution", "Shares"]

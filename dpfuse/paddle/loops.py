@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfuse.paddle.batch_split import BatchSplit
 from dpfuse.paddle.batches import Batches, Distribution, Shares
 from dpfuse.paddle.callback_base import CallbackList
-from dpfuse.paddle.gathered import agree, world_size
+from dpfuse.paddle.collectives import agree, world_size
 from dpfuse.paddle.meters import Meters, to_numpy
 from dpfuse.paddle.mode import network_mode
 from dpfuse.paddle.stepper import Stepper

@@ -16,7 +16,7 @@ from dpfuse.paddle.batch_model import BatchModel
 from dpfuse.paddle.batches import Batches, Distribution
 from dpfuse.paddle.callback_base import Callback, CallbackList
 from dpfuse.paddle.callbacks import EarlyStopping, ModelCheckpoint, ProgBarLogger
-from dpfuse.paddle.gathered import agree, any_rank
+from dpfuse.paddle.collectives import agree, any_rank
 from dpfuse.paddle.loops import Loops
 from dpfuse.paddle.meters import as_list
 from dpfuse.paddle.mode import network_mode

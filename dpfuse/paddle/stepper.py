@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import dpfuse
 from dpfuse import DPFuseError
+from dpfuse.paddle.collectives import any_rank, broadcast, world_size
 from dpfuse.paddle.data_parallel import DataParallel
-from dpfuse.paddle.gathered import any_rank, broadcast, world_size
 from dpfuse.paddle.precision import MixedPrecision
 
 __all__ = ["Stepper"]

@@ -2,14 +2,13 @@
 
 Read `timeline` first (when gradients are ready) and `cost` (how long an all-reduce takes; `measure` times it,
 `nccl_model` estimates it). `simulation` says what a plan does with both. `planner` finds the best plan,
-`published_plans` has the plans of others, and `comparison` compares them. `tuning` with `recorder` does all this for a
-model that trains. `plot` and `trace` write a schedule to a file. `scaling` predicts steps at other numbers of ranks, on
-a `cluster` of the connections in `connection_table`.
+`published_plans` has the plans of others, and `simulated_comparison` compares them. `tuning` with `recorder` does all
+this for a model that trains. `plot` and `trace` write a schedule to a file. `scaling` predicts steps at other numbers
+of ranks, on a `cluster` of the connections in `connection_table`.
 """
 
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cluster import ALGORITHMS, Cluster
-from dpfuse.tune.comparison import RANKS, Comparison, compare_plans, compare_ranks
 from dpfuse.tune.connection_table import INSIDE, NETWORKS, Connection
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.measure import measure_all_reduce
@@ -28,6 +27,7 @@ from dpfuse.tune.published_plans import (
     single_plan,
 )
 from dpfuse.tune.scaling import ScaledStep, break_even, scale, scale_text
+from dpfuse.tune.simulated_comparison import RANKS, Comparison, compare_plans, compare_ranks
 from dpfuse.tune.simulation import BucketTimes, Schedule, simulate
 from dpfuse.tune.timeline import Timeline
 from dpfuse.tune.trace import save_trace

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.tune.cluster import Cluster
-from dpfuse.tune.comparison import RANKS
 from dpfuse.tune.planner import optimal_plan
 from dpfuse.tune.published_plans import ddp_plan, ramp_plan
+from dpfuse.tune.simulated_comparison import RANKS
 from dpfuse.tune.simulation import simulate, table_text
 from dpfuse.tune.timeline import Timeline
 

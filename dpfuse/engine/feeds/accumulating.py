@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dpfuse.engine import messages
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.at_once import AtOnce
-from dpfuse.engine.optimizer_steps import call_before_steps
+from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
 from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph

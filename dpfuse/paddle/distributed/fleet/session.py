@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dpfuse import DPFuseError, get_world_size, init_parallel_env
+from dpfuse.paddle.collectives import agree
 from dpfuse.paddle.data_parallel import DataParallel
 from dpfuse.paddle.distributed.fleet.gradient_merge import follow_optimizers
 from dpfuse.paddle.distributed.fleet.merged_data_parallel import MergedDataParallel
 from dpfuse.paddle.distributed.fleet.optimizer import DistributedOptimizer
 from dpfuse.paddle.distributed.fleet.strategy import DistributedStrategy
 from dpfuse.paddle.distributed.fleet.sync_batch_norm import SyncBatchNorm
-from dpfuse.paddle.gathered import agree
 
 __all__ = ["distributed_model", "distributed_optimizer", "init"]
 

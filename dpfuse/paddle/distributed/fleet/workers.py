@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpfuse import DPFuseError, ParallelEnv, get_rank, get_world_size
-from dpfuse.paddle.gathered import any_rank, world_size
+from dpfuse.paddle.collectives import any_rank, world_size
 
 __all__ = [
     "barrier_worker",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, optimizer
 
 import dpfuse
-from dpfuse.engine import optimizer_steps
+from dpfuse.engine import optimizer_step_hook
 from tests.freed import still_held
 
 
@@ -21,7 +21,7 @@ class User:
 
     def __init__(self, act):
         self.before_step = act
-        optimizer_steps.call_before_steps(self)
+        optimizer_step_hook.call_before_steps(self)
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def hooks(monkeypatch):
     """The hooks that torch has for all optimizers; there is no user at first, since other tests may have left some."""
     found = OrderedDict()
     monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", found)
-    monkeypatch.setattr(optimizer_steps, "_users", {})
-    monkeypatch.setattr(optimizer_steps, "_handle", None)
+    monkeypatch.setattr(optimizer_step_hook, "_users", {})
+    monkeypatch.setattr(optimizer_step_hook, "_handle", None)
     return found
 
 
@@ -43,7 +43,7 @@ def sgd():
 def test_users_share_one_hook_which_goes_with_the_last(hooks):
     calls = []
     users = [User(lambda optimizer, name=name: calls.append((name, optimizer))) for name in "ab"]
-    optimizer_steps.call_before_steps(users[0])  # once more
+    optimizer_step_hook.call_before_steps(users[0])  # once more
     assert len(hooks) == 1
     first, second = sgd(), sgd()
     first.step()
