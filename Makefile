@@ -33,7 +33,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo test test-all test-torch lint bench gpu docs clean
+.PHONY: demo test test-all test-torch test-pretended lint bench gpu docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -51,6 +51,9 @@ test-torch:  ## the tests under another release, in an environment that is throw
 	"$$folder/bin/python" -m pip install --quiet "torch==$(TORCH)" --editable '.[test]' && \
 	"$$folder/bin/python" -m tests.recorded bench/results/torch-$(TORCH).txt \
 		-m "not gpu and not slow" --timeout 600 --durations=10 $(SIDE_BY_SIDE)
+
+test-pretended:  ## the CUDA path on a pretended GPU, which needs g++ and 3 GB: make test-pretended TORCH=2.11.0
+	$(PYTHON) -m tests.pretended_gpu $(TORCH) build/pretended-gpu-$(TORCH)
 
 lint:
 	$(ready)

@@ -93,7 +93,7 @@ class Layout:
         buffers = [buffer.data for buffer in (self.flat, *beside)]
         kept = [buffer[self._gaps] for buffer in buffers]
         if zero:
-            buffers[0][self._gaps] = 0
+            buffers[0].index_fill_(0, self._gaps, 0)
         yield
         for buffer, values in zip(buffers, kept, strict=True):
             buffer[self._gaps] = values
@@ -101,7 +101,7 @@ class Layout:
     def clear_gaps(self) -> None:
         """Fill the elements between the slots of `flat` with zeros."""
         if self._gaps is not None:
-            self.flat.data[self._gaps] = 0
+            self.flat.data.index_fill_(0, self._gaps, 0)  # `[…] = 0` would copy the 0 from the host
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -1,0 +1,119 @@
+"""What a settled step asks of the device, in each way of use: a call that is added here costs every user's host."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+
+from tests.pretended_gpu.device import counted, logged
+from tests.pretended_gpu.test_ways import NEED_VALUES, steps
+from tests.pretended_gpu.ways import SETTLED, WAYS, Way, chain, wrapped
+
+
+class Calls(NamedTuple):
+    """Of one step. Kernels of torch are not counted: the optimizer and the model launch them."""
+
+    collectives: int = 1
+    launches: int = 2  # of Triton: the pack, and the kernel that fills with NaN
+    reads: int = 1  # copies to the host: the report, which the host reads one step later
+    writes: int = 0  # copies from the host: addresses that have changed
+    waits: int = 1  # of the host, for the report of the step before
+    events: int = 5  # one of the pack's stream and two of NCCL's for each collective, and two for the report
+
+
+PRIVATE = Calls(launches=3)
+WITH_REPORT_APART = Calls(collectives=2, launches=4, events=8)  # a report beside gradients of 16 bits is 32 bits wide
+EXCHANGED = Calls(collectives=3, launches=5, events=11)  # all-to-all, a sum, all-gather; and the report
+SHARDED = Calls(collectives=3, events=11)  # reduce-scatter, all-gather; and the report
+CHECKED = Calls(reads=2, waits=2, events=7)
+EXPECTED = {
+    "private": PRIVATE,
+    "face": PRIVATE,
+    "face, static graph": PRIVATE,
+    "two streams, private": PRIVATE,
+    "bfloat16 wire": WITH_REPORT_APART,
+    "error feedback": WITH_REPORT_APART,
+    "bfloat16 model": WITH_REPORT_APART._replace(launches=3),
+    "float8 wire": EXCHANGED,
+    "error feedback, float8": EXCHANGED,
+    "bfloat16 wire, float32 sum": EXCHANGED,
+    "deterministic": Calls(collectives=2, launches=3, events=8),
+    "check_finite": CHECKED,
+    "check_finite raises": CHECKED,
+    "norm in backward": PRIVATE,
+    "clip by the norm in backward": Calls(launches=4),
+    "clip": Calls(launches=4),
+    "metrics": PRIVATE,
+    "no_sync, in buckets": Calls(launches=4),
+    "unused layer": Calls(collectives=2, reads=2, waits=2, events=7),  # the host reads which parameters are used
+    "buffers": Calls(collectives=2, events=8),
+    "comm hook": Calls(collectives=2, launches=4, events=9),
+    "sharded": SHARDED,
+    "sharded, gathered in forward": SHARDED,
+    "sharded, stepped in backward": SHARDED,
+    "sharded, masters": SHARDED,
+}
+# In some steps of these, gradients have other addresses, which are written to the device then.
+MOVING = {"two streams", "two streams, private", "metrics"}
+
+SEVERAL = Way(wrapped(comm_buffer_size=0.1, last_comm_buffer_size=0.02), partial(chain, 40))  # seven buckets
+
+
+def calls_of(found: dict[str, int]) -> Calls:
+    def total(pattern: str) -> int:
+        return sum(count for name, count in found.items() if re.search(pattern, name))
+
+    return Calls(
+        collectives=total(r"^nccl (?!Group)"),
+        launches=total("triton launch"),
+        reads=total("DtoH"),
+        writes=total("HtoD"),
+        waits=total("Synchronize"),
+        events=total("EventRecord"),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in NEED_VALUES])
+def test_a_settled_step_makes_these_calls(name):
+    step = steps(WAYS[name], 2 * SETTLED)
+    with counted() as found:
+        step()
+    calls, expected = calls_of(found), EXPECTED.get(name, Calls())
+    assert calls[:3] == expected[:3] if name in MOVING else calls == expected
+    assert found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc", "cudaDeviceSynchronize"})
+
+
+def test_each_further_bucket_costs_a_launch_a_collective_and_three_events():
+    step = steps(SEVERAL, 2 * SETTLED)
+    with counted() as found:
+        step()
+    calls = calls_of(found)
+    buckets = calls.collectives
+    assert buckets > 3
+    assert calls == Calls(collectives=buckets, launches=buckets + 1, events=3 * buckets + 2)
+
+
+def test_a_bucket_is_sent_after_its_pack_and_the_program_goes_on_after_all_buckets():
+    step = steps(SEVERAL, 2 * SETTLED)
+    with logged() as lines:
+        step()
+    seen = [line for line in lines if re.search("triton _flatten|records|waits for event|nccl allReduce", line)]
+    landed = set()  # events behind which a reduced bucket lies
+    buckets = 0
+    for before, line in enumerate(seen):
+        if "nccl allReduce" in line:
+            pack, record, wait = seen[before - 3 : before]
+            event = re.search(r"records event (\d+)", record)
+            assert "triton _flatten" in pack
+            assert f"waits for event {event[1]} " in wait
+            assert [each.split(":")[0] for each in (pack, record, wait)] == ["stream 0", "stream 0", "stream 1"]
+            landed.add(re.search(r"records event (\d+)", seen[before + 1])[1])
+            buckets += 1
+        elif line.startswith("stream 0: waits for event"):
+            landed.discard(re.search(r"event (\d+)", line)[1])
+    assert buckets > 3
+    assert landed == set()

@@ -1,0 +1,40 @@
+"""A call of the runtime, the driver or NCCL fails: the step raises an error, and so does the next one; nothing hangs.
+
+Each case is a process of its own: an error of a device lasts as long as the process, here as there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.pretended_gpu.test_calls import Calls
+
+CALLS = {
+    "triton launch": Calls().launches,
+    "nccl allReduce": Calls().collectives,
+    "memcpyAsync DtoH": Calls().reads,
+    "cudaEventSynchronize": Calls().waits,
+    "cudaEventRecord": Calls().events,
+    "cudaStreamWaitEvent": 2,
+    "cudaEventCreate": 1,
+    "kernel": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "after"), [(call, one) for call, count in CALLS.items() for one in range(1, count + 1)]
+)
+@pytest.mark.parametrize("way", ["views", "face"])
+def test_a_failed_call_is_an_error_on_this_rank(way, call, after):
+    command = [sys.executable, "-m", "tests.pretended_gpu.fail_a_call", way, call, str(after)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert first
+    assert second
+    failed = ("pretended CUDA error", "pretended driver error", "NCCL error")
+    assert any(text in first for text in failed), first

@@ -1,0 +1,70 @@
+"""Every way of use runs on the pretended device, eager and captured, with each option and pair of options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from tests.pretended_gpu.device import counted
+from tests.pretended_gpu.ways import OPTIONS, SETTLED, WAYS, wrapped, zeroing
+
+# Each of these excludes the others; the table of exclusions and its tests have the errors.
+EXCLUDED = {"bfloat16 wire", "float8 wire", "accumulate in buckets"}
+PAIRS = [pair for pair in combinations(OPTIONS, 2) if not EXCLUDED.issuperset(pair)]
+# Sparse and complex gradients are no ways here, either: their kernels decide sizes that the host reads.
+NEED_VALUES = {"weight": "the host reads the sum of the weights, which a kernel makes"}
+
+
+def steps(way, number, **options):
+    step = way.run(**options)
+    for _ in range(number):
+        step()
+    torch.cuda.synchronize()
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in NEED_VALUES])
+def test_a_way_of_use_runs(name):
+    steps(WAYS[name], 6)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_two_options_run_together(pair):
+    steps(replace(WAYS["views"], wrap=wrapped(**OPTIONS[pair[0]], **OPTIONS[pair[1]])), 4)
+
+
+def captured(way):
+    """Settle on a side stream, as torch's page on graphs says, capture one step, and return the graph and the step."""
+    step = replace(way, step=zeroing).run(capturable=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(11):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph, step
+
+
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.captured])
+def test_a_step_is_captured_and_replayed_and_training_goes_on(name):
+    graph, step = captured(WAYS[name])
+    with counted() as calls:
+        for _ in range(3):
+            graph.replay()
+    assert (calls.pop("cudaGraphLaunch"), set(calls)) == (3, {"cudaStreamIsCapturing"})
+    step()
+    torch.cuda.synchronize()
+
+
+def test_a_settled_step_waits_for_no_stream_and_no_device():
+    step = steps(WAYS["views"], SETTLED)
+    with counted() as calls:
+        step()
+    assert {"cudaDeviceSynchronize", "cudaStreamSynchronize", "memcpy sync", "cudaMalloc"}.isdisjoint(calls)

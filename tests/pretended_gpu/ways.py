@@ -1,0 +1,243 @@
+"""The ways of use of the guide, each as a function that makes a model and an optimizer, and one step of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+import dpfuse
+
+__all__ = ["OPTIONS", "SETTLED", "WAYS", "Way", "chain", "wrapped", "zeroing"]
+
+WIDTH = 64
+SETTLED = 20  # steps after which launches, pinned memory and events are used again
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of use.
+
+    Args:
+        wrap: makes the wrapper.
+        network: makes the module.
+        captured: whether a step may be captured in a CUDA graph.
+        make: makes the optimizer; None makes the one of `run`.
+        step: does one step; None does a plain one.
+        dtype: of the inputs.
+    """
+
+    wrap: Callable[[nn.Module], Any]
+    network: Callable[[], nn.Module] = field(default_factory=lambda: chain)
+    captured: bool = False
+    make: Callable[[Any], Any] | None = None
+    step: Callable[[Any, Any, Tensor], None] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def run(self, *, capturable: bool = False) -> Callable[[], None]:
+        """Return a function that does one step."""
+        model = self.wrap(self.network().cuda().to(self.dtype))
+        if self.make is not None:
+            optimizer = self.make(model)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
+        x, step = torch.ones(8, WIDTH, device="cuda", dtype=self.dtype), self.step or plain
+        return lambda: step(model, optimizer, x)
+
+
+def chain(layers: int = 4) -> nn.Module:
+    """Return linear layers, one after the other."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+
+
+def plain(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Zero the gradients, and do one step."""
+    optimizer.zero_grad()
+    model(x).float().sum().backward()
+    optimizer.step()
+
+
+def zeroing(model: Any, optimizer: Any, x: Tensor) -> None:
+    """As `plain`, but keep the memory of the gradients, as a captured step must."""
+    optimizer.zero_grad(set_to_none=False)
+    model(x).float().sum().backward()
+    optimizer.step()
+
+
+def clipping(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Clip by the norm of all gradients."""
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def accumulating(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Accumulate two backwards inside no_sync(), then average."""
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(x).sum().backward()
+        model(x).sum().backward()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def weighing(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Give the gradients of this rank a weight, a tensor on the device."""
+    optimizer.zero_grad()
+    model.set_gradient_weight(torch.ones((), device="cuda"))
+    model(x).mean().backward()
+    optimizer.step()
+
+
+def scaling(scaler: Any) -> Callable[[Any, Any, Tensor], None]:
+    """Return a step with a loss scale."""
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+class Unused(nn.Module):
+    """A module of which one layer is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x)
+
+
+class Streams(nn.Module):
+    """A module of which one layer runs on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            second = self.second(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        return self.first(x) + second
+
+
+class Checkpointed(nn.Module):
+    """A module whose layers run once more in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.second, checkpoint(self.first, x, use_reentrant=False), use_reentrant=False)
+
+
+class BatchNorm(nn.Module):
+    """A module with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
+class Elementwise(torch.optim.AdamW):
+    """AdamW that says what it needs: a trial would read values, and kernels make none here."""
+
+    needs_whole_tensors = False
+
+
+def wrapped(**options: Any) -> Callable[[nn.Module], Any]:
+    """Return a function that wraps with these options."""
+    return lambda module: dpfuse.DataParallel(module, **options)
+
+
+def face(**options: Any) -> Callable[[nn.Module], Any]:
+    """Return a function that wraps with the class that stands in for torch's."""
+    return lambda module: dpfuse.DistributedDataParallel(module, device_ids=[0], **options)
+
+
+def hooked(module: nn.Module) -> Any:
+    """Wrap with torch's communication hook for bfloat16."""
+    model = face()(module)
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    return model
+
+
+def sharded(**options: Any) -> Callable[[Any], Any]:
+    """Return a function that makes a sharded AdamW."""
+    return lambda model: dpfuse.ShardedOptimizer(model, Elementwise, lr=1e-3, **options)
+
+
+def compiled(module: nn.Module) -> Any:
+    """Compile the wrapper."""
+    return torch.compile(dpfuse.DataParallel(module), backend="aot_eager")
+
+
+# Each option of the wrapper, for the test of pairs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "private": {"gradient_as_bucket_view": False},
+    "bfloat16 wire": {"wire_dtype": torch.bfloat16},
+    "float8 wire": {"wire_dtype": torch.float8_e4m3fn},
+    "deterministic": {"deterministic": True},
+    "check_finite": {"check_finite": "warn"},
+    "norm in backward": {"grad_norm_in_backward": True},
+    "accumulate in buckets": {"accumulate_in_buckets": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "metrics": {"metrics": 1},
+    "factor": {"gradient_scale": 2.0},
+}
+
+
+def _ways() -> Iterator[tuple[str, Way]]:
+    yield "views", Way(wrapped(), captured=True)
+    for name, options in OPTIONS.items():
+        yield name, Way(wrapped(**options), captured=name not in ("metrics", "unused parameters"))
+    yield "face", Way(face(), captured=True)
+    yield "face, static graph", Way(face(static_graph=True))
+    yield "bfloat16 wire, float32 sum", Way(wrapped(wire_dtype=torch.bfloat16, wire_reduce="fp32"), captured=True)
+    yield "error feedback", Way(wrapped(wire_dtype=torch.bfloat16, error_feedback=True), captured=True)
+    yield "error feedback, float8", Way(wrapped(wire_dtype=torch.float8_e5m2, error_feedback=True), captured=True)
+    yield "bfloat16 model", Way(wrapped(), captured=True, dtype=torch.bfloat16)
+    yield "float64 model", Way(wrapped(), dtype=torch.float64)
+    yield "check_finite raises", Way(wrapped(check_finite="raise"))
+    yield "clip", Way(wrapped(), step=clipping)
+    yield "clip by the norm in backward", Way(wrapped(grad_norm_in_backward=True), step=clipping)
+    yield "no_sync", Way(wrapped(), step=accumulating)
+    yield "no_sync, in buckets", Way(wrapped(accumulate_in_buckets=True), step=accumulating)
+    yield "weight", Way(wrapped(), step=weighing)
+    yield "unused layer", Way(wrapped(find_unused_parameters=True), Unused)
+    yield "two streams", Way(wrapped(), Streams)
+    yield "two streams, private", Way(wrapped(gradient_as_bucket_view=False), Streams)
+    yield "checkpointed", Way(wrapped(), Checkpointed)
+    yield "buffers", Way(wrapped(broadcast_buffers=True), BatchNorm, captured=True)
+    yield "comm hook", Way(hooked)
+    yield "compiled", Way(compiled)
+    yield "torch's scaler", Way(wrapped(), step=scaling(torch.amp.GradScaler("cuda")))
+    for name, options in {
+        "sharded": {},
+        "sharded, gathered in forward": {"gather": "forward"},
+        "sharded, stepped in backward": {"step_in_backward": True},
+    }.items():
+        yield name, Way(wrapped(), make=sharded(**options))
+    masters = {"master_dtype": torch.float32}
+    yield "sharded, masters", Way(wrapped(), make=sharded(**masters), dtype=torch.bfloat16)
+
+
+WAYS: dict[str, Way] = dict(_ways())
