@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from inspect import signature
 from multiprocessing.spawn import get_executable
 from typing import Any
 
@@ -38,6 +39,31 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return _pools[size].run(function, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def rank(ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """What runs a test whose first arguments are `rank` and `size`: each rank calls it, with its own number."""
+    return ranks
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest) -> int:
+    """The number of the ranks that call such a test, which its marker or a table may say."""
+    marker = request.node.get_closest_marker("ranks")
+    return marker.kwargs.get("size", 2) if marker else 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Let ranks call a test that has these two arguments; its other ones are sent to them."""
+    names = [*signature(pyfuncitem.obj).parameters]
+    if names[:2] != ["rank", "size"]:
+        return None
+    runs, size, *others = (pyfuncitem.funcargs[name] for name in names)
+    marker = pyfuncitem.get_closest_marker("ranks")
+    runs(pyfuncitem.obj, *others, size=size, timeout=marker.kwargs.get("timeout", 60) if marker else 60)
+    return True
 
 
 @pytest.fixture

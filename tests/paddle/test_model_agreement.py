@@ -77,7 +77,7 @@ def test_a_plain_loader_gives_every_rank_the_same(ranks):
     np.testing.assert_allclose(whole[1], shared[1], rtol=1e-5, atol=1e-6)
 
 
-def evaluate_shuffled(rank, size):
+def test_a_plain_loader_that_shuffles_is_pointed_out(rank, size):
     model = make_model()
     loader = DataLoader(make_data(), 4, shuffle=True)
     for call in (model.evaluate, model.predict):
@@ -86,10 +86,6 @@ def evaluate_shuffled(rank, size):
                 call(loader, verbose=0)
         else:
             call(loader, verbose=0)
-
-
-def test_a_plain_loader_that_shuffles_is_pointed_out(ranks):
-    ranks(evaluate_shuffled)
 
 
 class Stream:
@@ -163,13 +159,10 @@ def test_a_call_on_one_rank_alone_is_named_on_all(ranks, whole, with_evaluation,
     assert elsewhere in first
 
 
-def evaluate_other_networks(rank, size):
+@pytest.mark.ranks(timeout=20)
+def test_networks_without_parameters_are_compared(rank, size):
     net = nn.Module()
     net.forward = lambda x: x
     net.register_buffer("state", torch.zeros(2 + rank))
     with pytest.raises(DPFuseError, match=r"the ranks' networks differ.*rank 1 has 'state: torch.float32\[3\]'"):
         Model(net)
-
-
-def test_networks_without_parameters_are_compared(ranks):
-    ranks(evaluate_other_networks, timeout=20)

@@ -21,7 +21,9 @@ def train(model, data, **options):
     model.fit(data, batch_size=4, shuffle=False, verbose=0, **options)
 
 
-def train_beside_ddp(rank, size, change):
+@pytest.mark.parametrize("change", ["head", "head before fit", "head, evaluated", "double"])
+@pytest.mark.ranks(timeout=30)
+def test_a_network_that_was_changed_is_averaged_as_it_is_now(rank, size, change):
     model = Model(make_net())
     data = make_data()
     if change != "head before fit":
@@ -50,11 +52,6 @@ def train_beside_ddp(rank, size, change):
         optimizer.step()
     for (name, a), b in zip(model.network.named_parameters(), net.parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("change", ["head", "head before fit", "head, evaluated", "double"])
-def test_a_network_that_was_changed_is_averaged_as_it_is_now(ranks, change):
-    ranks(train_beside_ddp, change, timeout=30)
 
 
 class Thaw(Callback):

@@ -27,7 +27,8 @@ from tests.paddle.models import (
 )
 
 
-def fit_beside_ddp(rank, size, accumulate):
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fit_equals_a_ddp_loop_bitwise(rank, size, accumulate):
     data = make_data(23)
     model = make_rank_model(rank)
     model.fit(data, batch_size=3, epochs=3, verbose=0, accumulate_grad_batches=accumulate)
@@ -48,11 +49,6 @@ def fit_beside_ddp(rank, size, accumulate):
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_fit_equals_a_ddp_loop_bitwise(ranks, accumulate):
-    ranks(fit_beside_ddp, accumulate)
-
-
 def collectives_of_an_epoch(rank, size, accumulate):
     model = make_rank_model()
     with dpfuse.time_communication(model._stepper.parallel) as times:
@@ -65,7 +61,7 @@ def test_accumulation_communicates_only_for_the_last_batch_of_a_window(ranks):
     assert ranks(collectives_of_an_epoch, 3) == [3, 3]
 
 
-def fit_without_length(rank, size):
+def test_what_a_loader_without_length_leaves_over_is_averaged_too(rank, size):
     data = make_data(20)
     mine = [data[i : i + 2] for i in range(2 * rank, 20, 4)]
     models = [make_rank_model(), make_rank_model()]
@@ -78,10 +74,6 @@ def fit_without_length(rank, size):
     models[1].fit(Stream(), verbose=0, epochs=2, accumulate_grad_batches=2)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
-
-
-def test_what_a_loader_without_length_leaves_over_is_averaged_too(ranks):
-    ranks(fit_without_length)
 
 
 def evaluated(model, source, batch_size):

@@ -233,7 +233,7 @@ def test_delayed_gradients_are_the_mean(ranks, case, views):
     ranks(average_like_without_delay, views, *DELAYED[case])
 
 
-def delay_all(rank, size):
+def test_all_parameters_may_be_delayed(rank, size):
     """Beside the mean by hand: torch's class raises, since it finds nothing to tell the device by."""
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     mine = copy.deepcopy(net)
@@ -251,11 +251,7 @@ def delay_all(rank, size):
     assert len(ours.bucket_plan.buckets) == 1
 
 
-def test_all_parameters_may_be_delayed(ranks):
-    ranks(delay_all)
-
-
-def delay_beside_torch(rank, size):
+def test_delayed_gradients_are_those_of_torch_where_it_waits(rank, size):
     """Torch's buffer is complete when the hooked parameter comes last, and the barrier is what it does not wait for."""
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     theirs, ours = (
@@ -270,10 +266,6 @@ def delay_beside_torch(rank, size):
         dist.barrier()
         for got, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(got.grad, expected.grad)
-
-
-def test_delayed_gradients_are_those_of_torch_where_it_waits(ranks):
-    ranks(delay_beside_torch)
 
 
 WRONG = {
@@ -314,13 +306,9 @@ def test_a_frozen_parameter_cannot_be_waited_for_as_in_torch():
             cls(net, **delayed(net, ["1.weight"], "0.bias"))
 
 
-def delay_differently(rank, size):
+def test_ranks_that_differ_in_caps_or_delays_all_raise(rank, size):
     net = chain()
     with pytest.raises(DPFuseError, match="option rule"):
         DistributedDataParallel(net, **delayed(net, [f"{rank}.weight"], "2.bias"))
     with pytest.raises(DPFuseError, match="option rule"):
         DistributedDataParallel(chain(), bucket_cap_mb_list=[1, 5 + rank, 9])
-
-
-def test_ranks_that_differ_in_caps_or_delays_all_raise(ranks):
-    ranks(delay_differently)

@@ -69,7 +69,15 @@ def test_without_splits_nothing_is_sent_before_the_compiled_backward_ends(ranks)
     assert ranks(trace_backward, False) == [(1, [0])] * 2
 
 
-def reduce_in_python(rank, size, mode):
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "python_reducer",
+        pytest.param("python_reducer_without_compiled_forward", marks=pytest.mark.slow),
+        pytest.param("no_optimization", marks=pytest.mark.slow),
+    ],
+)
+def test_other_modes_of_the_compiler_give_the_mean_too(rank, size, mode):
     torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     expected = TorchDDP(copy.deepcopy(net))
@@ -83,15 +91,3 @@ def reduce_in_python(rank, size, mode):
                 each(x).sum().backward()
             for theirs, ours in zip(expected.parameters(), model.parameters(), strict=True):
                 assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "python_reducer",
-        pytest.param("python_reducer_without_compiled_forward", marks=pytest.mark.slow),
-        pytest.param("no_optimization", marks=pytest.mark.slow),
-    ],
-)
-def test_other_modes_of_the_compiler_give_the_mean_too(ranks, mode):
-    ranks(reduce_in_python, mode)
