@@ -14,7 +14,7 @@ from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.io import DistributedBatchSampler
 from dpfuse.paddle.metric import Accuracy
-from tests.paddle.models import make_data, make_model
+from tests.paddle.models import Stream, assert_every_rank_says, make_data, make_model
 
 
 def call_with_different_data(rank, size, call, what):
@@ -52,10 +52,7 @@ def call_with_different_data(rank, size, call, what):
     ],
 )
 def test_shares_that_do_not_make_up_the_whole_are_refused(ranks, call, what, texts):
-    first, second = ranks(call_with_different_data, call, what, timeout=20)
-    assert first == second
-    for text in texts:
-        assert text in first
+    assert_every_rank_says(ranks(call_with_different_data, call, what, timeout=20), texts)
 
 
 def evaluate_whole(rank, size):
@@ -88,16 +85,6 @@ def test_a_plain_loader_that_shuffles_is_pointed_out(rank, size):
             call(loader, verbose=0)
 
 
-class Stream:
-    """Batches without a length."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
 def fit_streams(rank, size, batches, accumulate):
     data = make_data(20)
     model = make_model()
@@ -122,10 +109,7 @@ def fit_streams(rank, size, batches, accumulate):
     ],
 )
 def test_loaders_without_length_that_end_apart_are_an_error_on_all_ranks(ranks, batches, accumulate, texts):
-    first, second = ranks(fit_streams, batches, accumulate, timeout=20)
-    assert first == second
-    for text in texts:
-        assert text in first
+    assert_every_rank_says(ranks(fit_streams, batches, accumulate, timeout=20), texts)
 
 
 class OnRank0(Callback):
@@ -153,10 +137,8 @@ def evaluate_on_rank_0(rank, size, whole, with_evaluation):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("with_evaluation", "elsewhere"), [(False, "the end of an epoch"), (True, "buffers")])
 def test_a_call_on_one_rank_alone_is_named_on_all(ranks, whole, with_evaluation, elsewhere):
-    first, second = ranks(evaluate_on_rank_0, whole, with_evaluation, timeout=20)
-    assert first == second
-    assert "different calls: rank 0 has reached 'the arguments of evaluate'" in first
-    assert elsewhere in first
+    texts = ["different calls: rank 0 has reached 'the arguments of evaluate'", elsewhere]
+    assert_every_rank_says(ranks(evaluate_on_rank_0, whole, with_evaluation, timeout=20), texts)
 
 
 @pytest.mark.ranks(timeout=20)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.io import DistributedBatchSampler
-from tests.paddle.models import make_data, make_net
+from tests.paddle.models import assert_same_parameters, make_data, make_net
 
 
 def train(model, data, **options):
@@ -50,8 +50,7 @@ def test_a_network_that_was_changed_is_averaged_as_it_is_now(rank, size, change)
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), y).backward()
         optimizer.step()
-    for (name, a), b in zip(model.network.named_parameters(), net.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert_same_parameters(model.network, net)
 
 
 class Thaw(Callback):
