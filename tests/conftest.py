@@ -50,8 +50,12 @@ def rank(ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 @pytest.fixture
 def size(request: pytest.FixtureRequest) -> int:
     """The number of the ranks that call such a test, which its marker or a table may say."""
-    marker = request.node.get_closest_marker("ranks")
-    return marker.kwargs.get("size", 2) if marker else 2
+    return _how(request.node)["size"]
+
+
+def _how(test: pytest.Item) -> dict[str, Any]:
+    marker = test.get_closest_marker("ranks")
+    return {"size": 2, "timeout": 60} | (marker.kwargs if marker else {})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,9 +64,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = [*signature(pyfuncitem.obj).parameters]
     if names[:2] != ["rank", "size"]:
         return None
-    runs, size, *others = (pyfuncitem.funcargs[name] for name in names)
-    marker = pyfuncitem.get_closest_marker("ranks")
-    runs(pyfuncitem.obj, *others, size=size, timeout=marker.kwargs.get("timeout", 60) if marker else 60)
+    run, size, *others = (pyfuncitem.funcargs[name] for name in names)
+    run(pyfuncitem.obj, *others, **_how(pyfuncitem) | {"size": size})
     return True
 
 

@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import dpfuse
 from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.delivery import EarlyPrivate
 from tests.distributed.changes.test_rebuild import Repeating, expected_mean
-from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, copied, grads, large_from, mean_over_ranks
+from tests.distributed.in_place import ALL, NONE, Mlp, Net, Shared, batch, copied, grads, large_from, mean_over_ranks
 
 WRAPS = {
     "small": lambda module: dpfuse.DataParallel(module, None, 1e-3, 1e-3, gradient_as_bucket_view=False),
@@ -132,17 +131,6 @@ def test_what_was_replaced_meanwhile_is_unpacked_again(rank, size):
     for how in ("another", "moved", "none"):
         with large_from(NONE):
             assert both_ways(replaced, rank, how) > 0
-
-
-class Shared(nn.Module):
-    """The gradient of `early` is the memory that the backward of `late` still reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.late, self.early = nn.Linear(6, 4), nn.Parameter(torch.randn(20))
-
-    def forward(self, x):
-        return torch.tanh(self.late(x) + self.early.view(5, 4))
 
 
 def test_memory_that_backward_still_reads_is_not_written(rank, size):

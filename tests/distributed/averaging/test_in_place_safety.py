@@ -13,6 +13,7 @@ import dpfuse
 from tests.distributed.in_place import (
     Mlp,
     Net,
+    Shared,
     Tied,
     batch,
     each_alone,
@@ -25,17 +26,6 @@ from tests.distributed.in_place import (
 )
 
 # Gradients that are not the parameter's alone
-
-
-class Shared(nn.Module):
-    """The gradient of `early` is the memory that the backward of `late` still reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.late, self.early = nn.Linear(6, 4), nn.Parameter(torch.randn(20))
-
-    def forward(self, x):
-        return torch.tanh(self.late(x) + self.early.view(5, 4))
 
 
 def gradient_of_others(rank, size):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel, DPFuseError
+from tests.distributed.ddp_face.test_compile import Chain
 from tests.torch_ddp import since_torch
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -89,19 +90,6 @@ def test_attributes_about_caps_are_those_of_torch(arguments, caps):
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
-class Layer(nn.Module):
-    """A name of its own for each layer, where a compiled chain is cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(24))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("caps", [[1, 2], [2], [1, 1, 3]], ids=str)
 def test_the_compiler_splits_by_the_largest_of_the_caps_as_for_torch(caps):
@@ -114,7 +102,7 @@ def test_the_compiler_splits_by_the_largest_of_the_caps_as_for_torch(caps):
             graphs.append(graph)
             return graph.forward
 
-        torch.compile(cls(Layer(), bucket_cap_mb_list=caps), backend=backend)(torch.ones(1, 256))
+        torch.compile(cls(Chain(24, 256), bucket_cap_mb_list=caps), backend=backend)(torch.ones(1, 256))
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 1
 

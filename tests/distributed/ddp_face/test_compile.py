@@ -16,11 +16,11 @@ BOTH = (TorchDDP, DistributedDataParallel)
 
 
 class Chain(nn.Module):
-    """Twelve layers of 1 MB."""
+    """A name of its own for each layer, where a compiled chain is cut."""
 
-    def __init__(self):
+    def __init__(self, count, width):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
     def forward(self, x):
         for layer in self.layers:
@@ -36,7 +36,7 @@ def spans(profile, name):
 
 def trace_backward(rank, size, split):
     torch._dynamo.reset()
-    net = Chain()
+    net = Chain(12, 512)  # layers of 1 MB
     models = [cls(copy.deepcopy(net), bucket_cap_mb=3) for cls in BOTH]
     with torch._dynamo.config.patch(optimize_ddp=split):
         for model in models:
