@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from inspect import signature
 from multiprocessing.spawn import get_executable
 from typing import Any
 
@@ -38,6 +39,34 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return _pools[size].run(function, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def rank(ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """What runs a test whose first arguments are `rank` and `size`: each rank calls it, with its own number."""
+    return ranks
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest) -> int:
+    """The number of the ranks that call such a test, which its marker or a table may say."""
+    return _how(request.node)["size"]
+
+
+def _how(test: pytest.Item) -> dict[str, Any]:
+    marker = test.get_closest_marker("ranks")
+    return {"size": 2, "timeout": 60} | (marker.kwargs if marker else {})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Let ranks call a test that has these two arguments; its other ones are sent to them."""
+    names = [*signature(pyfuncitem.obj).parameters]
+    if names[:2] != ["rank", "size"]:
+        return None
+    run, size, *others = (pyfuncitem.funcargs[name] for name in names)
+    run(pyfuncitem.obj, *others, **_how(pyfuncitem) | {"size": size})
+    return True
 
 
 @pytest.fixture

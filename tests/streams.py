@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["PretendedStream", "PretendedStreams"]
+__all__ = ["PretendedStream", "PretendedStreams", "PretendedWork"]
 
 
 class PretendedStream:
@@ -34,6 +34,19 @@ class PretendedEvent:
     def query(self) -> bool:
         """Has it?"""
         return self.passed
+
+
+class PretendedWork:
+    """The work of a collective, for which the current stream waits; the wait may fail."""
+
+    def __init__(self, streams: PretendedStreams, error: Exception | None = None) -> None:
+        self.streams, self.error = streams, error
+
+    def wait(self, timeout: object) -> None:
+        """Note it."""
+        self.streams.log.append(f"{self.streams.current.name} waits for the work")
+        if self.error is not None:
+            raise self.error
 
 
 class PretendedStreams:

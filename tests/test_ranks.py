@@ -34,6 +34,22 @@ def test_every_rank_returns_its_result(ranks):
     assert ranks(sum_of_ranks) == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", [5])
+def test_each_rank_calls_a_test_that_takes_rank_and_size(rank, size, value):
+    assert (dist.get_rank(), dist.get_world_size(), value) == (rank, size, 5)
+
+
+@pytest.mark.ranks(size=3)
+def test_a_marker_says_how_many_ranks_do(rank, size):
+    assert (dist.get_world_size(), size) == (3, 3)
+
+
+@pytest.mark.xfail(raises=RankError, strict=True)
+def test_what_one_rank_raises_fails_such_a_test(rank, size):
+    assert rank == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("function", "text"), [(fails_on_rank_1, "planted"), (hangs, r"no answer(.|\n)*in hangs\n")])
 def test_a_failure_or_a_hang_on_a_rank_is_an_error(function, text):

@@ -34,7 +34,7 @@ def parts(model: dpfuse.DataParallel) -> list[object]:
     return [sync.window, sync._follower._signature, sync.grads.reducer.buckets[-1].parts.report, sync.grads.track]
 
 
-def stand_ins(rank: int, size: int) -> None:
+def test_every_check_has_its_stand_in(rank: int, size: int) -> None:
     def trained() -> dpfuse.DataParallel:
         model = dpfuse.DataParallel(nn.Linear(3, 3))
         for _ in range(3):
@@ -49,10 +49,6 @@ def stand_ins(rank: int, size: int) -> None:
         assert type(real) is not stand_in
     assert all(bucket._around.board is None for bucket in without.reducer.buckets)
     assert all(bucket._around.board is not None for bucket in checked.reducer.buckets)
-
-
-def test_every_check_has_its_stand_in(ranks):
-    ranks(stand_ins)
 
 
 @pytest.mark.parametrize(

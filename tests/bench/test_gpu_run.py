@@ -124,7 +124,7 @@ def test_a_run_goes_on_where_the_last_one_of_the_same_commit_stopped(run, tmp_pa
 
 
 def test_a_stopped_suite_leaves_a_record_of_its_finished_cases(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_run, "GRACE", 300.0)
+    monkeypatch.setattr(gpu_run, "GRACE", patience(40))
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)  # under them pytest-benchmark measures nothing
     (tmp_path / "bench").mkdir()
@@ -141,7 +141,7 @@ def test_a_stopped_suite_leaves_a_record_of_its_finished_cases(run, tmp_path, mo
         # A shell that starts the tests in the background lets them ignore SIGINT, and they hand that on.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import pathlib, sys; from bench import __main__ as bench; bench.ROOT = pathlib.Path(sys.argv[1]);"
-        "bench.SUITES = {'tiny': 600, 'other': 600}; bench.REPORT_SECONDS = 200;"
+        f"bench.SUITES = {{'tiny': 600, 'other': 600}}; bench.REPORT_SECONDS = {patience(30)};"
         "sys.exit(bench.main(['--results', sys.argv[2], '--out', sys.argv[2]]))"
     )
     suite = python("suite", code, str(tmp_path), "{folder}/records")

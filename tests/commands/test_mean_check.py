@@ -17,7 +17,8 @@ from dpfuse.errors import DPFuseError
 from tests.commands.models import PLACE, Uneven
 
 
-def right(rank, size, name):
+@pytest.mark.parametrize("name", ["DDP", "view", "dpfuse"])
+def test_right_means_pass_with_dropout(rank, size, name):
     torch.manual_seed(rank)
     target = build(f"{PLACE}:build")
     wrap = {
@@ -31,22 +32,13 @@ def right(rank, size, name):
     assert all(param.grad is None and not param._backward_hooks for param in target.module.parameters())
 
 
-@pytest.mark.parametrize("name", ["DDP", "view", "dpfuse"])
-def test_right_means_pass_with_dropout(ranks, name):
-    ranks(right, name)
-
-
-def endless(rank, size):
+def test_what_cannot_be_compared_is_said(rank, size):
     target = build(f"{PLACE}:infinite")
     with pytest.raises(DPFuseError, match=r"the mean gradient of 'weight' holds NaN or infinity.*expected a batch"):
         check_mean("nobody", target.module, lambda: target.backward(target.module), dist.group.WORLD)
 
 
-def test_what_cannot_be_compared_is_said(ranks):
-    ranks(endless)
-
-
-def uneven(rank, size):
+def test_sparse_unused_and_repeated_parameters_pass(rank, size):
     torch.manual_seed(rank)
     module = Uneven()
     wrapped = dpfuse.DataParallel(module, find_unused_parameters=True)
@@ -55,11 +47,7 @@ def uneven(rank, size):
         check_mean("dpfuse", module, lambda tokens=tokens: wrapped(tokens).sum().backward(), dist.group.WORLD)
 
 
-def test_sparse_unused_and_repeated_parameters_pass(ranks):
-    ranks(uneven)
-
-
-def kept_from_a_rank(rank, size):
+def test_a_rank_that_did_not_use_a_parameter_gets_its_mean_too(rank, size):
     module = Uneven()
     wrapped = dpfuse.DataParallel(module, find_unused_parameters=True)
 
@@ -73,10 +61,6 @@ def kept_from_a_rank(rank, size):
         check_mean("dpfuse", module, backward, dist.group.WORLD)
 
 
-def test_a_rank_that_did_not_use_a_parameter_gets_its_mean_too(ranks):
-    ranks(kept_from_a_rank)
-
-
 class Transposed(nn.Module):
     """Rank 1 alone uses the weight, and computes a gradient of other strides than it has itself."""
 
@@ -88,14 +72,10 @@ class Transposed(nn.Module):
         return (self.weight * x).sum() + self.bias.sum() if dist.get_rank() else self.bias.sum()
 
 
-def strided(rank, size):
+def test_strides_do_no_harm(rank, size):
     module = Transposed()
     wrapped = dpfuse.DataParallel(module, find_unused_parameters=True)
     check_mean("dpfuse", module, lambda: wrapped(torch.randn(8, 4)).backward(), dist.group.WORLD)
-
-
-def test_strides_do_no_harm(ranks):
-    ranks(strided)
 
 
 class Repeated(nn.Module):
@@ -109,7 +89,7 @@ class Repeated(nn.Module):
         return self.layer(x) + checkpoint(self.layer, x, use_reentrant=True)
 
 
-def repeated(rank, size):
+def test_several_contributions_are_added(rank, size):
     torch.manual_seed(rank)
     module, x = Repeated(), torch.randn(4, 8, requires_grad=True)
     wrapped = dpfuse.DataParallel(module)
@@ -117,11 +97,8 @@ def repeated(rank, size):
         check_mean("dpfuse", module, lambda: wrapped(x).square().sum().backward(), dist.group.WORLD)
 
 
-def test_several_contributions_are_added(ranks):
-    ranks(repeated)
-
-
-def wrong(rank, size, how):
+@pytest.mark.parametrize("how", ["local", "sum", "last bit", "missing"])
+def test_wrong_means_raise_on_every_rank(rank, size, how):
     torch.manual_seed(rank)
     module = nn.Linear(8, 8)
     wrapped = dpfuse.DataParallel(module)
@@ -142,11 +119,6 @@ def wrong(rank, size, how):
     names = "'weight' and 1 more is" if how in ("local", "sum") else "'bias' is"
     with wrapped.no_sync(how == "local"), pytest.raises(DPFuseError, match=f"the check of ours failed .*{names}"):
         check_mean("ours", module, backward, dist.group.WORLD)
-
-
-@pytest.mark.parametrize("how", ["local", "sum", "last bit", "missing"])
-def test_wrong_means_raise_on_every_rank(ranks, how):
-    ranks(wrong, how)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

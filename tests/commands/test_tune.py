@@ -105,14 +105,10 @@ def test_a_rank_that_fails_ends_all_with_exit_code_1(tmp_path, capsys):
     assert {*multiprocessing.active_children()} <= before
 
 
-def build_that_fails(rank, size):
+def test_a_factory_that_fails_on_one_rank_is_an_error_on_all(rank, size):
     text = f"the model of {PLACE}:breaks_on_rank_1 failed on rank 1: .*the factory raised OSError"
     with pytest.raises(DPFuseError, match=text):
         build_on_all_ranks(f"{PLACE}:breaks_on_rank_1")
-
-
-def test_a_factory_that_fails_on_one_rank_is_an_error_on_all(ranks):
-    ranks(build_that_fails)
 
 
 @pytest.mark.slow
@@ -122,15 +118,6 @@ def test_the_command_names_the_rank_of_such_a_factory_once(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(
         f"dpfuse tune: the model of {place} failed on rank 1: {place}: the factory"
     )
-
-
-def endless(rank, size):
-    target = build_on_all_ranks(f"{PLACE}:build")
-    model = dpfuse.DataParallel(target.module)
-    with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("dpfuse.tune.tuning._Tuner._after_backward", lambda self: None)
-        with pytest.raises(DPFuseError, match="nothing was tuned within 30 backwards"):
-            tune_wrapped(target, model, 1, (25, 1))
 
 
 def progress(rank, size):
@@ -152,11 +139,16 @@ def test_a_long_tuning_says_how_far_it_is(ranks):
         assert told
 
 
-def test_tuning_that_comes_to_no_end_is_given_up(ranks):
-    ranks(endless)
+def test_tuning_that_comes_to_no_end_is_given_up(rank, size):
+    target = build_on_all_ranks(f"{PLACE}:build")
+    model = dpfuse.DataParallel(target.module)
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr("dpfuse.tune.tuning._Tuner._after_backward", lambda self: None)
+        with pytest.raises(DPFuseError, match="nothing was tuned within 30 backwards"):
+            tune_wrapped(target, model, 1, (25, 1))
 
 
-def fails(rank, size):
+def test_tuning_that_fails_is_an_error(rank, size):
     target = build_on_all_ranks(f"{PLACE}:build")
     model = dpfuse.DataParallel(target.module)
     with pytest.MonkeyPatch.context() as monkey:
@@ -166,10 +158,6 @@ def fails(rank, size):
             pytest.raises(DPFuseError, match=f"{PLACE}:build: nothing was changed: .*division by zero"),
         ):
             tune_wrapped(target, model, 1, (25, 1))
-
-
-def test_tuning_that_fails_is_an_error(ranks):
-    ranks(fails)
 
 
 @pytest.mark.parametrize(

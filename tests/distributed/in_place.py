@@ -106,6 +106,17 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x)))))
 
 
+class Shared(nn.Module):
+    """The gradient of `early` is the memory that the backward of `late` still reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self.early = nn.Linear(6, 4), nn.Parameter(torch.randn(20))
+
+    def forward(self, x):
+        return torch.tanh(self.late(x) + self.early.view(5, 4))
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

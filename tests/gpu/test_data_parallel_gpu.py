@@ -89,7 +89,10 @@ def test_large_private_gradients_are_neither_packed_nor_unpacked(nccl):
     assert not any("_unflatten_kernel" in name for name in names)
 
 
-def over_nccl(rank, size, dtype):
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.ranks(timeout=120)
+def test_two_nccl_ranks_scale_in_the_collective(rank, size, dtype):
     """The factor of the mean in the collective, beside a multiplication and a plain sum."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -104,24 +107,16 @@ def over_nccl(rank, size, dtype):
         torch.testing.assert_close(got, mean)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_two_nccl_ranks_scale_in_the_collective(ranks, dtype):
-    ranks(over_nccl, dtype, timeout=120)
-
-
-def on_a_shared_gpu(rank, size, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.ranks(timeout=120)
+def test_two_gloo_ranks_on_one_gpu_equal_ddp_bitwise(rank, size, views):
     torch.backends.cudnn.deterministic = True
     torch.cuda.set_device(0)
     beside_ddp(rank, torch.float32, views, steps=5)
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_two_gloo_ranks_on_one_gpu_equal_ddp_bitwise(ranks, views):
-    ranks(on_a_shared_gpu, views, timeout=120)
-
-
-def manual_average(rank, size):
+@pytest.mark.ranks(timeout=120)
+def test_the_manual_path_averages_on_the_gpu(rank, size):
     torch.cuda.set_device(0)
     model = dpfuse.DataParallel(Net().cuda(), find_unused_parameters=True)
     with model.no_sync():
@@ -133,10 +128,6 @@ def manual_average(rank, size):
         dist.all_reduce(value)
     averaged = [param.grad.cpu() for param in model.parameters() if param.grad is not None]
     assert all(map(torch.equal, averaged, means))
-
-
-def test_the_manual_path_averages_on_the_gpu(ranks):
-    ranks(manual_average, timeout=120)
 
 
 def test_gradients_are_final_on_the_current_stream_when_backward_returns(nccl):
@@ -186,7 +177,7 @@ def test_communication_is_timed_with_events(nccl):
     assert times.exposed >= 0
 
 
-def failure_on_rank_1(rank, size):
+def test_a_peers_failure_is_known_after_the_next_backward_and_gradients_are_nan_until_then(rank, size):
     torch.cuda.set_device(0)
     model = dpfuse.DataParallel(nn.Linear(4, 4).cuda())
     x = torch.ones(2, 4, device="cuda")
@@ -215,11 +206,7 @@ def failure_on_rank_1(rank, size):
     assert all(param.grad.isfinite().all() for param in model.parameters())
 
 
-def test_a_peers_failure_is_known_after_the_next_backward_and_gradients_are_nan_until_then(ranks):
-    ranks(failure_on_rank_1, timeout=60)
-
-
-def failure_read_at_once(rank, size):
+def test_a_strict_check_raises_in_the_same_backward(rank, size):
     torch.cuda.set_device(0)
     model = dpfuse.DataParallel(nn.Linear(4, 4).cuda(), check="strict")
     x = torch.ones(2, 4, device="cuda")
@@ -236,7 +223,3 @@ def failure_read_at_once(rank, size):
     model.zero_grad()
     model(x).sum().backward()
     assert all(param.grad.isfinite().all() for param in model.parameters())
-
-
-def test_a_strict_check_raises_in_the_same_backward(ranks):
-    ranks(failure_read_at_once, timeout=60)

@@ -17,3 +17,10 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     with static.scope_guard(static.Scope()):
         yield
+
+
+@pytest.fixture
+def exe() -> static.Executor:
+    """An executor on one device."""
+    torch.manual_seed(0)
+    return static.Executor("cpu")

@@ -37,10 +37,24 @@ def make_rank_model(rank=0, metrics=None):
     net = make_net()
     with torch.no_grad():
         net[0].weight.add_(rank)  # overwritten by rank 0's
-    model = Model(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model.prepare(optimizer, nn.CrossEntropyLoss(), metrics)
-    return model
+    return make_model(net, metrics)
+
+
+def assert_every_rank_says(results, texts):
+    first, second = results
+    assert first == second
+    for text in texts:
+        assert text in first
+
+
+class Stream:
+    """Batches without a length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
 
 
 class Recorder(Callback):

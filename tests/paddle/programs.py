@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ __all__ = [
     "assert_like",
     "batch",
     "chunks",
+    "custom",
     "executor",
     "momentum",
     "reference",
@@ -35,6 +37,11 @@ class Regression(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> dict[str, Tensor]:
         y = self.outer(torch.tanh(self.inner(x)))
         return {"y": y, "loss": ((y - t) ** 2).mean()}
+
+
+def custom(forward: Callable[..., object]) -> nn.Module:
+    """A module of this forward."""
+    return type("Custom", (nn.Module,), {"forward": forward})()
 
 
 def batch(seed: int, rows: int = 6) -> dict[str, Tensor]:

@@ -11,17 +11,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
-from tests.paddle.programs import Regression, batch, sgd
-
-
-@pytest.fixture
-def exe():
-    torch.manual_seed(0)
-    return static.Executor("cpu")
-
-
-def custom(forward):
-    return type("Custom", (nn.Module,), {"forward": forward})()
+from tests.paddle.programs import Regression, batch, custom, sgd
 
 
 def test_a_program_may_grow_between_runs(exe):

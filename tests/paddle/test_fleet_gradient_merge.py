@@ -247,16 +247,6 @@ def test_one_step_per_cycle_is_no_merging(one_process):
     assert not any(torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
 
 
-def test_a_scheduler_may_step_in_every_iteration(one_process):
-    model, optimizer = one_process(2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    for iteration in range(2):
-        loss_of(model, 0, iteration).backward()
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.get_lr() == 0.125
-
-
 def test_models_and_optimizers_are_not_kept_alive(one_process):
     model, optimizer = one_process(2)
     merge = weakref.ref(optimizer._merge)

@@ -38,7 +38,8 @@ def some_slow(params):
     ]
 
 
-def train(rank, size, case):
+@pytest.mark.parametrize("case", some_slow(cases("trajectories")))
+def test_training_follows_paddles_trajectory(rank, size, case):
     net = GoldenNet(case, case["init_rank1"] if rank and case["init_differs"] else case["init"])
     options = ("comm_buffer_size", "last_comm_buffer_size", "find_unused_parameters")
     model = paddle.DataParallel(net, **{name: case[name] for name in options})
@@ -55,11 +56,6 @@ def train(rank, size, case):
         optimizer.step()
         model.clear_gradients(set_to_zero=case["clear_to_zero"])
     check_weights(net, case["expected"]["final"], case["dtype"])
-
-
-@pytest.mark.parametrize("case", some_slow(cases("trajectories")))
-def test_training_follows_paddles_trajectory(ranks, case):
-    ranks(train, case)
 
 
 def reduce(rank, size, case):

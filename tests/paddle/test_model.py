@@ -16,6 +16,7 @@ from dpfuse.paddle.io import DistributedBatchSampler
 from dpfuse.paddle.metric import Accuracy, Metric
 from tests.paddle.models import (
     Recorder,
+    Stream,
     TorchMean,
     assert_same_parameters,
     make_data,
@@ -55,17 +56,13 @@ def test_gradients_that_a_loader_without_true_length_leaves_over_make_a_step(len
     data = make_data(20)
     batches = [data[i : i + 4] for i in range(0, 20, 4)]
 
-    class Stream:
-        def __iter__(self):
-            return iter(batches)
-
     class Liar(Stream):
         def __len__(self):
             return length
 
     net = make_net()
     nets = [net, copy.deepcopy(net)]
-    for model_net, source in zip(nets, (batches, Stream() if length is None else Liar()), strict=True):
+    for model_net, source in zip(nets, (batches, Stream(batches) if length is None else Liar(batches)), strict=True):
         make_model(model_net).fit(source, epochs=2, verbose=0, accumulate_grad_batches=3)
     assert_same_parameters(*nets)
 

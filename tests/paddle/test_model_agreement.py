@@ -14,7 +14,7 @@ from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.io import DistributedBatchSampler
 from dpfuse.paddle.metric import Accuracy
-from tests.paddle.models import make_data, make_model
+from tests.paddle.models import Stream, assert_every_rank_says, make_data, make_model
 
 
 def call_with_different_data(rank, size, call, what):
@@ -52,10 +52,7 @@ def call_with_different_data(rank, size, call, what):
     ],
 )
 def test_shares_that_do_not_make_up_the_whole_are_refused(ranks, call, what, texts):
-    first, second = ranks(call_with_different_data, call, what, timeout=20)
-    assert first == second
-    for text in texts:
-        assert text in first
+    assert_every_rank_says(ranks(call_with_different_data, call, what, timeout=20), texts)
 
 
 def evaluate_whole(rank, size):
@@ -77,7 +74,7 @@ def test_a_plain_loader_gives_every_rank_the_same(ranks):
     np.testing.assert_allclose(whole[1], shared[1], rtol=1e-5, atol=1e-6)
 
 
-def evaluate_shuffled(rank, size):
+def test_a_plain_loader_that_shuffles_is_pointed_out(rank, size):
     model = make_model()
     loader = DataLoader(make_data(), 4, shuffle=True)
     for call in (model.evaluate, model.predict):
@@ -86,20 +83,6 @@ def evaluate_shuffled(rank, size):
                 call(loader, verbose=0)
         else:
             call(loader, verbose=0)
-
-
-def test_a_plain_loader_that_shuffles_is_pointed_out(ranks):
-    ranks(evaluate_shuffled)
-
-
-class Stream:
-    """Batches without a length."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
 
 
 def fit_streams(rank, size, batches, accumulate):
@@ -126,10 +109,7 @@ def fit_streams(rank, size, batches, accumulate):
     ],
 )
 def test_loaders_without_length_that_end_apart_are_an_error_on_all_ranks(ranks, batches, accumulate, texts):
-    first, second = ranks(fit_streams, batches, accumulate, timeout=20)
-    assert first == second
-    for text in texts:
-        assert text in first
+    assert_every_rank_says(ranks(fit_streams, batches, accumulate, timeout=20), texts)
 
 
 class OnRank0(Callback):
@@ -157,19 +137,14 @@ def evaluate_on_rank_0(rank, size, whole, with_evaluation):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("with_evaluation", "elsewhere"), [(False, "the end of an epoch"), (True, "buffers")])
 def test_a_call_on_one_rank_alone_is_named_on_all(ranks, whole, with_evaluation, elsewhere):
-    first, second = ranks(evaluate_on_rank_0, whole, with_evaluation, timeout=20)
-    assert first == second
-    assert "different calls: rank 0 has reached 'the arguments of evaluate'" in first
-    assert elsewhere in first
+    texts = ["different calls: rank 0 has reached 'the arguments of evaluate'", elsewhere]
+    assert_every_rank_says(ranks(evaluate_on_rank_0, whole, with_evaluation, timeout=20), texts)
 
 
-def evaluate_other_networks(rank, size):
+@pytest.mark.ranks(timeout=20)
+def test_networks_without_parameters_are_compared(rank, size):
     net = nn.Module()
     net.forward = lambda x: x
     net.register_buffer("state", torch.zeros(2 + rank))
     with pytest.raises(DPFuseError, match=r"the ranks' networks differ.*rank 1 has 'state: torch.float32\[3\]'"):
         Model(net)
-
-
-def test_networks_without_parameters_are_compared(ranks):
-    ranks(evaluate_other_networks, timeout=20)

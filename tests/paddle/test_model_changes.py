@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpfuse.paddle import Model
 from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.io import DistributedBatchSampler
-from tests.paddle.models import make_data, make_net
+from tests.paddle.models import assert_same_parameters, make_data, make_net
 
 
 def train(model, data, **options):
@@ -21,7 +21,9 @@ def train(model, data, **options):
     model.fit(data, batch_size=4, shuffle=False, verbose=0, **options)
 
 
-def train_beside_ddp(rank, size, change):
+@pytest.mark.parametrize("change", ["head", "head before fit", "head, evaluated", "double"])
+@pytest.mark.ranks(timeout=30)
+def test_a_network_that_was_changed_is_averaged_as_it_is_now(rank, size, change):
     model = Model(make_net())
     data = make_data()
     if change != "head before fit":
@@ -48,13 +50,7 @@ def train_beside_ddp(rank, size, change):
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), y).backward()
         optimizer.step()
-    for (name, a), b in zip(model.network.named_parameters(), net.parameters(), strict=True):
-        assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("change", ["head", "head before fit", "head, evaluated", "double"])
-def test_a_network_that_was_changed_is_averaged_as_it_is_now(ranks, change):
-    ranks(train_beside_ddp, change, timeout=30)
+    assert_same_parameters(model.network, net)
 
 
 class Thaw(Callback):

@@ -19,6 +19,7 @@ from dpfuse.paddle.callbacks import Callback
 from dpfuse.paddle.metric import Accuracy
 from tests.distributed.processes import launch
 from tests.paddle.models import (
+    assert_same_parameters,
     make_data,
     make_net,
     make_rank_model,
@@ -65,22 +66,20 @@ def load_everywhere(rank, size, path):
     dist.barrier()
     other = make_rank_model()
     other.load(path)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_parameters(model.network, other.network)
     states = [each._stepper.optimizer.state_dict()["state"] for each in (model, other)]
     for index, state in states[0].items():
         assert torch.equal(state["momentum_buffer"], states[1][index]["momentum_buffer"])
     for each in (model, other):
         each.fit(make_data(), batch_size=4, verbose=0)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_parameters(model.network, other.network)
 
 
 def test_training_goes_on_from_a_file(ranks, tmp_path):
     ranks(load_everywhere, str(tmp_path / "folder" / "model"))
 
 
-def trainable_loss(rank, size):
+def test_what_cannot_be_shared_is_refused(rank, size):
     class Weighted(nn.Module):
         def __init__(self):
             super().__init__()
@@ -100,11 +99,7 @@ def trainable_loss(rank, size):
         make_rank_model().fit(Stream(), verbose=0)
 
 
-def test_what_cannot_be_shared_is_refused(ranks):
-    ranks(trainable_loss)
-
-
-def warned(rank, size):
+def test_loaders_that_may_surprise_are_pointed_out_on_rank_0(rank, size):
     data = make_data()
     model = make_rank_model()
     sharded = [data[i : i + 2] for i in range(2 * rank, 22 - 2 * rank, 4)]
@@ -118,11 +113,7 @@ def warned(rank, size):
         model.evaluate(sharded, verbose=0)
 
 
-def test_loaders_that_may_surprise_are_pointed_out_on_rank_0(ranks):
-    ranks(warned)
-
-
-def epochs_of_a_distributed_sampler(rank, size):
+def test_torchs_distributed_sampler_shuffles_anew_in_every_epoch(rank, size):
     seen = []
 
     class Collect(Callback):
@@ -141,10 +132,6 @@ def epochs_of_a_distributed_sampler(rank, size):
         expected.append(nn.functional.cross_entropy(model.network(x), y).item())
     assert expected[0] != expected[1]
     assert seen == expected
-
-
-def test_torchs_distributed_sampler_shuffles_anew_in_every_epoch(ranks):
-    ranks(epochs_of_a_distributed_sampler)
 
 
 @pytest.mark.slow
@@ -177,18 +164,15 @@ def test_a_script_for_one_card_runs_under_launch(tmp_path):
     assert done.stdout.count("step 4/4") == 8  # of rank 0 alone: four epochs and their evaluations
 
 
-def freeze_on_one_rank(rank, size):
+@pytest.mark.ranks(timeout=20)
+def test_a_layer_frozen_on_one_rank_is_an_error_on_all(rank, size):
     model = make_rank_model()
     model.network[0].weight.requires_grad_(rank == 0)
     with pytest.raises(DPFuseError, match=r"rank 1 has .*0\.weight.* requires_grad=False"):
         model.fit(make_data(), batch_size=4, verbose=0)
 
 
-def test_a_layer_frozen_on_one_rank_is_an_error_on_all(ranks):
-    ranks(freeze_on_one_rank, timeout=20)
-
-
-def train_single_batches(rank, size):
+def test_single_batches_are_averaged_when_the_optimizer_steps(rank, size):
     data = make_data()
     model, plain = make_rank_model(rank), make_net()
     x, y = data[4 * rank : 4 * rank + 4]
@@ -200,13 +184,8 @@ def train_single_batches(rank, size):
         nn.functional.cross_entropy(plain(x), y).backward()
     dpfuse.fused_allreduce_gradients(plain.parameters())
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_parameters(model.network, plain)
     # A batch of its own on each rank, without the other.
     if rank == 1:
         assert model.eval_batch(x, y)[0] == nn.functional.cross_entropy(plain(x), y).item()
         model.predict_batch(x)
-
-
-def test_single_batches_are_averaged_when_the_optimizer_steps(ranks):
-    ranks(train_single_batches)

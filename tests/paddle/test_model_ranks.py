@@ -20,14 +20,18 @@ from dpfuse.paddle.io import DistributedBatchSampler
 from dpfuse.paddle.metric import Accuracy
 from tests.paddle.models import (
     Recorder,
+    Stream,
     TorchMean,
+    assert_every_rank_says,
+    assert_same_parameters,
     make_data,
     make_net,
     make_rank_model,
 )
 
 
-def fit_beside_ddp(rank, size, accumulate):
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fit_equals_a_ddp_loop_bitwise(rank, size, accumulate):
     data = make_data(23)
     model = make_rank_model(rank)
     model.fit(data, batch_size=3, epochs=3, verbose=0, accumulate_grad_batches=accumulate)
@@ -44,13 +48,7 @@ def fit_beside_ddp(rank, size, accumulate):
             else:
                 with ddp.no_sync():
                     nn.functional.cross_entropy(ddp(x), y).backward()
-    for (name, a), b in zip(model.network.named_parameters(), ddp.module.parameters(), strict=True):
-        assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_fit_equals_a_ddp_loop_bitwise(ranks, accumulate):
-    ranks(fit_beside_ddp, accumulate)
+    assert_same_parameters(model.network, ddp.module)
 
 
 def collectives_of_an_epoch(rank, size, accumulate):
@@ -65,23 +63,13 @@ def test_accumulation_communicates_only_for_the_last_batch_of_a_window(ranks):
     assert ranks(collectives_of_an_epoch, 3) == [3, 3]
 
 
-def fit_without_length(rank, size):
+def test_what_a_loader_without_length_leaves_over_is_averaged_too(rank, size):
     data = make_data(20)
     mine = [data[i : i + 2] for i in range(2 * rank, 20, 4)]
     models = [make_rank_model(), make_rank_model()]
-    models[0].fit(mine, verbose=0, epochs=2, accumulate_grad_batches=2)
-
-    class Stream:
-        def __iter__(self):
-            return iter(mine)
-
-    models[1].fit(Stream(), verbose=0, epochs=2, accumulate_grad_batches=2)
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_what_a_loader_without_length_leaves_over_is_averaged_too(ranks):
-    ranks(fit_without_length)
+    for model, source in zip(models, (mine, Stream(mine)), strict=True):
+        model.fit(source, verbose=0, epochs=2, accumulate_grad_batches=2)
+    assert_same_parameters(*(model.network for model in models))
 
 
 def evaluated(model, source, batch_size):
@@ -118,28 +106,17 @@ def on_one_process(samples, batch_size):
         (23, 4, "whole", 2),
     ],
 )
-def test_evaluate_and_predict_equal_one_process(ranks, samples, batch_size, kind, size):
+def test_evaluate_and_predict_equal_one_process_and_are_the_same_on_all_ranks(ranks, samples, batch_size, kind, size):
     results, outputs = on_one_process(samples, batch_size)
-    for found, predicted in ranks(compute_evaluation, samples, batch_size, kind, size=size):
+    every = ranks(compute_evaluation, samples, batch_size, kind, size=size)
+    for found, predicted in every:
+        assert found["loss"] == every[0][0]["loss"], "to the last bit"
         counts = ("acc_top1", "acc_top2", "torchmean")
         assert [found[name] for name in counts] == [results[name] for name in counts]
         # The last batch is split over the ranks, and a matrix product of fewer rows may round otherwise.
         assert found["loss"] == pytest.approx(results["loss"], rel=1e-6)
         assert [array.shape for array in predicted[0]] == [array.shape for array in outputs[0]]
         np.testing.assert_allclose(np.concatenate(predicted[0]), np.concatenate(outputs[0]), rtol=1e-5, atol=1e-6)
-
-
-def results_of_ranks(rank, size):
-    found = compute_evaluation(rank, size, 23, 4, "dataset")
-    wire = torch.tensor([*found[0]["loss"], found[0]["acc_top1"]], dtype=torch.float64)
-    gathered = [torch.empty_like(wire) for _ in range(size)]
-    dist.all_gather(gathered, wire)
-    return [row.tolist() for row in gathered]
-
-
-def test_every_rank_has_the_same_loss_to_the_last_bit(ranks):
-    for rows in ranks(results_of_ranks, size=3):
-        assert rows[0] == rows[1] == rows[2]
 
 
 class Numbers(TensorDataset):
@@ -283,10 +260,7 @@ def fit_unevenly(rank, size, what):
     ],
 )
 def test_fit_compares_what_the_ranks_were_given(ranks, what, texts):
-    first, second = ranks(fit_unevenly, what, timeout=20)
-    assert first == second
-    for text in texts:
-        assert text in first
+    assert_every_rank_says(ranks(fit_unevenly, what, timeout=20), texts)
 
 
 class StopOnRank1(Callback):

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
-from tests.paddle.programs import sgd
+from tests.paddle.programs import custom, sgd
 
 
 def wrong_in_a_guard(kind):
@@ -127,10 +127,6 @@ def test_a_guard_takes_programs(arguments, text):
         pass
 
 
-def module_of(forward):
-    return type("Custom", (nn.Module,), {"forward": forward})()
-
-
 def loops(self, x):
     return [row for row in x]  # noqa: C416
 
@@ -149,11 +145,11 @@ def loops(self, x):
 )
 def test_what_cannot_be_captured_says_why(forward, text):
     with pytest.raises(ValueError, match=text):
-        static.Program(module_of(forward))
+        static.Program(custom(forward))
 
 
 def test_an_argument_named_like_a_parameter_is_refused():
-    module = module_of(lambda self, weight: weight * self.weight)
+    module = custom(lambda self, weight: weight * self.weight)
     module.weight = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="has an argument 'weight' with a parameter's name"):
         static.Program(module)

@@ -12,17 +12,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
-from tests.paddle.programs import Regression, batch, momentum, sgd
-
-
-@pytest.fixture
-def exe():
-    torch.manual_seed(0)
-    return static.Executor("cpu")
-
-
-def custom(forward):
-    return type("Custom", (nn.Module,), {"forward": forward})()
+from tests.paddle.programs import Regression, batch, custom, momentum, sgd
 
 
 def trained_by_hand(module, steps, optimizer):

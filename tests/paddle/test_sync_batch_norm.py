@@ -11,6 +11,7 @@ from torch import nn
 
 from dpfuse.paddle.distributed import fleet
 from dpfuse.paddle.distributed.fleet.sync_batch_norm import SyncBatchNorm
+from tests.paddle.test_fleet import strategy
 
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-12}  # float64; sums are taken in another order
 
@@ -133,13 +134,6 @@ def test_one_process_is_ordinary_batch_normalisation():
     model, reference = SyncBatchNorm.convert_sync_batchnorm(net()), net()
     x = batches((4,))[0][0]
     assert torch.equal(model(x), reference(x))
-
-
-def strategy(**fields):
-    result = fleet.DistributedStrategy()
-    for name, value in fields.items():
-        setattr(result, name, value)
-    return result
 
 
 def through_fleet(rank, size):

@@ -375,16 +375,12 @@ ERRORS = {
 }
 
 
-def wrong(rank, size, name):
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.filterwarnings("ignore")
+def test_mistakes_are_errors_on_every_rank(rank, size, name):
     action, kind, text = ERRORS[name]
     with pytest.raises(kind, match=text):
         action(rank)
-
-
-@pytest.mark.parametrize("name", ERRORS)
-@pytest.mark.filterwarnings("ignore")
-def test_mistakes_are_errors_on_every_rank(ranks, name):
-    ranks(wrong, name)
 
 
 def loaded_after_an_error(rank, size):

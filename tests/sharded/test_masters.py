@@ -203,7 +203,7 @@ def test_copies_are_saved_and_loaded_exactly(ranks):
     assert len(three) == len(weights)
 
 
-def overwritten(rank, size):
+def test_small_updates_add_up_and_written_weights_are_followed(rank, size):
     """A program writes weights between two steps, and the copies follow; small updates are kept in between."""
     model = wrapped(Narrow())
     optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=1e-6, master_dtype=torch.float32)
@@ -223,7 +223,3 @@ def overwritten(rank, size):
     after = optimizer.state_dict()["state"][0]["master_param"]
     assert (after - 2.0).abs().max() < 1e-3
     assert torch.equal(weight, after.bfloat16())
-
-
-def test_small_updates_add_up_and_written_weights_are_followed(ranks):
-    ranks(overwritten)

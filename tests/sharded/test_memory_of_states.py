@@ -422,7 +422,8 @@ def test_a_group_is_added_later(ranks, kind):
     assert ranks(unfrozen, kind) == [False, False]
 
 
-def losing(rank, size, how):
+@pytest.mark.parametrize("how", ["unused", "load", "plan"])
+def test_what_would_be_lost_is_an_error_on_every_rank(rank, size, how):
     model = dpfuse.DataParallel(network(), find_unused_parameters=how == "unused")
     optimizer = dpfuse.ShardedOptimizer(model, InList, lr=0.01)
     state = optimizer.state_dict()
@@ -440,11 +441,6 @@ def losing(rank, size, how):
         else:
             model._sync.grads.use_plan(dpfuse.plan_buckets(model.module, comm_buffer_size=0, last_comm_buffer_size=0))
             train(model, optimizer, range(1, 3), rank, torch.float32)
-
-
-@pytest.mark.parametrize("how", ["unused", "load", "plan"])
-def test_what_would_be_lost_is_an_error_on_every_rank(ranks, how):
-    ranks(losing, how)
 
 
 @pytest.mark.parametrize("kind", [optim.Adagrad, *OWN], ids=lambda kind: kind.__name__)
@@ -490,7 +486,7 @@ class Marked(Eager):
         self.make()
 
 
-def settings_seen(rank, size):
+def test_settings_are_those_of_the_class(rank, size):
     net = network()
     net.scale.slow = True
     model = dpfuse.DataParallel(net)
@@ -502,10 +498,6 @@ def settings_seen(rank, size):
     assert "slow: True" in repr(optimizer)
     assert optimizer.defaults["lr"] == 0.01
     train(model, optimizer, range(2), rank, torch.float32)
-
-
-def test_settings_are_those_of_the_class(ranks):
-    ranks(settings_seen)
 
 
 def test_nothing_of_the_trial_is_left(ranks):

@@ -227,12 +227,8 @@ def test_each_parameter_has_a_storage_of_its_own(ranks, tmp_path):
     assert ranks(saved_by_others, str(tmp_path)) == [False, False]
 
 
-def looked_up(rank, size):
+def test_a_lookup_of_a_state_is_an_error(rank, size):
     model = dpfuse.DataParallel(network())
     optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
     with pytest.raises(DPFuseError, match=r"state of a parameter was looked up .*Call state_dict\(\) on every rank"):
         optimizer.state[model.module.scale]
-
-
-def test_a_lookup_of_a_state_is_an_error(ranks):
-    ranks(looked_up)

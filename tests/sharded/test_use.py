@@ -84,7 +84,7 @@ def test_norm_and_clipping_are_those_of_whole_gradients(ranks, order):
         assert difference < (1e-6 if order in (2.0, math.inf) else 1e-5)
 
 
-def nonfinite(rank, size):
+def test_a_norm_that_is_not_finite_is_an_error_everywhere(rank, size):
     model = dpfuse.DataParallel(network())
     dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
     loss_of(model, 0, rank, bad=rank == 0).backward()
@@ -92,10 +92,6 @@ def nonfinite(rank, size):
         model.clip_grad_norm_(1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match=r"norm_type must be above 0 with a ShardedOptimizer, got 0.0"):
         model.grad_norm(0)
-
-
-def test_a_norm_that_is_not_finite_is_an_error_everywhere(ranks):
-    ranks(nonfinite)
 
 
 USES = {
@@ -265,7 +261,8 @@ MISTAKES = {
 }
 
 
-def mistaken(rank, size, name):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_errors_on_every_rank(rank, size, name):
     make, kind, text = MISTAKES[name]
     with pytest.raises(kind, match=text):
         make()
@@ -274,11 +271,6 @@ def mistaken(rank, size, name):
     optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
     loss_of(model, 0, rank).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_errors_on_every_rank(ranks, name):
-    ranks(mistaken, name)
 
 
 def different(rank, size, what):

@@ -185,17 +185,13 @@ class Odd(Factored):
                 self.state[param]["odd"] = Odd
 
 
-def odd_state(rank, size):
+def test_a_state_that_cannot_be_sent_is_an_error_on_every_rank(rank, size):
     model = dpfuse.DataParallel(nn.Linear(8, 8))
     optimizer = dpfuse.ShardedOptimizer(model, Odd, lr=0.1)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     with pytest.raises(DPFuseError, match=f"rank {rank}: rank 0 has a state of a whole tensor that cannot be sent"):
         optimizer.state_dict()
-
-
-def test_a_state_that_cannot_be_sent_is_an_error_on_every_rank(ranks):
-    ranks(odd_state)
 
 
 MADE = []

@@ -169,15 +169,19 @@ def one_bucket(group, params, make_report=None, **settings):
     return Assembly(group, surroundings(), SyncSettings(**settings), make_report=make_report).make(plan, params)
 
 
+def send_and_deliver(bucket):
+    bucket.send(Outcome(), complete=True)
+    bucket.wait()
+    bucket.deliver()
+
+
 def test_padding_and_gaps_of_a_buffer_stay_zero(group):
     params = [nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
     (bucket,) = one_bucket(group, params, views=True, make_report=make_report)
     for step in range(3):
         for param in params:
             param.grad = torch.full_like(param, float("nan") if step else 1.0)
-        bucket.send(Outcome(), complete=True)
-        bucket.wait()
-        bucket.deliver()
+        send_and_deliver(bucket)
         flat = bucket.parts.buffer.flat
         filled = torch.zeros_like(flat, dtype=torch.bool)
         for slot in bucket.plan.slots:
@@ -325,9 +329,7 @@ def test_a_bucket_delivers_the_mean_and_tells_that_all_is_well(group):
 def test_an_empty_bucket_sends_zeros_and_touches_no_gradient(group, views):
     params = two_params()
     (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
-    bucket.send(Outcome(), complete=True)
-    bucket.wait()
-    bucket.deliver()
+    send_and_deliver(bucket)
     bucket.send_empty(Outcome(failed=True))
     bucket.wait()
     assert bucket._sent is not bucket.parts.buffer.flat
@@ -432,9 +434,7 @@ def test_an_exchange_that_does_not_start_leaves_a_free_bucket(group, inside):
         bucket.send(Outcome(), complete=True)
     assert left == ([caught.value] if inside else [])
     assert bucket.state is FREE
-    bucket.send(Outcome(), complete=True)
-    bucket.wait()
-    bucket.deliver()
+    send_and_deliver(bucket)
     assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
 
 
@@ -559,9 +559,7 @@ def test_other_factors_hold_from_the_next_send_on_and_never_change_what_travels(
     (bucket,) = one_bucket(group, params, make_report=make_report)
     bucket.average_by(Averaging("bfloat16", 0.25))
     assert bucket.averaging == Averaging("float32", 0.25)
-    bucket.send(Outcome(), complete=True)
-    bucket.wait()
-    bucket.deliver()
+    send_and_deliver(bucket)
     assert [param.grad.tolist() for param in params] == [[0.25] * 3, [0.5] * 5]
 
 
@@ -569,9 +567,7 @@ def test_a_bucket_is_used_again_for_other_parameters_and_keeps_none_of_them_aliv
     (bucket,) = one_bucket(group, two_params())
     params = two_params()
     bucket.bind(params)
-    bucket.send(Outcome(), complete=True)
-    bucket.wait()
-    bucket.deliver()
+    send_and_deliver(bucket)
     first = weakref.ref(params[0])
     del params
     bucket.bind(())

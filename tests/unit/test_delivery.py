@@ -15,6 +15,7 @@ from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.streams import SideStream
 from dpfuse.engine.torch_private import Hooks
+from tests.streams import PretendedWork
 
 CUDA = torch.device("cuda", 0)
 
@@ -202,16 +203,6 @@ def test_a_gradient_with_a_graph_is_written_without_one():
 # --- Private gradients that are copied early ---
 
 
-class Work:
-    def __init__(self, streams, error=None):
-        self.streams, self.error = streams, error
-
-    def wait(self, timeout):
-        self.streams.log.append(f"{self.streams.current.name} waits for the work")
-        if self.error is not None:
-            raise self.error
-
-
 class NotedPrivate(Private):
     """Notes on which stream it copies."""
 
@@ -235,7 +226,7 @@ def test_a_copy_runs_behind_the_collective_on_the_side_and_nothing_is_left_to_de
     params = make_params(3, 5)
     early = early_of(streams, params)
     early.hand_out_early(set())
-    early.sent(Work(streams), clean=True)
+    early.sent(PretendedWork(streams), clean=True)
     assert streams.log == ["side waits for the work", "copies on side"]
     early.landed()
     assert early.deliver(set(), set())
@@ -247,7 +238,7 @@ def test_a_copy_runs_behind_the_collective_on_the_side_and_nothing_is_left_to_de
 def test_what_cannot_be_queued_is_copied_at_the_end(streams, fails):
     params = make_params(3)
     early = early_of(streams, params, ValueError("planted") if fails == "the copy" else None)
-    early.sent(Work(streams, RuntimeError("planted") if fails == "the work" else None), clean=True)
+    early.sent(PretendedWork(streams, RuntimeError("planted") if fails == "the work" else None), clean=True)
     early.landed()
     assert streams.log[-1] == "main waits for side", "some of it may have been queued"
     assert early.deliver(set(), set())
@@ -258,7 +249,7 @@ def test_what_cannot_be_queued_is_copied_at_the_end(streams, fails):
 def test_a_bucket_that_is_not_clean_is_copied_at_the_end(streams):
     params = make_params(3)
     early = early_of(streams, params)
-    early.sent(Work(streams), clean=False)
+    early.sent(PretendedWork(streams), clean=False)
     early.landed()
     assert streams.log == []
     early.deliver(set(), set())
@@ -270,7 +261,7 @@ def test_gradients_that_a_feed_holds_are_made_at_the_end(streams):
     params = make_params(3, 5)
     params[0].grad = None
     early = early_of(streams, params)
-    early.sent(Work(streams), clean=True)
+    early.sent(PretendedWork(streams), clean=True)
     early.landed()
     assert early.deliver(set(), set())
     assert values(params) == [1, 2]
@@ -281,7 +272,7 @@ def test_only_gradients_that_no_other_code_has_or_awaits_are_written(streams):
     def written(param):
         streams.log.clear()
         early = early_of(streams, [param])
-        early.sent(Work(streams), clean=True)
+        early.sent(PretendedWork(streams), clean=True)
         return "copies on side" in streams.log and early.delivered() == {0}
 
     def param():
@@ -307,7 +298,7 @@ def test_only_gradients_that_no_other_code_has_or_awaits_are_written(streams):
 def test_a_gradient_that_was_replaced_or_moved_is_copied_again(streams):
     params = make_params(3, 3, 3, 3)
     early = early_of(streams, params)
-    early.sent(Work(streams), clean=True)
+    early.sent(PretendedWork(streams), clean=True)
     params[1].grad = torch.full((3,), 9.0)
     params[2].grad.data = torch.full((3,), 9.0)
     params[3].grad = None
@@ -321,7 +312,7 @@ def test_a_gradient_that_was_replaced_or_moved_is_copied_again(streams):
 def test_discarded_gradients_that_were_written_become_zeros_and_no_others(streams):
     params = make_params(3, 3)
     early = early_of(streams, params)
-    early.sent(Work(streams), clean=True)
+    early.sent(PretendedWork(streams), clean=True)
     params[1].grad = torch.full((3,), 9.0)
     early.landed()
     early.discard()

@@ -22,6 +22,7 @@ from dpfuse.engine.exchanges.sparse import SparseRows
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.report import Outcome
 from dpfuse.engine.streams import SideStream, WritingStreams, writers_on
+from tests.streams import PretendedWork
 
 CUDA = torch.device("cuda", 0)
 
@@ -209,16 +210,6 @@ def test_gradients_outlive_the_pack_where_several_streams_wrote_them(streams, wr
 # --- A stream beside backward ---
 
 
-class Work:
-    def __init__(self, streams, error=None):
-        self.streams, self.error = streams, error
-
-    def wait(self, timeout):
-        self.streams.log.append(f"{self.streams.current.name} waits for the work")
-        if self.error is not None:
-            raise self.error
-
-
 def note(streams, text):
     streams.log.append(f"{text} on {streams.current.name}")
 
@@ -228,7 +219,7 @@ def test_what_is_queued_runs_behind_the_work_on_the_side_and_is_joined_once(stre
     side.join()
     assert streams.log == [], "nothing was queued, so nothing is waited for"
     for name in ("first", "second"):
-        assert side.queue(Work(streams), partial(note, streams, name), [name])
+        assert side.queue(PretendedWork(streams), partial(note, streams, name), [name])
     assert streams.current.name == "main"
     order = ["side waits for the work", "first on side", "side waits for the work", "second on side"]
     assert streams.log == order
@@ -244,7 +235,7 @@ def test_what_cannot_be_queued_is_told_and_still_joined(streams, error):
     def fail():
         raise error
 
-    assert not side.queue(Work(streams), fail, ["memory"])
+    assert not side.queue(PretendedWork(streams), fail, ["memory"])
     side.join()
     assert streams.log == ["side waits for the work", "main waits for side"], "some of it may have been queued"
 
@@ -252,7 +243,7 @@ def test_what_cannot_be_queued_is_told_and_still_joined(streams, error):
 def test_memory_is_held_until_the_streams_are_joined(streams):
     side, memory = SideStream(CUDA), torch.zeros(3)
     freed = weakref.ref(memory)
-    side.queue(Work(streams), lambda: None, [memory])
+    side.queue(PretendedWork(streams), lambda: None, [memory])
     del memory
     assert freed() is not None
     side.join()
@@ -264,7 +255,7 @@ def test_memory_of_a_side_stream_that_was_never_joined_lives_until_the_stream_is
     streams_file._orphans.clear()
     side, memory = SideStream(CUDA), torch.zeros(3)
     freed = weakref.ref(memory)
-    side.queue(Work(streams), lambda: None, [memory])
+    side.queue(PretendedWork(streams), lambda: None, [memory])
     del side, memory
     gc.collect()
     assert freed() is not None

@@ -128,7 +128,7 @@ def test_three_ranks_have_the_gradients_of_torchs_class(ranks, zeroed):
     ranks(as_torch, "torch", False, zeroed, size=3)
 
 
-def released_early(rank, size):
+def test_gradients_are_released_while_a_local_backward_runs(rank, size):
     """Within a local backward, gradients are taken bucket by bucket; after it none is left."""
     net, seen = built(), []
     net.sides[1].requires_grad_(False)
@@ -147,11 +147,9 @@ def released_early(rank, size):
     assert seen == [True, True, False] * 3
 
 
-def test_gradients_are_released_while_a_local_backward_runs(ranks):
-    ranks(released_early)
-
-
-def other_dtypes(rank, size, dtype, views):
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_16_bit_gradients_are_rounded_once_and_wider_ones_keep_their_dtype(rank, size, dtype, views):
     """16-bit gradients are added up in float32, over micro-batches and ranks, and rounded once."""
     model = wrap(built(dtype=dtype), gradient_as_bucket_view=views, find_unused_parameters=True)
     wide = torch.promote_types(dtype, torch.float32)
@@ -167,12 +165,7 @@ def other_dtypes(rank, size, dtype, views):
 
 
 @pytest.mark.parametrize("views", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-def test_16_bit_gradients_are_rounded_once_and_wider_ones_keep_their_dtype(ranks, dtype, views):
-    ranks(other_dtypes, dtype, views)
-
-
-def used_now_and_then(rank, size, views):
+def test_a_parameter_counts_as_used_if_some_micro_batch_used_it(rank, size, views):
     """Used in an earlier micro-batch, on one rank only, in none: whatever was accumulated is averaged."""
     for mine, other in [((1, 0, 0), (0, 0, 0)), ((0, 0, 1), (0, 1, 0)), ((1, 1, 0), (0, 1, 0)), ((0,) * 3, (0,) * 3)]:
         model = wrap(gradient_as_bucket_view=views, find_unused_parameters=True)
@@ -194,11 +187,6 @@ def used_now_and_then(rank, size, views):
             model.zero_grad()
 
 
-@pytest.mark.parametrize("views", [True, False])
-def test_a_parameter_counts_as_used_if_some_micro_batch_used_it(ranks, views):
-    ranks(used_now_and_then, views)
-
-
 class Rows(nn.Module):
     def __init__(self):
         super().__init__()
@@ -210,7 +198,7 @@ class Rows(nn.Module):
         return self.net(x + self.table(rows))
 
 
-def with_sparse_gradients(rank, size):
+def test_sparse_gradients_accumulate_in_grad_beside_the_buckets(rank, size):
     ours, theirs = wrap(built(Rows), find_unused_parameters=True), built(Rows)
     for step in range(3):
         theirs.zero_grad()
@@ -227,11 +215,8 @@ def with_sparse_gradients(rank, size):
         ours.zero_grad()
 
 
-def test_sparse_gradients_accumulate_in_grad_beside_the_buckets(ranks):
-    ranks(with_sparse_gradients)
-
-
-def in_rank_order(rank, size):
+@pytest.mark.parametrize("size", [2, 3])
+def test_deterministic_sums_depend_on_no_bucket_size(rank, size):
     """The definition of `deterministic`, on sums: no bucket size changes a bit."""
     results = []
     for cap in (1e-4, 25):
@@ -255,12 +240,7 @@ def in_rank_order(rank, size):
     assert_equal(results[0], sums, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_deterministic_sums_depend_on_no_bucket_size(ranks, size):
-    ranks(in_rank_order, size=size)
-
-
-def nonfinite(rank, size):
+def test_values_that_are_not_finite_are_found_in_the_sum(rank, size):
     """The sum is what is looked at: whatever a micro-batch brought in, in a parameter the last one did not use too."""
     model = wrap(check_finite="raise", find_unused_parameters=True)
     for step in range(2):
@@ -275,11 +255,7 @@ def nonfinite(rank, size):
     assert all(grad is None or grad.isfinite().all() for grad in gradients(model))
 
 
-def test_values_that_are_not_finite_are_found_in_the_sum(ranks):
-    ranks(nonfinite)
-
-
-def beside_other_hooks(rank, size):
+def test_other_hooks_see_gradients_and_checkpoints_may_fire_twice(rank, size):
     """Another hook on a parameter sees its gradient before it is taken; reentrant checkpoints fire twice."""
     model, seen = wrap(), []
     model.module.last.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
@@ -300,11 +276,7 @@ def beside_other_hooks(rank, size):
     assert len(seen) == 3 * WINDOW * 2
 
 
-def test_other_hooks_see_gradients_and_checkpoints_may_fire_twice(ranks):
-    ranks(beside_other_hooks)
-
-
-def optimizers_in_backward(rank, size):
+def test_optimizers_in_backward_step_on_the_sums(rank, size):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     results = []
@@ -318,7 +290,3 @@ def optimizers_in_backward(rank, size):
             window(model, rank, step)
         results.append([param.detach() for param in net.parameters()])
     assert_equal(*results)
-
-
-def test_optimizers_in_backward_step_on_the_sums(ranks):
-    ranks(optimizers_in_backward)

@@ -25,7 +25,7 @@ from tests.distributed.accumulation.test_in_buckets import (
 from tests.distributed.ddp_face.test_join import DDP, assert_same, train
 
 
-def changed_in_a_window(rank, size):
+def test_a_module_may_change_inside_a_window_and_nothing_gets_lost(rank, size):
     def convert(model):
         model.double()
 
@@ -64,11 +64,7 @@ def changed_in_a_window(rank, size):
                 torch.testing.assert_close(got.grad, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_module_may_change_inside_a_window_and_nothing_gets_lost(ranks):
-    ranks(changed_in_a_window)
-
-
-def copied_in_a_window(rank, size):
+def test_a_copy_made_inside_a_window_begins_without_gradients(rank, size):
     """A copy begins without gradients, as torch copies parameters; the original's window goes on."""
     model, reference = wrap(), wrap()
     for each in (model, reference):
@@ -89,11 +85,7 @@ def copied_in_a_window(rank, size):
     del clone, fresh
 
 
-def test_a_copy_made_inside_a_window_begins_without_gradients(ranks):
-    ranks(copied_in_a_window)
-
-
-def thrown_away(rank, size):
+def test_a_window_that_was_thrown_away_leaves_no_trace(rank, size):
     model, reference = wrap(find_unused_parameters=True), wrap(find_unused_parameters=True)
     window(reference, rank, 1)
     expected = [grad for grad in gradients(reference) if grad is not None]
@@ -110,10 +102,6 @@ def thrown_away(rank, size):
             window(model, rank, 1)
             assert_equal([grad for grad in gradients(model) if grad is not None], expected)
             model.module.zero_grad()
-
-
-def test_a_window_that_was_thrown_away_leaves_no_trace(ranks):
-    ranks(thrown_away)
 
 
 def uneven(rank, size, counts, accumulate):
@@ -133,7 +121,7 @@ def test_ranks_may_run_out_of_inputs_inside_a_window(ranks, counts):
     ranks(uneven, counts, 2)
 
 
-def scaled_and_weighted(rank, size):
+def test_loss_scale_and_weights_are_those_of_the_whole_window(rank, size):
     """A loss scale and the weights of the ranks multiply the whole window."""
     results = []
     for accumulates in (True, False):
@@ -154,7 +142,3 @@ def scaled_and_weighted(rank, size):
         assert scaler.get_scale() == 512.0  # the third step was skipped, on both ranks
         results.append([param.detach() for param in model.module.parameters()])
     assert_equal(*results, rtol=1e-5, atol=1e-6)
-
-
-def test_loss_scale_and_weights_are_those_of_the_whole_window(ranks):
-    ranks(scaled_and_weighted)

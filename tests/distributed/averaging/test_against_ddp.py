@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
+from tests.distributed.in_place import Tied
 
 STEPS = 20
 
@@ -38,16 +39,6 @@ class Convolutional(nn.Module):
     def forward(self, x, step):
         image = x.repeat(1, 18)[:, :108].reshape(-1, 3, 6, 6).contiguous(memory_format=torch.channels_last)
         return self.head(self.norm(torch.relu(self.conv(image))).mean((2, 3)))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x, step):
-        return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x)))))
 
 
 class SeveralDtypes(nn.Module):

@@ -49,7 +49,11 @@ def assert_bits(one, other):
             assert a.grad.stride() == a.stride() or a.dim() < 2, name
 
 
-def beside_torch(rank, size, dtype, views, real, hook):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("real", [True, False], ids=["mixed", "complex"])
+@pytest.mark.parametrize("hook", [None, allreduce_hook, fp16_compress_hook])
+def test_gradients_are_torchs(rank, size, dtype, views, real, hook):
     torch.manual_seed(0)
     net = Waves(dtype, real)
     ours = DistributedDataParallel(copy.deepcopy(net), gradient_as_bucket_view=views, find_unused_parameters=True)
@@ -68,14 +72,6 @@ def beside_torch(rank, size, dtype, views, real, hook):
             assert_bits(ours.module, theirs.module)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("real", [True, False], ids=["mixed", "complex"])
-@pytest.mark.parametrize("hook", [None, allreduce_hook, fp16_compress_hook])
-def test_gradients_are_torchs(ranks, dtype, views, real, hook):
-    ranks(beside_torch, dtype, views, real, hook)
-
-
 def mean_of(net, size):
     grads = []
     for param in net.parameters():
@@ -86,7 +82,16 @@ def mean_of(net, size):
     return [torch.view_as_complex(g) if p.is_complex() else g for g, p in zip(grads, net.parameters(), strict=True)]
 
 
-def with_options(rank, size, views, options, tolerance):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-6), ({"gradient_scale": 1.0}, 1e-6), ({"wire_dtype": torch.bfloat16}, 2e-2),
+        ({"wire_dtype": torch.float16}, 2e-3), ({"comm_buffer_size": 0, "last_comm_buffer_size": 0}, 1e-6),
+    ],
+)  # fmt: skip
+@pytest.mark.ranks(size=3)
+def test_three_ranks_scales_and_narrow_wires(rank, size, views, options, tolerance):
     torch.manual_seed(0)
     model = DataParallel(Waves(), gradient_as_bucket_view=views, **options)
     bare = copy.deepcopy(model.module)
@@ -99,19 +104,8 @@ def with_options(rank, size, views, options, tolerance):
             torch.testing.assert_close(param.grad, mean * factor, rtol=tolerance, atol=tolerance * 10)
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        ({}, 1e-6), ({"gradient_scale": 1.0}, 1e-6), ({"wire_dtype": torch.bfloat16}, 2e-2),
-        ({"wire_dtype": torch.float16}, 2e-3), ({"comm_buffer_size": 0, "last_comm_buffer_size": 0}, 1e-6),
-    ],
-)  # fmt: skip
-def test_three_ranks_scales_and_narrow_wires(ranks, views, options, tolerance):
-    ranks(with_options, views, options, tolerance, size=3)
-
-
-def by_hand(rank, size, dtype):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_manual_path_averages_them(rank, size, dtype):
     torch.manual_seed(0)
     net = Waves(dtype)
     net(inputs(rank, 0, dtype), True).square().sum().backward()
@@ -123,12 +117,8 @@ def by_hand(rank, size, dtype):
         torch.testing.assert_close(param.grad.resolve_conj(), mean, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_the_manual_path_averages_them(ranks, dtype):
-    ranks(by_hand, dtype)
-
-
-def conjugate_gradients(rank, size, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_conjugate_gradients_are_resolved(rank, size, views):
     """`.grad` itself is a lazy conjugate where a conjugate was multiplied."""
     bare = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
     vector = torch.tensor([1 + 1j, 2 - 1j, 3j]) * (rank + 1)
@@ -151,11 +141,6 @@ def conjugate_gradients(rank, size, views):
     model.weight.grad = bare.grad  # accumulated by somebody else
     model(vector).backward()
     assert torch.equal(model.weight.grad.resolve_conj(), (vector / (rank + 1)).expand(3, 3) * 3)
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_conjugate_gradients_are_resolved(ranks, views):
-    ranks(conjugate_gradients, views)
 
 
 def what_hooks_see(rank, size):
@@ -184,7 +169,7 @@ def test_hooks_get_pairs_of_real_numbers_and_complex_gradients(ranks):
     assert ranks(what_hooks_see) == [[(torch.float32, [torch.complex64] * 2)]] * 2
 
 
-def converted(rank, size):
+def test_a_complex_model_may_change_too(rank, size):
     torch.manual_seed(0)
     model = DataParallel(Waves(real=False), find_unused_parameters=True)
     for dtype in (torch.complex64, torch.complex128):
@@ -201,14 +186,6 @@ def converted(rank, size):
         model(inputs(rank, 0, torch.complex128), False).sum().backward()
 
 
-def test_a_complex_model_may_change_too(ranks):
-    ranks(converted)
-
-
-def refused(rank, size):
+def test_complex_embeddings_with_sparse_gradients_are_refused(rank, size):
     with pytest.raises(TypeError, match="'weight' has sparse gradients of dtype complex64; expected real ones"):
         DataParallel(nn.Embedding(3, 2, sparse=True, dtype=torch.complex64))
-
-
-def test_complex_embeddings_with_sparse_gradients_are_refused(ranks):
-    ranks(refused)

@@ -76,7 +76,16 @@ def test_two_ranks_have_the_bits_of_ddp_where_gradients_are_large(ranks):
     ranks(as_ddp_on_two_ranks, range(300, 310), 1_000_000, timeout=240)
 
 
-def as_the_published_layout_says(rank, size, seeds):
+@pytest.mark.parametrize(
+    ("size", "seeds"),
+    [(1, range(8)), (2, range(8)), (3, range(12))]
+    + [
+        pytest.param(size, seeds, marks=pytest.mark.slow)
+        for size, seeds in ((4, range(8)), (3, range(20, 150)), (4, range(20, 150)))
+    ],
+)
+@pytest.mark.ranks(timeout=240)
+def test_gradients_are_those_of_one_all_reduce_per_bucket_of_the_published_layout(rank, size, seeds):
     for seed in seeds:
         model, bare = wrapped(seed)
         for step in range(3):
@@ -90,18 +99,6 @@ def as_the_published_layout_says(rank, size, seeds):
                 assert same_bits(param.grad, mean), f"seed {seed}, step {step}"
             model.zero_grad()
             bare.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("size", "seeds"),
-    [(1, range(8)), (2, range(8)), (3, range(12))]
-    + [
-        pytest.param(size, seeds, marks=pytest.mark.slow)
-        for size, seeds in ((4, range(8)), (3, range(20, 150)), (4, range(20, 150)))
-    ],
-)
-def test_gradients_are_those_of_one_all_reduce_per_bucket_of_the_published_layout(ranks, size, seeds):
-    ranks(as_the_published_layout_says, seeds, size=size, timeout=240)
 
 
 def layout_matters(rank, size):

@@ -44,7 +44,17 @@ def local(bare, data):
     return [param.grad for param in trained(bare)]
 
 
-def no_bit_depends_on_the_sizes(rank, size, seeds):
+@pytest.mark.parametrize(
+    ("size", "seeds"),
+    [(1, range(3)), (3, range(2))]
+    + [
+        pytest.param(size, seeds, marks=pytest.mark.slow)
+        for size, few in ((2, range(5)), (3, range(2, 5)), (4, range(3)))
+        for seeds in (few, range(10, 80))
+    ],
+)
+@pytest.mark.ranks(timeout=240)
+def test_every_gradient_is_the_sum_in_rank_order_whatever_the_buffer_sizes(rank, size, seeds):
     changed = 0  # gradients that the default would have changed
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -60,20 +70,8 @@ def no_bit_depends_on_the_sizes(rank, size, seeds):
     assert (changed > 0) == (size > 2)
 
 
-@pytest.mark.parametrize(
-    ("size", "seeds"),
-    [(1, range(3)), (3, range(2))]
-    + [
-        pytest.param(size, seeds, marks=pytest.mark.slow)
-        for size, few in ((2, range(5)), (3, range(2, 5)), (4, range(3)))
-        for seeds in (few, range(10, 80))
-    ],
-)
-def test_every_gradient_is_the_sum_in_rank_order_whatever_the_buffer_sizes(ranks, size, seeds):
-    ranks(no_bit_depends_on_the_sizes, seeds, size=size, timeout=240)
-
-
-def large_gradients_too(rank, size):
+@pytest.mark.ranks(size=3)
+def test_large_private_gradients_are_not_reduced_in_place(rank, size):
     """Some that the default would reduce where they lie."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(700, 800), nn.ReLU(), nn.Linear(800, 3))
@@ -90,11 +88,8 @@ def large_gradients_too(rank, size):
         assert sum(bucket.parts.exchange.bytes_in_place for bucket in model.reducer.buckets) == 0
 
 
-def test_large_private_gradients_are_not_reduced_in_place(ranks):
-    ranks(large_gradients_too, size=3)
-
-
-def no_bit_depends_on_the_order(rank, size):
+@pytest.mark.ranks(size=3)
+def test_no_bit_depends_on_the_order_of_buckets_which_is_not_rebuilt(rank, size):
     bare = RandomModel(13)
     model = dpfuse.DataParallel(copy.deepcopy(bare), None, 1e-3, 1e-3, deterministic=True)
     golden = model.bucket_plan
@@ -116,11 +111,8 @@ def no_bit_depends_on_the_order(rank, size):
     assert len(layouts) == 4
 
 
-def test_no_bit_depends_on_the_order_of_buckets_which_is_not_rebuilt(ranks):
-    ranks(no_bit_depends_on_the_order, size=3)
-
-
-def tuned_while_training(rank, size):
+@pytest.mark.ranks(size=3)
+def test_autotune_may_plan_again(rank, size):
     bare = RandomModel(7, ALL)
     model = dpfuse.DataParallel(copy.deepcopy(bare), deterministic=True, find_unused_parameters=True)
     expected = [added_in_rank_order(grad, size) for grad in local(bare, [(rank,)])]
@@ -131,10 +123,6 @@ def tuned_while_training(rank, size):
         for param, wanted in zip(trained(model), expected, strict=True):
             assert same_bits(param.grad, wanted), f"step {step}"
     assert tuning.done
-
-
-def test_autotune_may_plan_again(ranks):
-    ranks(tuned_while_training, size=3)
 
 
 def by_hand(rank, size, seeds):
@@ -205,7 +193,8 @@ def gradient_of(part, **options):
     return model.weight.grad
 
 
-def with_other_options(rank, size):
+@pytest.mark.ranks(size=3)
+def test_wires_factors_and_complex_numbers_are_as_ever(rank, size):
     parts = [torch.randn(500, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     for wire in (torch.bfloat16, torch.float16):
         narrow = [(part * (1 / size)).to(wire).float() for part in parts]
@@ -221,7 +210,3 @@ def with_other_options(rank, size):
     for views in (True, False):
         got = gradient_of(pairs[rank], gradient_as_bucket_view=views)
         assert same_bits(torch.view_as_real(got).flatten(), total)
-
-
-def test_wires_factors_and_complex_numbers_are_as_ever(ranks):
-    ranks(with_other_options, size=3)

@@ -57,7 +57,14 @@ def assert_mean(model, rank, size, step, used=(True,)):
         assert torch.equal(param.grad, wanted), f"{name} in step {step}"  # not in bits: a zero added loses its sign
 
 
-def unused_changed_and_failed(rank, size, face, views):
+def _raise(_grad):
+    raise KeyError("planted")
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+@pytest.mark.ranks(size=3)
+def test_unused_parameters_errors_and_changes_go_their_usual_way(rank, size, face, views):
     model = small(Mlp(), face, gradient_as_bucket_view=views)
     for step in range(3):
         assert_mean(model, rank, size, step)
@@ -91,17 +98,8 @@ def unused_changed_and_failed(rank, size, face, views):
     assert model._options.common["deterministic"]
 
 
-def _raise(_grad):
-    raise KeyError("planted")
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
-def test_unused_parameters_errors_and_changes_go_their_usual_way(ranks, face, views):
-    ranks(unused_changed_and_failed, face, views, size=3)
-
-
-def uneven_inputs(rank, size):
+@pytest.mark.ranks(size=3)
+def test_ranks_without_input_take_part_with_zeros(rank, size):
     net = nn.Linear(3, 2)
     model = dpfuse.DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=1e-5, deterministic=True)
     grads = []
@@ -115,11 +113,8 @@ def uneven_inputs(rank, size):
     assert grads == pytest.approx(wanted)
 
 
-def test_ranks_without_input_take_part_with_zeros(ranks):
-    ranks(uneven_inputs, size=3)
-
-
-def sparse_rows(rank, size):
+@pytest.mark.ranks(size=3)
+def test_sparse_gradients_are_added_in_rank_order_too(rank, size):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(20, 5, sparse=True), nn.Linear(5, 3))
     bare, results = copy.deepcopy(net), []
@@ -136,25 +131,19 @@ def sparse_rows(rank, size):
             assert torch.equal(grad, added_in_rank_order(param.grad.to_dense(), size))
 
 
-def test_sparse_gradients_are_added_in_rank_order_too(ranks):
-    ranks(sparse_rows, size=3)
-
-
-def a_copy_is_deterministic_too(rank, size):
+@pytest.mark.ranks(size=3)
+def test_a_copy_is_deterministic_too(rank, size):
     model = small(Mlp())
     assert_mean(copy.deepcopy(model), rank, size, 0)
     dist.barrier()
-
-
-def test_a_copy_is_deterministic_too(ranks):
-    ranks(a_copy_is_deterministic_too, size=3)
 
 
 def summing(flat):
     return OrderedSum(dist.group.WORLD, OrderedParts(dist.get_world_size())).start(flat)
 
 
-def queued_at_once(rank, size):
+@pytest.mark.ranks(size=3)
+def test_on_a_stream_the_gather_is_queued_when_the_bucket_is_sent(rank, size):
     """What follows on a GPU, with streams that are none: nobody has to wait before everything is under way."""
     made = []
     gather = collective.start_all_gather_into
@@ -174,10 +163,6 @@ def queued_at_once(rank, size):
     assert len(made) == 1
     assert work.get_future().done()
     assert torch.equal(flat, expected)
-
-
-def test_on_a_stream_the_gather_is_queued_when_the_bucket_is_sent(ranks):
-    ranks(queued_at_once, size=3)
 
 
 def waited_for_in_slices(rank, size):
@@ -224,7 +209,7 @@ def test_it_is_told_from_one_that_has_failed(group):
     assert not work.is_completed()
 
 
-def counted(rank, size):
+def test_communication_is_timed_and_counted(rank, size):
     times = []
     for deterministic in (True, False):
         model = dpfuse.DataParallel(nn.Linear(64, 64), deterministic=deterministic)
@@ -237,11 +222,7 @@ def counted(rank, size):
     assert ours.seconds >= ours.exposed * 0.5 > 0
 
 
-def test_communication_is_timed_and_counted(ranks):
-    ranks(counted, size=2)
-
-
-def refused(rank, size):
+def test_ranks_must_agree_and_hooks_are_refused(rank, size):
     with pytest.raises(dpfuse.DPFuseError, match=r"option deterministic = (True|False)"):
         dpfuse.DataParallel(Mlp(), deterministic=rank == 0)
     params = list(Mlp().parameters())
@@ -259,10 +240,6 @@ def refused(rank, size):
     for call in (partial(dpfuse.DataParallel, Mlp()), partial(dpfuse.fused_allreduce_gradients, params)):
         with pytest.raises((TypeError, dpfuse.DPFuseError)[rank], match="deterministic must be True or False, got 1"):
             call(deterministic=1 if rank == 0 else True)
-
-
-def test_ranks_must_agree_and_hooks_are_refused(ranks):
-    ranks(refused)
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
@@ -290,7 +267,7 @@ def test_a_back_end_without_all_to_all_is_named_at_construction(monkeypatch):
                         face(nn.Linear(2, 2), deterministic=True)
 
 
-def by_hand_without_all_to_all(rank, size):
+def test_a_back_end_without_all_to_all_is_named_before_averaging_by_hand(rank, size):
     def refuse(*_):
         raise RuntimeError("Backend does not support alltoall_base")
 
@@ -302,7 +279,3 @@ def by_hand_without_all_to_all(rank, size):
         dpfuse.fused_allreduce_gradients(params, deterministic=True)
     assert all(param.grad.eq(rank).all() for param in params)
     dist.barrier()
-
-
-def test_a_back_end_without_all_to_all_is_named_before_averaging_by_hand(ranks):
-    ranks(by_hand_without_all_to_all)

@@ -88,7 +88,8 @@ def test_three_ranks(ranks):
     ranks(averaged, gradient_penalty, DataParallel, True, size=3)
 
 
-def square_of_the_mean(rank, size):
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_derivative_of_the_mean_gradient_is_that_of_one_process_on_all_data(rank, size):
     """Private gradients have the mean's value and the local gradient's graph, which the next backward averages."""
     model = DistributedDataParallel(built())
     alone = built()
@@ -106,18 +107,9 @@ def square_of_the_mean(rank, size):
             torch.testing.assert_close(param.grad, grad)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_derivative_of_the_mean_gradient_is_that_of_one_process_on_all_data(ranks, size):
-    ranks(square_of_the_mean, size=size)
-
-
-def views_have_no_graph(rank, size):
+def test_a_gradient_that_is_a_view_of_a_bucket_has_no_graph(rank, size):
     model = DataParallel(built())
     for number in range(3):
         model.zero_grad()
         model(batch(rank, number)).square().sum().backward(create_graph=True)
         assert not any(param.grad.requires_grad for param in model.parameters())
-
-
-def test_a_gradient_that_is_a_view_of_a_bucket_has_no_graph(ranks):
-    ranks(views_have_no_graph)

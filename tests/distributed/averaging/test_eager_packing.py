@@ -117,7 +117,10 @@ def packed_early(model: dpfuse.DataParallel, rank: int) -> bool:
     return found
 
 
-def as_with_ddp(rank: int, size: int, switch: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("switch", "dtype"), [*((switch, torch.float32) for switch in SWITCHES), ("plain", torch.float64)]
+)
+def test_gradients_are_those_of_torchs_class(rank: int, size: int, switch: str, dtype: torch.dtype) -> None:
     options = SWITCHES[switch]
     model = wrapped(Net(dtype), **options)
     net = Net(dtype)
@@ -146,14 +149,20 @@ def as_with_ddp(rank: int, size: int, switch: str, dtype: torch.dtype) -> None:
     assert packed_early(model, rank) == (switch in EARLY)
 
 
-@pytest.mark.parametrize(
-    ("switch", "dtype"), [*((switch, torch.float32) for switch in SWITCHES), ("plain", torch.float64)]
-)
-def test_gradients_are_those_of_torchs_class(ranks, switch, dtype):
-    ranks(as_with_ddp, switch, dtype)
+def goes_on(model: dpfuse.DataParallel, rank: int, size: int) -> None:
+    model.zero_grad()
+    alone = copy.deepcopy(model.module)
+    step_of(model, rank, 7)
+    alone.zero_grad()
+    for other in range(size):
+        (alone(batch(other, 7)).square().sum() / size).backward()
+    for param, mean in zip(model.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, mean.grad, rtol=1e-4, atol=1e-5)
+    assert packed_early(model, rank)
 
 
-def changed_after_packing(rank: int, size: int, change: str) -> None:
+@pytest.mark.parametrize("change", ["written", "replaced", "moved", "taken away"])
+def test_who_changes_one_that_is_packed_is_told(rank: int, size: int, change: str) -> None:
     def do(name: str, param: nn.Parameter) -> None:
         if rank == 1 and change == "written":
             param.grad.clamp_(-1e-3, 1e-3)
@@ -174,24 +183,7 @@ def changed_after_packing(rank: int, size: int, change: str) -> None:
     goes_on(model, rank, size)
 
 
-def goes_on(model: dpfuse.DataParallel, rank: int, size: int) -> None:
-    model.zero_grad()
-    alone = copy.deepcopy(model.module)
-    step_of(model, rank, 7)
-    alone.zero_grad()
-    for other in range(size):
-        (alone(batch(other, 7)).square().sum() / size).backward()
-    for param, mean in zip(model.module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, mean.grad, rtol=1e-4, atol=1e-5)
-    assert packed_early(model, rank)
-
-
-@pytest.mark.parametrize("change", ["written", "replaced", "moved", "taken away"])
-def test_who_changes_one_that_is_packed_is_told(ranks, change):
-    ranks(changed_after_packing, change)
-
-
-def ready_twice(rank: int, size: int) -> None:
+def test_a_second_gradient_is_an_error_or_waited_for(rank: int, size: int) -> None:
     model = wrapped(Net())
     trained(model, rank)
     model.module.twice = 4
@@ -221,11 +213,7 @@ def ready_twice(rank: int, size: int) -> None:
                 torch.testing.assert_close(param.grad, mean.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_gradient_is_an_error_or_waited_for(ranks):
-    ranks(ready_twice)
-
-
-def with_other_hooks(rank: int, size: int) -> None:
+def test_hooks_of_the_parameter_see_what_was_accumulated(rank: int, size: int) -> None:
     """A hook of the user's on a large parameter sees what was accumulated, and what it makes of it counts."""
     model = wrapped(Net())
     *_, (_name, param) = large_ones(model)
@@ -249,11 +237,7 @@ def with_other_hooks(rank: int, size: int) -> None:
     goes_on(model, rank, size)
 
 
-def test_hooks_of_the_parameter_see_what_was_accumulated(ranks):
-    ranks(with_other_hooks)
-
-
-def interrupted(rank: int, size: int) -> None:
+def test_what_is_unusual_leaves_nothing_behind(rank: int, size: int) -> None:
     model = wrapped(Net())
     trained(model, rank)
 
@@ -280,11 +264,7 @@ def interrupted(rank: int, size: int) -> None:
     goes_on(model, rank, size)
 
 
-def test_what_is_unusual_leaves_nothing_behind(ranks):
-    ranks(interrupted)
-
-
-def saved_by_a_graph(rank: int, size: int) -> None:
+def test_who_still_needs_the_gradient_that_lay_there_is_told(rank: int, size: int) -> None:
     model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25, plan="greedy")  # one bucket, sent at the end
     trained(model, rank)
     step_of(model, rank, 2)
@@ -297,11 +277,7 @@ def saved_by_a_graph(rank: int, size: int) -> None:
     goes_on(model, rank, size)
 
 
-def test_who_still_needs_the_gradient_that_lay_there_is_told(ranks):
-    ranks(saved_by_a_graph)
-
-
-def exchanged(rank: int, size: int) -> None:
+def test_gradients_in_the_places_of_others_are_refused(rank: int, size: int) -> None:
     """Gradients of two parameters are accumulated in the place of each other's, in one bucket."""
     model = wrapped(Net(), comm_buffer_size=25, last_comm_buffer_size=25, plan="greedy")
     trained(model, rank)
@@ -321,11 +297,7 @@ def exchanged(rank: int, size: int) -> None:
     goes_on(model, rank, size)
 
 
-def test_gradients_in_the_places_of_others_are_refused(ranks):
-    ranks(exchanged)
-
-
-def converted(rank: int, size: int) -> None:
+def test_a_parameter_that_cannot_have_its_view_fails_on_all_ranks(rank: int, size: int) -> None:
     """Between forward and backward a parameter becomes another one, which cannot have the gradient."""
     model = wrapped(Net())
     trained(model, rank)
@@ -340,11 +312,7 @@ def converted(rank: int, size: int) -> None:
     goes_on(model, rank, size)
 
 
-def test_a_parameter_that_cannot_have_its_view_fails_on_all_ranks(ranks):
-    ranks(converted)
-
-
-def moved_to_memory_of_the_users(rank: int, size: int) -> None:
+def test_memory_of_the_users_is_not_zeroed(rank: int, size: int) -> None:
     model = wrapped(Net())
     trained(model, rank, steps=1)
     own = torch.ones(64, 600)
@@ -359,11 +327,7 @@ def moved_to_memory_of_the_users(rank: int, size: int) -> None:
     goes_on(model, rank, size)
 
 
-def test_memory_of_the_users_is_not_zeroed(ranks):
-    ranks(moved_to_memory_of_the_users)
-
-
-def in_inference_mode(rank: int, size: int) -> None:
+def test_backward_in_inference_mode(rank: int, size: int) -> None:
     """Its tensors count no writes."""
     net = Net()
     model = wrapped(net)
@@ -380,11 +344,7 @@ def in_inference_mode(rank: int, size: int) -> None:
             torch.testing.assert_close(param.grad.clone(), mean.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_backward_in_inference_mode(ranks):
-    ranks(in_inference_mode)
-
-
-def weighed(rank: int, size: int) -> None:
+def test_weights_are_applied_to_all(rank: int, size: int) -> None:
     model = wrapped(Net())
     trained(model, rank)
     model.set_gradient_weight(1 + rank)
@@ -394,7 +354,3 @@ def weighed(rank: int, size: int) -> None:
     step_of(model, rank, 3)
     for param, mean in zip(model.module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param.grad, mean.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_weights_are_applied_to_all(ranks):
-    ranks(weighed)

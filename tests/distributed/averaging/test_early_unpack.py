@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import dpfuse
 from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.delivery import EarlyPrivate
 from tests.distributed.changes.test_rebuild import Repeating, expected_mean
-from tests.distributed.in_place import ALL, NONE, Mlp, Net, batch, copied, grads, large_from, mean_over_ranks
+from tests.distributed.in_place import ALL, NONE, Mlp, Net, Shared, batch, copied, grads, large_from, mean_over_ranks
 
 WRAPS = {
     "small": lambda module: dpfuse.DataParallel(module, None, 1e-3, 1e-3, gradient_as_bucket_view=False),
@@ -75,7 +74,10 @@ def steps(rank, wrap, set_to_none, micro):
     return seen
 
 
-def all_steps(rank, size, wrap):
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(wrap, marks=() if wrap in ("small", "bfloat16") else pytest.mark.slow) for wrap in WRAPS]
+)
+def test_every_step_gives_the_same_bits(rank, size, wrap):
     for large in (NONE, ALL) if wrap == "torch's face" else (NONE,):
         for set_to_none in (True, False):
             for micro in (1, 3):
@@ -84,20 +86,9 @@ def all_steps(rank, size, wrap):
                 assert (early > 0) == (large is NONE)
 
 
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(wrap, marks=() if wrap in ("small", "bfloat16") else pytest.mark.slow) for wrap in WRAPS]
-)
-def test_every_step_gives_the_same_bits(ranks, wrap):
-    ranks(all_steps, wrap)
-
-
-def beside_large_ones(rank, size):
+def test_small_gradients_beside_large_ones_in_place(rank, size):
     with large_from(1000):  # weights are reduced in place, biases unpacked early
         assert both_ways(steps, rank, "torch's face", True, 1) > 0
-
-
-def test_small_gradients_beside_large_ones_in_place(ranks):
-    ranks(beside_large_ones)
 
 
 def twice_without_zeroing(rank):
@@ -107,12 +98,8 @@ def twice_without_zeroing(rank):
     return grads(model)
 
 
-def accumulated(rank, size):
+def test_averaged_gradients_accumulate(rank, size):
     assert both_ways(twice_without_zeroing, rank) > 0
-
-
-def test_averaged_gradients_accumulate(ranks):
-    ranks(accumulated)
 
 
 def replaced(rank, how):
@@ -139,29 +126,14 @@ def replaced(rank, how):
     return seen
 
 
-def all_replaced(rank, size):
+@pytest.mark.filterwarnings("ignore:.*got no gradient in this backward")
+def test_what_was_replaced_meanwhile_is_unpacked_again(rank, size):
     for how in ("another", "moved", "none"):
         with large_from(NONE):
             assert both_ways(replaced, rank, how) > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*got no gradient in this backward")
-def test_what_was_replaced_meanwhile_is_unpacked_again(ranks):
-    ranks(all_replaced)
-
-
-class Shared(nn.Module):
-    """The gradient of `early` is the memory that the backward of `late` still reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.late, self.early = nn.Linear(6, 4), nn.Parameter(torch.randn(20))
-
-    def forward(self, x):
-        return torch.tanh(self.late(x) + self.early.view(5, 4))
-
-
-def shared_memory(rank, size):
+def test_memory_that_backward_still_reads_is_not_written(rank, size):
     bare = Shared()
     with switched(True), large_from(NONE):
         model, local = dpfuse.DistributedDataParallel(copy.deepcopy(bare), bucket_cap_mb=1e-9), copy.deepcopy(bare)
@@ -173,11 +145,7 @@ def shared_memory(rank, size):
                 assert torch.equal(param.grad, mean_over_ranks(alone.grad, size))
 
 
-def test_memory_that_backward_still_reads_is_not_written(ranks):
-    ranks(shared_memory)
-
-
-def two_wrappers(rank, size):
+def test_a_second_wrapper_reads_what_was_accumulated(rank, size):
     """A second wrapper packs later what the first has accumulated, not what it has averaged."""
     bare = Net()
     x = batch(rank, 0, 4)
@@ -195,11 +163,7 @@ def two_wrappers(rank, size):
         torch.testing.assert_close(param.grad, mean)
 
 
-def test_a_second_wrapper_reads_what_was_accumulated(ranks):
-    ranks(two_wrappers)
-
-
-def interrupted(rank, size):
+def test_an_interrupted_backward_leaves_zeros(rank, size):
     """Zeroed in place after an exception in a backward whose first buckets were unpacked already."""
     with switched(True) as early, large_from(NONE):
         model = dpfuse.DistributedDataParallel(Net(), bucket_cap_mb=1e-9, find_unused_parameters=True)
@@ -223,11 +187,7 @@ def interrupted(rank, size):
             assert (got is None or got.eq(0).all()) if expected is None else torch.equal(got, expected)
 
 
-def test_an_interrupted_backward_leaves_zeros(ranks):
-    ranks(interrupted)
-
-
-def late(rank, size):
+def test_a_late_gradient_is_an_error_on_every_rank(rank, size):
     """A gradient that comes once more than expected, on one rank: every rank raises, and loses what was unpacked."""
     with switched(True) as early, large_from(NONE):
         model = dpfuse.DataParallel(Repeating(), None, 0, 0, gradient_as_bucket_view=False)
@@ -245,7 +205,3 @@ def late(rank, size):
         model(x, 1).sum().backward()
         expected = expected_mean(model, x.detach(), 1)
         torch.testing.assert_close([param.grad for param in model.module.parameters()], expected)
-
-
-def test_a_late_gradient_is_an_error_on_every_rank(ranks):
-    ranks(late)

@@ -112,7 +112,9 @@ def test_three_ranks_get_the_gradients_of_ddp_but_for_the_order_of_the_sum(ranks
     ranks(beside_ddp, SometimesUnused, torch.float32, ALL, True, size=3)
 
 
-def scaled(rank, size, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_factor_rounds_as_in_a_pack(rank, size, dtype):
     def scenario():
         model = dpfuse.DataParallel(
             Tied().to(dtype), None, 0, 0, gradient_as_bucket_view=False, gradient_scale=0.3, find_unused_parameters=True
@@ -123,13 +125,7 @@ def scaled(rank, size, dtype):
     twice(scenario)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_factor_rounds_as_in_a_pack(ranks, dtype, size):
-    ranks(scaled, dtype, size=size)
-
-
-def several_backwards(rank, size):
+def test_accumulated_gradients_and_second_backwards_get_the_same_bits(rank, size):
     def scenario():
         model = each_alone(Tied(), find_unused_parameters=True)
         seen = []
@@ -146,14 +142,10 @@ def several_backwards(rank, size):
     twice(scenario)
 
 
-def test_accumulated_gradients_and_second_backwards_get_the_same_bits(ranks):
-    ranks(several_backwards)
-
-
 # Neighbours
 
 
-def uneven_inputs(rank, size):
+def test_ranks_without_input_take_part_with_zeros(rank, size):
     def scenario():
         model = each_alone(Net(), find_unused_parameters=True)
         seen = []
@@ -165,10 +157,6 @@ def uneven_inputs(rank, size):
         return seen + grads(model)
 
     twice(scenario)
-
-
-def test_ranks_without_input_take_part_with_zeros(ranks):
-    ranks(uneven_inputs)
 
 
 def copied(rank, size):
@@ -183,7 +171,7 @@ def test_copies_and_the_copied_average_in_place(ranks):
     ranks(with_all_large, copied)
 
 
-def measured(rank, size):
+def test_measurements_count_what_is_sent_in_place(rank, size):
     bytes_sent = []
     for threshold in (ALL, NONE):
         with large_from(threshold):
@@ -199,10 +187,6 @@ def measured(rank, size):
             bytes_sent.append(times.nbytes)
     in_place, fused = bytes_sent
     assert in_place == fused  # slots of one parameter have no padding
-
-
-def test_measurements_count_what_is_sent_in_place(ranks):
-    ranks(measured)
 
 
 def by_hand(rank, size):

@@ -13,6 +13,7 @@ import dpfuse
 from tests.distributed.in_place import (
     Mlp,
     Net,
+    Shared,
     Tied,
     batch,
     each_alone,
@@ -25,17 +26,6 @@ from tests.distributed.in_place import (
 )
 
 # Gradients that are not the parameter's alone
-
-
-class Shared(nn.Module):
-    """The gradient of `early` is the memory that the backward of `late` still reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.late, self.early = nn.Linear(6, 4), nn.Parameter(torch.randn(20))
-
-    def forward(self, x):
-        return torch.tanh(self.late(x) + self.early.view(5, 4))
 
 
 def gradient_of_others(rank, size):
@@ -202,7 +192,8 @@ def move(param):
     param.grad.data = torch.full_like(param, 7.0)
 
 
-def changed_in_flight(rank, size, change):
+@pytest.mark.parametrize("change", [take_away, replace, give_a_view, move])
+def test_a_gradient_that_is_changed_after_it_was_sent_gets_the_mean_all_the_same(rank, size, change):
     """The gradient of a layer that was sent is changed when an earlier layer's arrives."""
 
     def scenario():
@@ -219,12 +210,8 @@ def changed_in_flight(rank, size, change):
     twice(scenario)
 
 
-@pytest.mark.parametrize("change", [take_away, replace, give_a_view, move])
-def test_a_gradient_that_is_changed_after_it_was_sent_gets_the_mean_all_the_same(ranks, change):
-    ranks(changed_in_flight, change)
-
-
-def with_a_graph(rank, size):
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_keep_it(rank, size):
     def scenario():
         model = each_alone(Tied())
         seen = []
@@ -241,11 +228,6 @@ def with_a_graph(rank, size):
         return seen
 
     twice(scenario)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_with_a_graph_keep_it(ranks):
-    ranks(with_a_graph)
 
 
 # When a backward does not go well

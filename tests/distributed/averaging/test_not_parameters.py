@@ -16,7 +16,8 @@ from dpfuse import DataParallel, DistributedDataParallel
 FACES = {"paddle": DataParallel, "torch": DistributedDataParallel}
 
 
-def with_stand_ins(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_results_that_stand_in_for_parameters_are_no_change(rank, size, face):
     """MAML's step: gradients of the parameters, through results of them that stand in their places."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -50,11 +51,7 @@ def with_stand_ins(rank, size, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_results_that_stand_in_for_parameters_are_no_change(ranks, face):
-    ranks(with_stand_ins, face)
-
-
-def lazy_layer(rank, size, face):
+def test_a_lazy_layer_takes_part_once_its_shapes_are_known(rank, size, face):
     model = FACES[face](nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     x = torch.full((4, 3), 1.0 + rank)
     model(x).sum().backward()
@@ -66,8 +63,3 @@ def lazy_layer(rank, size, face):
     model(x).sum().backward()
     assert torch.equal(model.module[1].bias.grad, torch.full((2,), 4.0))
     assert any(spec.name.startswith("1.") and spec.shape == (2, 4) for spec in model.bucket_plan.specs)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_lazy_layer_takes_part_once_its_shapes_are_known(ranks, face):
-    ranks(lazy_layer, face)

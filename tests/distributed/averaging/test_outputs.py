@@ -124,14 +124,10 @@ CONTAINERS = {
 }
 
 
-def train_containers(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_outputs_in_containers_of_every_kind_train(rank, size, face):
     for name, (pack, loss) in CONTAINERS.items():
         train(rank, size, face, pack, loss, name)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_outputs_in_containers_of_every_kind_train(ranks, face):
-    ranks(train_containers, face)
 
 
 def in_place(out):
@@ -204,21 +200,27 @@ CHANGES = {
 }
 
 
-def train_changes(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_outputs_may_be_changed_and_saved(rank, size, face):
     for name, (pack, loss) in CHANGES.items():
         train(rank, size, face, pack, loss, name)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_outputs_may_be_changed_and_saved(ranks, face):
-    ranks(train_changes, face)
 
 
 class Subclass(torch.Tensor):
     pass
 
 
-def save(rank, size, face):
+def ignore(grad):
+    """A hook of the program."""
+
+
+def with_hook(y):
+    y.register_hook(ignore)
+    return y
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_saving_outputs_warns_of_nothing_but_the_hooks_of_the_program(rank, size, face):
     kinds = {
         "plain": lambda y: y,
         "tuple": lambda y: (y, y.view(-1), [y]),
@@ -241,32 +243,15 @@ def save(rank, size, face):
         assert texts[0] == texts[1], name
 
 
-def ignore(grad):
-    """A hook of the program."""
-
-
-def with_hook(y):
-    y.register_hook(ignore)
-    return y
-
-
 @pytest.mark.parametrize("face", FACES)
-def test_saving_outputs_warns_of_nothing_but_the_hooks_of_the_program(ranks, face):
-    ranks(save, face)
-
-
-def hook_after_change(rank, size, face):
+def test_a_hook_on_changed_outputs_gets_the_gradient_of_the_new_values(rank, size, face):
     model = FACES[face](Net())
     for step in range(2):
         with_own_hook(model(data(rank, step)))
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_hook_on_changed_outputs_gets_the_gradient_of_the_new_values(ranks, face):
-    ranks(hook_after_change, face)
-
-
-def scaled_loss(rank, size, face):
+def test_a_scaled_loss_can_be_saved(rank, size, face):
     model = FACES[face](Net())
     scaler = dpfuse.GradScaler("cpu", model=model)
     with warnings.catch_warnings():
@@ -282,11 +267,7 @@ def scaled_loss(rank, size, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_scaled_loss_can_be_saved(ranks, face):
-    ranks(scaled_loss, face)
-
-
-def raise_in_hook(rank, size, face):
+def test_a_hook_of_the_program_that_raises_ends_one_step(rank, size, face):
     """A hook of one rank's program raises while backward runs; the next step is averaged again."""
     model, bare = FACES[face](Net()), Net()
     for step in range(4):
@@ -307,8 +288,3 @@ def raise_in_hook(rank, size, face):
             (bare(data(each, step)).square().mean() / size).backward()
         for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_hook_of_the_program_that_raises_ends_one_step(ranks, face):
-    ranks(raise_in_hook, face)

@@ -24,7 +24,29 @@ def assert_close(got, expected, tolerance, what):
     assert difference <= tolerance, f"{what} differs by {difference}"
 
 
-def train_like_paddle(rank, size, case, views):
+def tensor(values, dtype):
+    floats = torch.tensor(values, dtype=torch.float64)
+    ids = torch.tensor(values)
+    return floats.to(getattr(torch, dtype)) if ids.is_floating_point() else ids
+
+
+def check_gradients(net, expected, dtype):
+    for name, values in (expected or {}).items():
+        grad = getattr(net, name).grad
+        if values is None:
+            assert grad is None, name
+        else:
+            assert_close(grad, values, WEIGHTS[dtype], f"gradient of {name}")
+
+
+def check_weights(net, expected, dtype):
+    for name, values in expected.items():
+        assert_close(getattr(net, name), values, WEIGHTS[dtype], name)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("case", TRAJECTORIES)
+def test_training_follows_paddles_trajectory(rank, size, case, views):
     init = case["init_rank1"] if rank and case["init_differs"] else case["init"]
     net = GoldenNet(case, init)
     model = dpfuse.DataParallel(
@@ -67,32 +89,6 @@ def train_like_paddle(rank, size, case, views):
     for name in ("running_mean", "running_var"):
         if name in expected:
             assert_close(getattr(net, name), expected[name][rank], 1e-6, name)
-
-
-def tensor(values, dtype):
-    floats = torch.tensor(values, dtype=torch.float64)
-    ids = torch.tensor(values)
-    return floats.to(getattr(torch, dtype)) if ids.is_floating_point() else ids
-
-
-def check_gradients(net, expected, dtype):
-    for name, values in (expected or {}).items():
-        grad = getattr(net, name).grad
-        if values is None:
-            assert grad is None, name
-        else:
-            assert_close(grad, values, WEIGHTS[dtype], f"gradient of {name}")
-
-
-def check_weights(net, expected, dtype):
-    for name, values in expected.items():
-        assert_close(getattr(net, name), values, WEIGHTS[dtype], name)
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("case", TRAJECTORIES)
-def test_training_follows_paddles_trajectory(ranks, case, views):
-    ranks(train_like_paddle, case, views)
 
 
 class Given(nn.Module):

@@ -122,7 +122,13 @@ def assert_gradients(net, expected, text):
             torch.testing.assert_close(param.grad, mean, msg=lambda why: f"{text} {name}: {why}")  # noqa: B023
 
 
-def train(rank, size, face):
+def with_marks(*quick):
+    """All faces; those that are not among the quick ones are slow."""
+    return [pytest.param(face, marks=() if face in quick else pytest.mark.slow) for face in FACES]
+
+
+@pytest.mark.parametrize("face", with_marks("paddle", "private", "accumulating"))
+def test_parameters_that_are_ready_before_any_output_are_averaged(rank, size, face):
     for loss in LOSSES:
         bare = Net()
         model = FACES[face](Net())
@@ -132,17 +138,9 @@ def train(rank, size, face):
             assert_gradients(model.module, means(bare, loss, [step], size), f"{loss.__name__}, step {step},")
 
 
-def with_marks(*quick):
-    """All faces; those that are not among the quick ones are slow."""
-    return [pytest.param(face, marks=() if face in quick else pytest.mark.slow) for face in FACES]
-
-
-@pytest.mark.parametrize("face", with_marks("paddle", "private", "accumulating"))
-def test_parameters_that_are_ready_before_any_output_are_averaged(ranks, face):
-    ranks(train, face)
-
-
-def accumulate(rank, size, face, backward_outside):
+@pytest.mark.parametrize("backward_outside", [False, True], ids=["", "backward outside of no_sync"])
+@pytest.mark.parametrize("face", with_marks("paddle"))
+def test_so_they_are_where_gradients_accumulate(rank, size, face, backward_outside):
     for loss in LOSSES:
         bare = Net()
         model = FACES[face](Net())
@@ -166,13 +164,7 @@ def accumulate(rank, size, face, backward_outside):
             assert_gradients(model.module, means(bare, loss, numbers, size), f"{loss.__name__}, step {step},")
 
 
-@pytest.mark.parametrize("backward_outside", [False, True], ids=["", "backward outside of no_sync"])
-@pytest.mark.parametrize("face", with_marks("paddle"))
-def test_so_they_are_where_gradients_accumulate(ranks, face, backward_outside):
-    ranks(accumulate, face, backward_outside)
-
-
-def features_of_all_ranks(rank, size):
+def test_a_temperature_beside_features_of_all_ranks_is_averaged(rank, size):
     """As for CLIP: each rank compares its own features with those of all ranks, by a temperature outside."""
 
     def loss(features, net, here):
@@ -196,11 +188,7 @@ def features_of_all_ranks(rank, size):
         assert_gradients(model.module, sums, f"step {step}")
 
 
-def test_a_temperature_beside_features_of_all_ranks_is_averaged(ranks):
-    ranks(features_of_all_ranks)
-
-
-def two_models(rank, size):
+def test_two_models_use_the_parameters_of_each_other(rank, size):
     """One loss of two wrapped models; the temperature of each scales the other's outputs."""
 
     def loss(one, two, first, second, x):
@@ -221,11 +209,8 @@ def two_models(rank, size):
             assert_gradients(model.module, expected, f"model {place}, step {step}")
 
 
-def test_two_models_use_the_parameters_of_each_other(ranks):
-    ranks(two_models)
-
-
-def penalty_before(rank, size, name):
+@pytest.mark.parametrize("name", ["scale", "bias", "layers.0.weight", "layers.2.bias", "layers.4.weight"])
+def test_a_penalty_may_have_a_backward_of_its_own_before_that_of_the_outputs(rank, size, name):
     """A penalty has a backward of its own, between the forward and the backward of the outputs."""
 
     def steps(call, net, x):
@@ -246,11 +231,6 @@ def penalty_before(rank, size, name):
         assert_gradients(model.module, expected, f"step {step}")
 
 
-@pytest.mark.parametrize("name", ["scale", "bias", "layers.0.weight", "layers.2.bias", "layers.4.weight"])
-def test_a_penalty_may_have_a_backward_of_its_own_before_that_of_the_outputs(ranks, name):
-    ranks(penalty_before, name)
-
-
 class Breaks(torch.autograd.Function):
     """Raises in backward."""
 
@@ -263,7 +243,8 @@ class Breaks(torch.autograd.Function):
         raise KeyError("planted")
 
 
-def interrupted(rank, size, failing):
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
+def test_a_backward_that_dies_before_it_reaches_an_output_is_named_and_training_goes_on(rank, size, failing):
     """A backward dies behind a temperature, and before it reaches an output."""
     model = dpfuse.DataParallel(Net(), find_unused_parameters=True)
     for step in range(STEPS):
@@ -281,11 +262,6 @@ def interrupted(rank, size, failing):
     model.zero_grad()
     temperature(model, model.module, batch(rank, 9), rank).backward()
     assert_gradients(model.module, means(Net(), temperature, [9], size), "after it")
-
-
-@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
-def test_a_backward_that_dies_before_it_reaches_an_output_is_named_and_training_goes_on(ranks, failing):
-    ranks(interrupted, failing)
 
 
 def sent_before_the_end(rank, size):

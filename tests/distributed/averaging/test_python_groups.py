@@ -157,7 +157,8 @@ def test_a_job_over_an_unknown_group_trains_bitwise_like_ddp_over_it(ranks, kind
     assert ranks(beside_ddp, kind) == ["python-over-gloo"] * 2
 
 
-def by_hand_and_with_options(rank, size, kind):
+@pytest.mark.parametrize("kind", [StrictWork, ElsewhereWork])
+def test_all_that_sends_takes_such_a_group(rank, size, kind):
     group = joined(kind, "manual", rank, size)
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
     for param in params:
@@ -171,11 +172,6 @@ def by_hand_and_with_options(rank, size, kind):
         norms = [torch.zeros(1) for _ in range(size)]
         dist.all_gather(norms, model.grad_norm().reshape(1))
         assert norms[0] == norms[1], "the gradients are the same on both ranks"
-
-
-@pytest.mark.parametrize("kind", [StrictWork, ElsewhereWork])
-def test_all_that_sends_takes_such_a_group(ranks, kind):
-    ranks(by_hand_and_with_options, kind)
 
 
 def a_peer_that_fails(rank, size, kind):

@@ -167,7 +167,9 @@ def test_a_parameter_that_fires_twice_hides_none_that_no_rank_used(ranks, views,
     assert len(set(ranks(hides_nothing, views, sizes))) == 1
 
 
-def learned_marks_hide_nothing(rank, size, views, sizes):
+@VIEWS
+@SIZES
+def test_a_parameter_that_always_fires_twice_hides_none_that_no_rank_used(rank, size, views, sizes):
     """`a` fires twice in every step, and `b` is used at first and then by no rank."""
     net = Twice()
     net.times = 2
@@ -179,12 +181,6 @@ def learned_marks_hide_nothing(rank, size, views, sizes):
         model(x).square().sum().backward()
         assert_mean(model, x.detach().requires_grad_())
         assert (net.b.weight.grad is None) == (number >= 3)
-
-
-@VIEWS
-@SIZES
-def test_a_parameter_that_always_fires_twice_hides_none_that_no_rank_used(ranks, views, sizes):
-    ranks(learned_marks_hide_nothing, views, sizes)
 
 
 def twice_later(rank, size, where, sizes):
@@ -229,7 +225,8 @@ def first_bucket(model):
     return [[*names.items()][index] for index in model.bucket_plan.buckets[0].params]
 
 
-def freezing_keeps_the_overlap(rank, size, views):
+@VIEWS
+def test_freezing_a_parameter_of_the_first_bucket_keeps_buckets_leaving_during_backward(rank, size, views):
     model = wrap(gradient_as_bucket_view=views, find_unused_parameters=True)
     for number in range(3):
         step(model, rank, number)
@@ -252,12 +249,7 @@ def freezing_keeps_the_overlap(rank, size, views):
     assert seen == [before] * 6, f"{seen} instead of {before}, with {name} frozen and then unfrozen"
 
 
-@VIEWS
-def test_freezing_a_parameter_of_the_first_bucket_keeps_buckets_leaving_during_backward(ranks, views):
-    ranks(freezing_keeps_the_overlap, views)
-
-
-def a_frozen_bucket(rank, size):
+def test_freezing_the_whole_first_bucket_keeps_the_others_leaving_during_backward(rank, size):
     """All parameters of the first bucket: it is still sent, and it keeps no other waiting."""
     model = wrap(find_unused_parameters=True)
     for number in range(3):
@@ -271,10 +263,6 @@ def a_frozen_bucket(rank, size):
     assert_mean(model, batch(rank, 7))
     assert all(param.grad is None for param in frozen)
     assert {early for early, _ in seen} == {before[0]}, f"{seen} instead of {before}"
-
-
-def test_freezing_the_whole_first_bucket_keeps_the_others_leaving_during_backward(ranks):
-    ranks(a_frozen_bucket)
 
 
 def frozen_quietly(rank, size):
@@ -293,7 +281,9 @@ def test_a_frozen_parameter_is_no_unused_one_and_holds_nothing_up(ranks):
     assert ranks(frozen_quietly) == [[], []]
 
 
-def left_over(rank, size, views, when):
+@VIEWS
+@pytest.mark.parametrize("when", [1, 3])
+def test_what_is_left_in_the_grad_of_a_frozen_parameter_is_neither_sent_nor_written(rank, size, views, when):
     model = wrap(gradient_as_bucket_view=views, find_unused_parameters=True)
     for number in range(when):
         step(model, rank, number)
@@ -314,13 +304,7 @@ def left_over(rank, size, views, when):
     assert_mean(model, batch(rank, 20))
 
 
-@VIEWS
-@pytest.mark.parametrize("when", [1, 3])
-def test_what_is_left_in_the_grad_of_a_frozen_parameter_is_neither_sent_nor_written(ranks, views, when):
-    ranks(left_over, views, when)
-
-
-def left_over_of_the_step_before(rank, size):
+def test_a_private_gradient_of_the_step_before_survives_freezing(rank, size):
     model = wrap(gradient_as_bucket_view=False, find_unused_parameters=True)
     for number in range(3):
         step(model, rank, number)
@@ -333,10 +317,6 @@ def left_over_of_the_step_before(rank, size):
     model(batch(rank, 3)).square().sum().backward()
     assert frozen.grad is kept
     assert torch.equal(kept, value)
-
-
-def test_a_private_gradient_of_the_step_before_survives_freezing(ranks):
-    ranks(left_over_of_the_step_before)
 
 
 def frozen_on_one(rank, size, where, warm):
@@ -446,7 +426,8 @@ def test_a_backward_without_the_wrappers_forward_that_reaches_a_part_is_averaged
     assert len(set(ranks(reaching_a_part, part, follow, views))) == 1
 
 
-def a_part_inside_no_sync(rank, size, part):
+@pytest.mark.parametrize("part", [r"layers\.0\.weight", r"layers\.[35]\..*", r"layers\.5\.bias"])
+def test_a_backward_inside_no_sync_that_reaches_a_part_is_local(rank, size, part):
     model = wrap(find_unused_parameters=True)
     params = dict(model.module.named_parameters())
     names = [name for name in params if re.fullmatch(part, name)]
@@ -463,12 +444,8 @@ def a_part_inside_no_sync(rank, size, part):
         torch.testing.assert_close(param.grad, value + (1.5 if name in names else 0.0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("part", [r"layers\.0\.weight", r"layers\.[35]\..*", r"layers\.5\.bias"])
-def test_a_backward_inside_no_sync_that_reaches_a_part_is_local(ranks, part):
-    ranks(a_part_inside_no_sync, part)
-
-
-def directly(rank, size, views):
+@VIEWS
+def test_backwards_that_no_forward_announces_are_averaged_outside_of_no_sync_and_local_inside(rank, size, views):
     """Backwards of `model.module`'s own outputs, outside and inside no_sync(), and a second backward of one graph."""
     model = wrap(gradient_as_bucket_view=views)
     for number in range(4):
@@ -499,15 +476,12 @@ def directly(rank, size, views):
         step(model, rank, number)  # what was added alone was zeroed
 
 
-@VIEWS
-def test_backwards_that_no_forward_announces_are_averaged_outside_of_no_sync_and_local_inside(ranks, views):
-    ranks(directly, views)
-
-
 # An order that changes.
 
 
-def any_order(rank, size, views, alike):
+@VIEWS
+@pytest.mark.parametrize("alike", [True, False], ids=["the same everywhere", "another on each rank"])
+def test_gradients_are_those_of_ddp_whatever_the_order_of_each_step(rank, size, views, alike):
     """Every step runs the layers in another order, the same or another one on each rank; DDP does the same."""
     ours, theirs = wrap(gradient_as_bucket_view=views), TorchDDP(Chain(), bucket_cap_mb=ONE_LAYER)
     for number in range(12):
@@ -520,13 +494,7 @@ def any_order(rank, size, views, alike):
             assert torch.equal(got, expected)
 
 
-@VIEWS
-@pytest.mark.parametrize("alike", [True, False], ids=["the same everywhere", "another on each rank"])
-def test_gradients_are_those_of_ddp_whatever_the_order_of_each_step(ranks, views, alike):
-    ranks(any_order, views, alike)
-
-
-def frozen_inside_a_window(rank, size):
+def test_what_a_window_accumulated_before_a_parameter_was_frozen_is_averaged(rank, size):
     for views in (True, False):
         model = dpfuse.DataParallel(nn.Linear(2, 1), gradient_as_bucket_view=views)
         for _ in range(2):  # also with the buckets that the first backward has made anew
@@ -540,14 +508,11 @@ def frozen_inside_a_window(rank, size):
             model.zero_grad()
 
 
-def test_what_a_window_accumulated_before_a_parameter_was_frozen_is_averaged(ranks):
-    ranks(frozen_inside_a_window)
-
-
 LARGE_ROWS = 600_000  # of float32, 2.4 MB: such a gradient is reduced in its own memory
 
 
-def outside_the_buffer(rank, size, kind):
+@pytest.mark.parametrize("kind", ["large", "sparse", "hooked"])
+def test_so_is_what_travels_outside_the_buffer(rank, size, kind):
     """The weight of `kind` travels outside the buffer; it is frozen inside a window, and the bias is not."""
     weight = nn.Linear(1, LARGE_ROWS) if kind == "large" else nn.Embedding(4, 2, sparse=True)
     batch = torch.ones(1, 1) if kind == "large" else torch.tensor([0, 2])
@@ -571,12 +536,8 @@ def outside_the_buffer(rank, size, kind):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["large", "sparse", "hooked"])
-def test_so_is_what_travels_outside_the_buffer(ranks, kind):
-    ranks(outside_the_buffer, kind)
-
-
-def used_on_one_rank_only(rank, size, large):
+@pytest.mark.parametrize("large", [False, True], ids=["in the buffer", "in place"])
+def test_a_rank_that_accumulated_nothing_gets_the_same_mean(rank, size, large):
     """Rank 0 alone uses a layer inside a window, in which it is frozen on both ranks."""
     layer = nn.Linear(1, LARGE_ROWS if large else 3)
     model = dpfuse.DataParallel(nn.ModuleList([layer, nn.Linear(1, 1)]), gradient_as_bucket_view=False)
@@ -600,12 +561,7 @@ def used_on_one_rank_only(rank, size, large):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["in the buffer", "in place"])
-def test_a_rank_that_accumulated_nothing_gets_the_same_mean(ranks, large):
-    ranks(used_on_one_rank_only, large)
-
-
-def frozen_without_a_gradient(rank, size):
+def test_a_parameter_without_any_gradient_that_is_frozen_stays_without(rank, size):
     """A layer is frozen inside a window in which no rank has used it."""
     model = dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     first, second = model.module
@@ -618,7 +574,3 @@ def frozen_without_a_gradient(rank, size):
     model(torch.ones(2, 3)).sum().backward()
     assert second.weight.grad is None
     assert second.bias.grad is None
-
-
-def test_a_parameter_without_any_gradient_that_is_frozen_stays_without(ranks):
-    ranks(frozen_without_a_gradient)

@@ -35,7 +35,7 @@ def dense(grad):
     return grad.to_dense() if grad.layout is torch.sparse_coo else grad
 
 
-def trains_like_ddp(rank, size):
+def test_sparse_training_gives_the_bits_of_ddp(rank, size):
     torch.manual_seed(1)
     net = Lookup()
     twin = DistributedDataParallel(copy.deepcopy(net))
@@ -54,11 +54,18 @@ def trains_like_ddp(rank, size):
             optimizer.zero_grad()
 
 
-def test_sparse_training_gives_the_bits_of_ddp(ranks):
-    ranks(trains_like_ddp)
-
-
-def follows_the_dense_model(rank, size, options):
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": torch.float64},
+        {"gradient_scale": 1.0, "gradient_as_bucket_view": False},
+        {"comm_buffer_size": 0, "last_comm_buffer_size": 0},
+    ],
+    ids=["default", "float64", "sum", "every parameter alone"],
+)
+def test_sparse_gradients_are_those_of_the_dense_model(rank, size, options):
     dtype = options.pop("dtype", torch.float32)
     torch.manual_seed(1)
     sparse = dpfuse.DataParallel(Lookup(dtype=dtype), find_unused_parameters=True, **options)
@@ -84,22 +91,7 @@ def follows_the_dense_model(rank, size, options):
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": torch.float64},
-        {"gradient_scale": 1.0, "gradient_as_bucket_view": False},
-        {"comm_buffer_size": 0, "last_comm_buffer_size": 0},
-    ],
-    ids=["default", "float64", "sum", "every parameter alone"],
-)
-def test_sparse_gradients_are_those_of_the_dense_model(ranks, size, options):
-    ranks(follows_the_dense_model, options, size=size)
-
-
-def rows_travel_narrowed(rank, size):
+def test_rows_travel_in_the_wires_type(rank, size):
     for wire, dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         table = nn.Embedding(3, 2, sparse=True, dtype=dtype)
         model = dpfuse.DataParallel(table, wire_dtype=wire)
@@ -109,10 +101,6 @@ def rows_travel_narrowed(rank, size):
         expected = torch.stack([half + half, half, half]).to(dtype)
         assert table.weight.grad.is_coalesced()
         assert torch.equal(table.weight.grad.to_dense(), expected)
-
-
-def test_rows_travel_in_the_wires_type(ranks):
-    ranks(rows_travel_narrowed)
 
 
 class Tied(nn.Module):
@@ -126,7 +114,7 @@ class Tied(nn.Module):
         return self.table(words).mean(1) @ self.table.weight.T
 
 
-def a_tied_table(rank, size):
+def test_a_gradient_that_is_dense_stays_dense(rank, size):
     torch.manual_seed(0)
     model = dpfuse.DataParallel(Tied())
     bare = [copy.deepcopy(model.module) for _ in range(size)]
@@ -135,10 +123,6 @@ def a_tied_table(rank, size):
         twin(words_of(r, 0)).square().sum().backward()
     assert model.table.weight.grad.layout is torch.strided
     torch.testing.assert_close(model.table.weight.grad, (bare[0].table.weight.grad + bare[1].table.weight.grad) / 2)
-
-
-def test_a_gradient_that_is_dense_stays_dense(ranks):
-    ranks(a_tied_table)
 
 
 class Fuse(torch.autograd.Function):
@@ -163,7 +147,12 @@ class OnlyATable(nn.Module):
         return Fuse.apply(hidden) if blow else hidden
 
 
-def failures_are_told_by_a_sparse_bucket(rank, size):
+def test_ranks_must_agree_on_what_is_sparse(rank, size):
+    with pytest.raises(dpfuse.DPFuseError, match=r"weight.* has sparse gradients"):
+        dpfuse.DataParallel(nn.Embedding(4, 2, sparse=rank == 0))
+
+
+def test_a_failure_is_told_where_only_sparse_buckets_are(rank, size):
     model = dpfuse.DataParallel(OnlyATable())
     words = torch.tensor([rank, 3])
     if rank == 1:
@@ -195,20 +184,7 @@ def failures_are_told_by_a_sparse_bucket(rank, size):
         model(words).sum().backward()
 
 
-def ranks_of_two_minds(rank, size):
-    with pytest.raises(dpfuse.DPFuseError, match=r"weight.* has sparse gradients"):
-        dpfuse.DataParallel(nn.Embedding(4, 2, sparse=rank == 0))
-
-
-def test_ranks_must_agree_on_what_is_sparse(ranks):
-    ranks(ranks_of_two_minds)
-
-
-def test_a_failure_is_told_where_only_sparse_buckets_are(ranks):
-    ranks(failures_are_told_by_a_sparse_bucket)
-
-
-def bytes_go_with_the_rows(rank, size):
+def test_what_travels_is_the_rows_not_the_table(rank, size):
     model = dpfuse.DataParallel(nn.Embedding(10_000, 16, sparse=True))
     with dpfuse.time_communication(model) as times:
         model(torch.tensor([5, 7, 7, rank])).sum().backward()
@@ -217,11 +193,7 @@ def bytes_go_with_the_rows(rank, size):
     assert 0 < times.nbytes <= 4 * (8 + 64) + 8 * 2 + 4 * model.reducer.buckets[-1].parts.report.numel
 
 
-def test_what_travels_is_the_rows_not_the_table(ranks):
-    ranks(bytes_go_with_the_rows)
-
-
-def tables_of_every_width(rank, size):
+def test_tables_of_every_width_and_ranks_without_rows(rank, size):
     for width in (0, 1, 2, 3):
         for wire in (None, torch.bfloat16):
             for rows in ([], [5]), ([5], []), ([], []), ([4, 4, 6], [6]):  # of rank 0 and of rank 1
@@ -236,11 +208,7 @@ def tables_of_every_width(rank, size):
                     assert torch.equal(model.weight.grad.to_dense(), expected), (width, wire, rows)
 
 
-def test_tables_of_every_width_and_ranks_without_rows(ranks):
-    ranks(tables_of_every_width)
-
-
-def a_rank_does_not_use_the_table(rank, size):
+def test_a_rank_that_does_not_use_a_table_gets_the_mean(rank, size):
     """The gradient is None there, and the row's size is the least possible."""
     model = dpfuse.DataParallel(Lookup(), find_unused_parameters=True)
     narrow = dpfuse.DataParallel(
@@ -257,11 +225,7 @@ def a_rank_does_not_use_the_table(rank, size):
         assert table.weight.grad.to_dense()[4].item() == head.weight.item() / 2
 
 
-def test_a_rank_that_does_not_use_a_table_gets_the_mean(ranks):
-    ranks(a_rank_does_not_use_the_table)
-
-
-def one_rank_has_a_dense_gradient(rank, size):
+def test_a_gradient_that_is_dense_on_one_rank_is_dense_on_all(rank, size):
     model = dpfuse.DataParallel(nn.Embedding(4, 2, sparse=True))
     for dense_rank in (0, 1):
         model.zero_grad()
@@ -273,17 +237,10 @@ def one_rank_has_a_dense_gradient(rank, size):
         assert model.weight.grad[:, 0].tolist() == [1, 1, 1, 1.5]
 
 
-def test_a_gradient_that_is_dense_on_one_rank_is_dense_on_all(ranks):
-    ranks(one_rank_has_a_dense_gradient)
-
-
-def a_wide_wire_for_rows(rank, size):
+@pytest.mark.ranks(size=3)
+def test_rows_are_added_up_in_the_wider_type(rank, size):
     model = dpfuse.DataParallel(
         nn.Embedding(2, 1, sparse=True, dtype=torch.float16), gradient_scale=1.0, wire_dtype=torch.float32
     )
     (model(torch.tensor([0])) * [40000.0, 40000.0, -40000.0][rank]).sum().backward()
     assert model.weight.grad.to_dense().tolist() == [[40000.0], [0.0]]
-
-
-def test_rows_are_added_up_in_the_wider_type(ranks):
-    ranks(a_wide_wire_for_rows, size=3)

@@ -182,23 +182,6 @@ def switches(rank, size):
     assert_averaged(model, inputs(rank))
 
 
-def autograd_grad_is_not_reduced(rank, size):
-    model = wrap()
-    with dpfuse.time_communication(model) as sent:
-        for step in range(3):
-            x = inputs(rank, step).requires_grad_()
-            value = loss(model, x)
-            torch.autograd.grad(value, x, retain_graph=True)
-            torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
-            assert sent.collectives == step * 4
-            assert gradients(model) == [None] * 4
-            with model.no_sync():  # the forward ran outside, and autograd.grad has not used it up
-                value.backward()
-            assert_averaged(model, inputs(rank, step))
-            model.zero_grad()
-    assert (sent.steps, sent.collectives) == (3, 12)
-
-
 def outputs_of_every_kind(rank, size):
     @dataclasses.dataclass
     class Output:
@@ -237,16 +220,6 @@ def outputs_of_every_kind(rank, size):
             unpack(model(inputs(rank))).sum().backward()
             torch.testing.assert_close(model.layer.weight.grad, mean([2 * expected])[0])
             model.zero_grad()
-
-
-def wrapper_inside_a_checkpoint(rank, size, reentrant):
-    model = wrap()
-    for step in range(3):
-        x = inputs(rank, step).requires_grad_()
-        halves = [checkpoint(model, half, use_reentrant=reentrant) for half in x.split([2, 3])]
-        torch.cat(halves).pow(2).sum().backward()
-        assert_averaged(model, inputs(rank, step))
-        model.zero_grad()
 
 
 def two_wrappers_in_one_graph(rank, size):
@@ -309,9 +282,28 @@ def test_rule(ranks, rule):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_wrapper_inside_a_checkpoint_is_averaged(ranks, reentrant):
-    ranks(wrapper_inside_a_checkpoint, reentrant)
+def test_a_wrapper_inside_a_checkpoint_is_averaged(rank, size, reentrant):
+    model = wrap()
+    for step in range(3):
+        x = inputs(rank, step).requires_grad_()
+        halves = [checkpoint(model, half, use_reentrant=reentrant) for half in x.split([2, 3])]
+        torch.cat(halves).pow(2).sum().backward()
+        assert_averaged(model, inputs(rank, step))
+        model.zero_grad()
 
 
-def test_autograd_grad_is_not_reduced(ranks):
-    ranks(autograd_grad_is_not_reduced)
+def test_autograd_grad_is_not_reduced(rank, size):
+    model = wrap()
+    with dpfuse.time_communication(model) as sent:
+        for step in range(3):
+            x = inputs(rank, step).requires_grad_()
+            value = loss(model, x)
+            torch.autograd.grad(value, x, retain_graph=True)
+            torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+            assert sent.collectives == step * 4
+            assert gradients(model) == [None] * 4
+            with model.no_sync():  # the forward ran outside, and autograd.grad has not used it up
+                value.backward()
+            assert_averaged(model, inputs(rank, step))
+            model.zero_grad()
+    assert (sent.steps, sent.collectives) == (3, 12)

@@ -33,7 +33,7 @@ def train(wrap, rank):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def beside_ddp_over_gloo(rank, size):
+def test_jobs_over_torchfts_groups_train_bitwise_like_ddp_over_gloo(rank, size):
     from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy, ProcessGroupGloo
 
     store, address = store_address(rank)
@@ -74,7 +74,3 @@ def beside_ddp_over_gloo(rank, size):
         assert all(map(torch.equal, train(wrap, rank), expected)), name
     dist.barrier()
     del store
-
-
-def test_jobs_over_torchfts_groups_train_bitwise_like_ddp_over_gloo(ranks):
-    ranks(beside_ddp_over_gloo)

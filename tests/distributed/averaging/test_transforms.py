@@ -124,7 +124,10 @@ TRANSFORMS = {
 }
 
 
-def transform(rank, size, face, users):
+@pytest.mark.parametrize("users", [pytest.param((0, 1), marks=pytest.mark.slow), (1,)], ids=["every rank", "one rank"])
+@pytest.mark.parametrize("face", ["data_parallel", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.ranks(timeout=120)
+def test_a_transform_is_that_of_the_bare_module(rank, size, face, users):
     for name, function in TRANSFORMS.items():
         model, bare = FACES[face](net()), net()
         for step in range(3):
@@ -136,13 +139,8 @@ def transform(rank, size, face, users):
         assert model.reducer.completed == 3, name
 
 
-@pytest.mark.parametrize("users", [pytest.param((0, 1), marks=pytest.mark.slow), (1,)], ids=["every rank", "one rank"])
-@pytest.mark.parametrize("face", ["data_parallel", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_transform_is_that_of_the_bare_module(ranks, face, users):
-    ranks(transform, face, users, timeout=120)
-
-
-def transform_in_a_step(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_a_transform_may_run_at_any_time_of_a_step(rank, size, face):
     """Between a forward and its backward, inside no_sync(), and while a window accumulates."""
     model, bare = FACES[face](net(), accumulate_in_buckets=True), net()
     for step in range(3):
@@ -163,11 +161,7 @@ def transform_in_a_step(rank, size, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_transform_may_run_at_any_time_of_a_step(ranks, face):
-    ranks(transform_in_a_step, face)
-
-
-def learn_from_derivatives(rank, size, face):
+def test_a_backward_from_a_transform_to_the_parameters_is_averaged(rank, size, face):
     """The loss has derivatives with respect to the inputs, as for a differential equation; all parameters learn."""
 
     def derivatives(model):
@@ -190,11 +184,7 @@ def learn_from_derivatives(rank, size, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_backward_from_a_transform_to_the_parameters_is_averaged(ranks, face):
-    ranks(learn_from_derivatives, face)
-
-
-def call_with_leaves(rank, size, face):
+def test_other_leaves_in_the_places_of_all_parameters_get_their_own_gradients(rank, size, face):
     model, bare, other = FACES[face](net()), net(), net(1)
     of_other = dict(other.named_parameters())
     leaves = {
@@ -219,11 +209,7 @@ def call_with_leaves(rank, size, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_other_leaves_in_the_places_of_all_parameters_get_their_own_gradients(ranks, face):
-    ranks(call_with_leaves, face)
-
-
-def call_with_some_leaves(rank, size, face):
+def test_other_leaves_in_some_places_are_no_change_of_the_model(rank, size, face):
     """The head is another one; the rest of the model learns from it."""
     model, bare, head = FACES[face](net()), net(), nn.Linear(4, 2)
     for step in range(3):
@@ -246,11 +232,6 @@ def call_with_some_leaves(rank, size, face):
         head.zero_grad()
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_other_leaves_in_some_places_are_no_change_of_the_model(ranks, face):
-    ranks(call_with_some_leaves, face)
-
-
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -261,7 +242,8 @@ class Normed(nn.Module):
         return self.norm(self.layer(x))
 
 
-def call_with_buffers(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_buffers_that_stand_in_are_not_overwritten(rank, size, face):
     options = {"ddp": "forward_sync_buffers", "data_parallel": "broadcast_buffers"}
     model = FACES[face](Normed(), **{options[face]: True})
     bare = Normed()
@@ -283,8 +265,3 @@ def call_with_buffers(rank, size, face):
             dist.broadcast(first, 0)
             assert torch.equal(first, buffer)
         bare.load_state_dict(model.module.state_dict())
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_buffers_that_stand_in_are_not_overwritten(ranks, face):
-    ranks(call_with_buffers, face)

@@ -69,19 +69,6 @@ def accumulated_earlier_counts_although_missing_now(rank, size, views):
         model.zero_grad()
 
 
-def a_rank_that_uses_no_parameter_at_all(rank, size):
-    model = wrap()
-    for step in range(4):
-        if rank == 1 and step % 2:
-            x = torch.ones(1, 2, requires_grad=True)
-            _backward_around(model, x)
-        else:
-            run(model, rank, [[0], [0]])
-        expected = [0.5, 0.5] if step % 2 else [1.5, 1.5]
-        assert grads(model) == [expected, None, None]
-        model.zero_grad()
-
-
 def _backward_around(model, x):
     """A backward through the wrapper's output that reaches none of its parameters."""
 
@@ -95,7 +82,28 @@ def _backward_around(model, x):
     output.sum().backward()
 
 
-def names_are_told_once(rank, size):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize(
+    "rule", [used_on_some_rank, used_nowhere_keeps_what_it_has, accumulated_earlier_counts_although_missing_now]
+)
+def test_rule(ranks, rule, views):
+    ranks(rule, views)
+
+
+def test_a_rank_that_uses_no_parameter_takes_part(rank, size):
+    model = wrap()
+    for step in range(4):
+        if rank == 1 and step % 2:
+            x = torch.ones(1, 2, requires_grad=True)
+            _backward_around(model, x)
+        else:
+            run(model, rank, [[0], [0]])
+        expected = [0.5, 0.5] if step % 2 else [1.5, 1.5]
+        assert grads(model) == [expected, None, None]
+        model.zero_grad()
+
+
+def test_unused_parameters_are_named_once_and_silent_if_expected(rank, size):
     model = wrap(find_unused_parameters=False)
     with pytest.warns(UserWarning, match=r"rank \d: parameters 'branch.1.weight', 'branch.2.weight' got no") as caught:
         run(model, rank, [[0], [0]])
@@ -108,30 +116,10 @@ def names_are_told_once(rank, size):
         run(wrap(), rank, [[0], [0]])
 
 
-def frozen_after_wrapping(rank, size):
+def test_a_parameter_frozen_after_wrapping_counts_as_unused(rank, size):
     model = wrap()
     model.branch[1].weight.requires_grad_(False)
     for _ in range(3):
         run(model, rank, [[0, 1, 2]] * 2)
         assert grads(model) == [[1.5, 1.5], None, [1.5, 1.5]]
         model.zero_grad()
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize(
-    "rule", [used_on_some_rank, used_nowhere_keeps_what_it_has, accumulated_earlier_counts_although_missing_now]
-)
-def test_rule(ranks, rule, views):
-    ranks(rule, views)
-
-
-def test_a_rank_that_uses_no_parameter_takes_part(ranks):
-    ranks(a_rank_that_uses_no_parameter_at_all)
-
-
-def test_unused_parameters_are_named_once_and_silent_if_expected(ranks):
-    ranks(names_are_told_once)
-
-
-def test_a_parameter_frozen_after_wrapping_counts_as_unused(ranks):
-    ranks(frozen_after_wrapping)

@@ -99,7 +99,8 @@ def test_evaluation_and_checkpoints_do_not_depend_on_the_rank(ranks, size):
     assert all(result == results[0] for result in results)
 
 
-def interrupted(rank, size, failing):
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
+def test_an_interrupted_backward_sends_them_too(rank, size, failing):
     torch.manual_seed(0)
     model = dpfuse.DistributedDataParallel(Net())
     for step in range(2):
@@ -119,11 +120,6 @@ def interrupted(rank, size, failing):
     loss.backward()
     assert rank or not torch.equal(state_of(model), expected)
     assert torch.equal(state_of(model), of_rank_0(state_of(model)))
-
-
-@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
-def test_an_interrupted_backward_sends_them_too(ranks, failing):
-    ranks(interrupted, failing)
 
 
 def first_and_last_buffer(rank, size):
@@ -153,7 +149,7 @@ def test_a_module_without_buffers_sends_none_until_it_has_one(ranks):
         assert seen[5] is False
 
 
-def fail_to_start(rank, size):
+def test_a_rank_that_cannot_send_them_leaves_the_group(rank, size):
     alone = dist.new_group([rank], use_local_synchronization=True)  # peers would wait for this rank, until it ends
     model = dpfuse.DistributedDataParallel(Net(), process_group=alone)
     model(batch(rank, 0)).sum().backward()
@@ -167,7 +163,3 @@ def fail_to_start(rank, size):
         loss.backward()
     with pytest.raises(DPFuseError, match=r"has failed in an earlier backward \(MemoryError: planted"):
         model(batch(rank, 2))
-
-
-def test_a_rank_that_cannot_send_them_leaves_the_group(ranks):
-    ranks(fail_to_start)

@@ -67,7 +67,7 @@ def test_buffers_are_those_of_rank_0_in_a_second_forward_and_after_backward(rank
     assert ranks(equal_in_a_second_forward) == [seen] * 2
 
 
-def late_receiver(rank, size):
+def test_the_rank_that_sends_buffers_does_not_wait_for_its_peers(rank, size):
     model = dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), broadcast_buffers=True)
     store = dist.distributed_c10d._get_default_store()
     for step in range(3):
@@ -82,10 +82,6 @@ def late_receiver(rank, size):
         assert (model.module[1].running_mean - 9.0 * step).abs().max() < 0.1
 
 
-def test_the_rank_that_sends_buffers_does_not_wait_for_its_peers(ranks):
-    ranks(late_receiver)
-
-
 def test_buffers_arrive_though_their_sender_has_nothing_left_to_do(tmp_path):
     arguments = ("-m", "tests.distributed.scripts.last_forward", tmp_path)
     processes = [start(*arguments, rank, warm=True) for rank in range(2)]
@@ -98,7 +94,7 @@ def test_buffers_arrive_though_their_sender_has_nothing_left_to_do(tmp_path):
             process.kill()
 
 
-def harmless(rank, size):
+def test_other_changes_of_a_module_are_none(rank, size):
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
     model = dpfuse.DataParallel(net, find_unused_parameters=True)
     x = torch.full((2, 3), 1.0 + rank)
@@ -123,10 +119,6 @@ def harmless(rank, size):
     model(x).sum().backward()
     assert net[0].weight.grad is not None
     assert len(model.bucket_plan.specs) == 6  # those of the beginning; nothing has been planned again
-
-
-def test_other_changes_of_a_module_are_none(ranks):
-    ranks(harmless)
 
 
 class Normed(nn.Module):

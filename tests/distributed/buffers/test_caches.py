@@ -120,7 +120,9 @@ def assert_step(model, make, rank, size, step, lengths):
         torch.testing.assert_close(param.grad, sum(every) / size)
 
 
-def train(rank, size, make, face):
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("make", CACHES, ids=["registered", "assigned", "saved", "as long as the input"])
+def test_caches_that_differ_between_ranks_are_left_to_each_rank(rank, size, make, face):
     model = FACES[face](make())
     for step, lengths in enumerate(LENGTHS):
         assert_step(model, make, rank, size, step, lengths)
@@ -130,12 +132,7 @@ def train(rank, size, make, face):
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("make", CACHES, ids=["registered", "assigned", "saved", "as long as the input"])
-def test_caches_that_differ_between_ranks_are_left_to_each_rank(ranks, make, face):
-    ranks(train, make, face)
-
-
-def validate_in_inference_mode(rank, size, face):
+def test_buffers_that_were_made_in_inference_mode_train(rank, size, face):
     model = FACES[face](InInference())
     for step, lengths in enumerate(LENGTHS[:4]):
         if step % 2 == 0:
@@ -152,12 +149,7 @@ def validate_in_inference_mode(rank, size, face):
                 assert torch.equal(buffer, of_rank_0(buffer)), (step, name)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_buffers_that_were_made_in_inference_mode_train(ranks, face):
-    ranks(validate_in_inference_mode, face)
-
-
-def grows_inside_no_sync(rank, size):
+def test_a_cache_may_grow_inside_no_sync(rank, size):
     model = FACES["torch"](Assigned())
     for step in range(4):
         model.zero_grad()
@@ -173,10 +165,6 @@ def grows_inside_no_sync(rank, size):
             grads.append([param.grad for param in bare.parameters()])
         for param, every in zip(model.module.parameters(), zip(*grads, strict=True), strict=True):
             torch.testing.assert_close(param.grad, sum(every) / size)
-
-
-def test_a_cache_may_grow_inside_no_sync(ranks):
-    ranks(grows_inside_no_sync)
 
 
 def late_statistics(rank, size, first):
@@ -208,28 +196,25 @@ def warmed_up(rank, size, face, persistent):
     return FACES[face](net)
 
 
-def differ_at_the_start(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_caches_may_differ_when_the_module_is_wrapped(rank, size, face):
     model = warmed_up(rank, size, face, persistent=False)
     for step, lengths in enumerate(LENGTHS[:4]):
         assert_step(model, Assigned, rank, size, step, lengths)
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_caches_may_differ_when_the_module_is_wrapped(ranks, face):
-    ranks(differ_at_the_start, face)
-
-
-def saved_ones_differ_at_the_start(rank, size, face):
+def test_saved_buffers_that_differ_when_the_module_is_wrapped_are_an_error(rank, size, face):
     with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has 'buffer inner.angles shape=\(5, 1\)"):
         warmed_up(rank, size, face, persistent=True)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_saved_buffers_that_differ_when_the_module_is_wrapped_are_an_error(ranks, face):
-    ranks(saved_ones_differ_at_the_start, face)
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
 
 
-def copies(rank, size, way):
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_copies_train_with_caches_that_differ(rank, size, way):
     """A copy goes on with the caches that differ."""
     model = FACES["torch"](Assigned())
     for step, lengths in enumerate(LENGTHS[:3]):
@@ -239,12 +224,3 @@ def copies(rank, size, way):
         assert_step(model, Assigned, rank, size, step, lengths)
         for name, buffer in model.module.norm.named_buffers():
             assert torch.equal(buffer, of_rank_0(buffer)), (step, name)
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
-def test_copies_train_with_caches_that_differ(ranks, way):
-    ranks(copies, way)

@@ -267,17 +267,6 @@ class Norm(nn.Module):
         return self.norm(self.layers(x))
 
 
-def usual_steps(rank, size, make):
-    model = FACES["torch"](make())
-    buffers = dict(model.module.named_buffers())
-    for step in range(4):
-        model.zero_grad()
-        model(batch(rank, step)).square().sum().backward()
-        for name, buffer in model.module.named_buffers():
-            assert buffer is buffers[name], name
-            assert torch.equal(buffer, of_rank_0(buffer)), name
-
-
 def of_rank_0(buffer):
     value = buffer.clone()
     torch.distributed.broadcast(value, 0)
@@ -290,8 +279,15 @@ def scripted():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("make", [Norm, scripted])
-def test_where_no_graph_holds_them_buffers_stay_the_same_tensors(ranks, make):
-    ranks(usual_steps, make)
+def test_where_no_graph_holds_them_buffers_stay_the_same_tensors(rank, size, make):
+    model = FACES["torch"](make())
+    buffers = dict(model.module.named_buffers())
+    for step in range(4):
+        model.zero_grad()
+        model(batch(rank, step)).square().sum().backward()
+        for name, buffer in model.module.named_buffers():
+            assert buffer is buffers[name], name
+            assert torch.equal(buffer, of_rank_0(buffer)), name
 
 
 class Sharing(nn.Module):
@@ -312,7 +308,7 @@ class Sharing(nn.Module):
         return out * self.scale + self.shift
 
 
-def sharing(rank, size):
+def test_buffers_that_share_memory_are_written_to_and_autograd_refuses_a_graph_that_needs_them(rank, size):
     model = FACES["torch"](Sharing())
     net = model.module
     for step in range(3):
@@ -334,10 +330,6 @@ def sharing(rank, size):
         assert torch.equal(param.grad, of_rank_0(param.grad))
 
 
-def test_buffers_that_share_memory_are_written_to_and_autograd_refuses_a_graph_that_needs_them(ranks):
-    ranks(sharing)
-
-
 class Marked(nn.Module):
     """Its buffers are of torch.nn.Buffer, one of them not saved."""
 
@@ -355,7 +347,7 @@ class Marked(nn.Module):
         return out * self.scale.clone() + self.shift.clone()
 
 
-def replaced(rank, size):
+def test_a_tensor_in_the_place_of_a_buffer_has_its_marks(rank, size):
     model = FACES["torch"](Marked())
     for step in range(2):
         out = model(batch(rank, step))
@@ -372,7 +364,3 @@ def replaced(rank, size):
     assert isinstance(model.module.shift, nn.Buffer)
     assert not model.module.shift.persistent
     assert torch.equal(model.module.shift, of_rank_0(model.module.shift))
-
-
-def test_a_tensor_in_the_place_of_a_buffer_has_its_marks(ranks):
-    ranks(replaced)

@@ -76,7 +76,12 @@ def test_every_rank_uses_rank_0s_plan_and_gradients_stay_what_they_were(ranks, f
             assert all(map(torch.equal, gradients, expected))
 
 
-def tuned_until_done(rank, size):
+def hooks_of(model):
+    hooks = [hook for param in model.parameters() for hook in param._post_accumulate_grad_hooks.values()]
+    return [hook.__qualname__ for hook in hooks]
+
+
+def test_hooks_and_buckets_are_the_plain_ones_afterwards(rank, size):
     model = dpfuse.DataParallel(net(2, 4))
     result = autotune(model, steps=1, cost=CHEAP)
     assert all("stamped" in name for name in hooks_of(model))
@@ -89,15 +94,6 @@ def tuned_until_done(rank, size):
     assert not any("stamped" in name for name in hooks_of(model))
     assert model._sync.grads.listening.watch.listener is model._sync.grads.reducer
     assert model._sync.grads.listening.observers == []
-
-
-def hooks_of(model):
-    hooks = [hook for param in model.parameters() for hook in param._post_accumulate_grad_hooks.values()]
-    return [hook.__qualname__ for hook in hooks]
-
-
-def test_hooks_and_buckets_are_the_plain_ones_afterwards(ranks):
-    ranks(tuned_until_done)
 
 
 def uneven(rank, size, divide_by_initial_world_size):
@@ -145,7 +141,7 @@ def test_a_module_that_changes_is_recorded_anew(ranks, when):
     assert all(map(torch.equal, grads, others))
 
 
-def copied(rank, size):
+def test_copies_are_neither_recorded_nor_tuned(rank, size):
     model = dpfuse.DataParallel(net(4, 4), comm_buffer_size="auto")
     for number in range(4):
         step(model, number, 4)
@@ -163,10 +159,6 @@ def copied(rank, size):
     assert copy.deepcopy(model).tuning is None
 
 
-def test_copies_are_neither_recorded_nor_tuned(ranks):
-    ranks(copied)
-
-
 class Sides(nn.Module):
     def __init__(self, sparse):
         super().__init__()
@@ -177,7 +169,8 @@ class Sides(nn.Module):
         return self.sides[side](self.words(words))
 
 
-def some_unused(rank, size, sparse):
+@pytest.mark.parametrize("sparse", [False, True])
+def test_unused_and_sparse_parameters_are_tuned_with_the_others(rank, size, sparse):
     torch.manual_seed(0)
     model = dpfuse.DataParallel(Sides(sparse), find_unused_parameters=True)
     plain = dpfuse.DataParallel(copy.deepcopy(model.module), find_unused_parameters=True)
@@ -196,12 +189,7 @@ def some_unused(rank, size, sparse):
     assert "ms exposed" in result.explain()
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_unused_and_sparse_parameters_are_tuned_with_the_others(ranks, sparse):
-    ranks(some_unused, sparse)
-
-
-def accumulated(rank, size):
+def test_backwards_inside_no_sync_do_not_count(rank, size):
     model, plain = dpfuse.DataParallel(net(4, 4)), dpfuse.DataParallel(net(4, 4))
     result = None
     for number in range(10):
@@ -217,10 +205,6 @@ def accumulated(rank, size):
             assert torch.equal(ours.grad, theirs.grad)
     assert result.done
     assert len(result.before.total) == 3
-
-
-def test_backwards_inside_no_sync_do_not_count(ranks):
-    ranks(accumulated)
 
 
 def interrupted(rank, size, everywhere, when):

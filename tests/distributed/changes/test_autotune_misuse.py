@@ -84,7 +84,7 @@ def test_auto_is_a_size(ranks):
     assert all(map(torch.equal, grads, others))
 
 
-def bad_sizes(rank, size):
+def test_other_words_are_refused_and_auto_must_be_meant_by_all(rank, size):
     for value in ("automatic", "25", ""):
         with pytest.raises(TypeError, match='must be a number of MB or "auto", got'):
             dpfuse.DataParallel(net(), comm_buffer_size=value)
@@ -95,17 +95,13 @@ def bad_sizes(rank, size):
     dist.barrier()
 
 
-def test_other_words_are_refused_and_auto_must_be_meant_by_all(ranks):
-    ranks(bad_sizes)
-
-
 def test_auto_without_a_group_passes_through():
     with pytest.warns(UserWarning, match="process group"):
         model = dpfuse.DataParallel(net(1, 4), comm_buffer_size="auto")
     assert model.tuning is None
 
 
-def bad_calls(rank, size):
+def test_bad_calls_are_refused(rank, size):
     model = dpfuse.DataParallel(net(1, 4))
     for arguments, kind in (({"steps": 0}, ValueError), ({"comm_buffer_size": -1}, ValueError)):
         with pytest.raises(kind):
@@ -120,11 +116,7 @@ def bad_calls(rank, size):
     autotune(model, steps=1)
 
 
-def test_bad_calls_are_refused(ranks):
-    ranks(bad_calls)
-
-
-def with_hook(rank, size):
+def test_communication_hooks_and_recording_exclude_each_other(rank, size):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     model = dpfuse.DistributedDataParallel(net(1, 4))
@@ -137,10 +129,6 @@ def with_hook(rank, size):
     step(model, 1, 4)
     with pytest.raises(DPFuseError, match="on a model with the communication hook allreduce_hook, expected one"):
         autotune(model)
-
-
-def test_communication_hooks_and_recording_exclude_each_other(ranks):
-    ranks(with_hook)
 
 
 def test_a_model_that_passes_through_cannot_be_tuned():

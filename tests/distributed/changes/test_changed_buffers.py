@@ -58,7 +58,7 @@ def test_buffers_follow_from_the_first_backward_on(ranks, face, early):
     assert first == second
 
 
-def mixed_precision_norm(rank, size):
+def test_new_buffers_are_converted_as_those_before(rank, size):
     precision = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), mixed_precision=precision)
     for _ in range(2):
@@ -66,7 +66,3 @@ def mixed_precision_norm(rank, size):
             model(torch.randn(5, 3)).float().square().sum().backward()
             assert model.module[1].running_mean.dtype is torch.bfloat16
         model.module[1] = nn.BatchNorm1d(4)
-
-
-def test_new_buffers_are_converted_as_those_before(ranks):
-    ranks(mixed_precision_norm)

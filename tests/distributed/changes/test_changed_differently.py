@@ -86,7 +86,9 @@ def spoil(param):
     param.grad = param.grad.to_sparse()
 
 
-def told_in_any_dtype(rank, size, dtype, options):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_change_and_a_failure_stay_apart_in_every_dtype_and_at_every_scale(rank, size, dtype, options):
     for changes, text in ((add_layer, NOT_ALL), (None, "failed on rank 1 of 2|rank 1 could not pack")):
         model = FACES["paddle"](Net().to(dtype), **options)
         if rank == 1:
@@ -98,13 +100,7 @@ def told_in_any_dtype(rank, size, dtype, options):
             (model(torch.ones(4, 3, dtype=dtype), 0).sum() * 1e-3).backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_change_and_a_failure_stay_apart_in_every_dtype_and_at_every_scale(ranks, dtype, options):
-    ranks(told_in_any_dtype, dtype, options)
-
-
-def undone_on_that_rank(rank, size):
+def test_undoing_it_is_a_remedy(rank, size):
     pair = Pair(rank, size, "torch")
     pair.step()
     kept = pair.wrapped.module.head
@@ -119,11 +115,8 @@ def undone_on_that_rank(rank, size):
         pair.step()
 
 
-def test_undoing_it_is_a_remedy(ranks):
-    ranks(undone_on_that_rank)
-
-
-def changed_differently(rank, size, kind):
+@pytest.mark.parametrize("kind", ["shape", "dtype", "place", "values", "values of the unfrozen", "frozen"])
+def test_changes_that_differ_are_told_by_name(rank, size, kind):
     pair = Pair(rank, size, "paddle")
     pair.step()
     net = pair.wrapped.module
@@ -164,12 +157,8 @@ def changed_differently(rank, size, kind):
             pair.step()
 
 
-@pytest.mark.parametrize("kind", ["shape", "dtype", "place", "values", "values of the unfrozen", "frozen"])
-def test_changes_that_differ_are_told_by_name(ranks, kind):
-    ranks(changed_differently, kind)
-
-
-def unusable(rank, size, everywhere):
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_module_that_cannot_be_used_any_more_is_an_error_on_all(rank, size, everywhere):
     pair = Pair(rank, size, "paddle")
     pair.step()
     if everywhere or rank == 1:
@@ -191,12 +180,8 @@ def unusable(rank, size, everywhere):
         pair.step()
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_module_that_cannot_be_used_any_more_is_an_error_on_all(ranks, everywhere):
-    ranks(unusable, everywhere)
-
-
-def interrupted_in_the_same_step(rank, size, changed):
+@pytest.mark.parametrize("changed", [(0,), (1,), (0, 1)])
+def test_an_exception_in_the_step_of_the_change_is_told_and_the_change_is_not_lost(rank, size, changed):
     def explode(grad):
         raise KeyError("planted")
 
@@ -222,12 +207,9 @@ def interrupted_in_the_same_step(rank, size, changed):
         pair.step()
 
 
-@pytest.mark.parametrize("changed", [(0,), (1,), (0, 1)])
-def test_an_exception_in_the_step_of_the_change_is_told_and_the_change_is_not_lost(ranks, changed):
-    ranks(interrupted_in_the_same_step, changed)
-
-
-def with_a_hook(rank, size, everywhere):
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.filterwarnings("ignore:.*got no gradient in this backward")
+def test_with_a_communication_hook_every_change_is_an_error_on_all(rank, size, everywhere):
     model = DistributedDataParallel(Net())
     model.register_comm_hook(None, allreduce_hook)
     model(torch.ones(4, 3), 0).sum().backward()
@@ -240,13 +222,7 @@ def with_a_hook(rank, size, everywhere):
         model(torch.ones(4, 3), 0).sum().backward()
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.filterwarnings("ignore:.*got no gradient in this backward")
-def test_with_a_communication_hook_every_change_is_an_error_on_all(ranks, everywhere):
-    ranks(with_a_hook, everywhere)
-
-
-def hook_while_pending(rank, size):
+def test_a_hook_cannot_come_before_all_ranks_know_of_a_change(rank, size):
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
     add_layer(model.module)
     with model.no_sync():
@@ -257,11 +233,7 @@ def hook_while_pending(rank, size):
     model.register_comm_hook(None, allreduce_hook)
 
 
-def test_a_hook_cannot_come_before_all_ranks_know_of_a_change(ranks):
-    ranks(hook_while_pending)
-
-
-def frozen_here_only(rank, size):
+def test_a_parameter_that_only_one_rank_froze_is_an_error_on_all(rank, size):
     pair = Pair(rank, size, "paddle")
     pair.step()
     if rank == 1:
@@ -271,11 +243,8 @@ def frozen_here_only(rank, size):
         pair.backward()
 
 
-def test_a_parameter_that_only_one_rank_froze_is_an_error_on_all(ranks):
-    ranks(frozen_here_only)
-
-
-def sparse_then_changed(rank, size, everywhere):
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_sparse_gradients_take_part(rank, size, everywhere):
     net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2))
     model = FACES["paddle"](net)
     words = torch.tensor([rank, 3, 5])
@@ -295,12 +264,8 @@ def sparse_then_changed(rank, size, everywhere):
         torch.testing.assert_close(net[0].weight.grad.to_dense(), expected)
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_sparse_gradients_take_part(ranks, everywhere):
-    ranks(sparse_then_changed, everywhere)
-
-
-def changed_inside_join(rank, size, others_have_ended):
+@pytest.mark.parametrize("others_have_ended", [True, False])
+def test_inside_join_a_rank_without_input_cannot_follow(rank, size, others_have_ended):
     pair = Pair(rank, size, "torch")
     steps = 1 if others_have_ended and rank == 1 else 3
     text = "module was changed on rank 0 of 2 since the last synchronised backward, and not on rank 1"
@@ -309,8 +274,3 @@ def changed_inside_join(rank, size, others_have_ended):
             if step == 1:
                 pair.change(add_layer)
             pair.step()
-
-
-@pytest.mark.parametrize("others_have_ended", [True, False])
-def test_inside_join_a_rank_without_input_cannot_follow(ranks, others_have_ended):
-    ranks(changed_inside_join, others_have_ended)

@@ -190,7 +190,9 @@ def test_nothing_that_was_accumulated_gets_lost(ranks, change, views):
     ranks(changed_in_a_window, change, views)
 
 
-def changed_on_top_of_means(rank, size, change, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("change", [add_layer, replace_parameter, unfreeze, convert])
+def test_nothing_that_was_accumulated_in_views_gets_lost(rank, size, change, views):
     """What is accumulated lies in the old buffers, where `.grad` is a view of them."""
     pair = Pair(rank, size, "torch", gradient_as_bucket_view=views)
     for _ in range(2):
@@ -203,12 +205,6 @@ def changed_on_top_of_means(rank, size, change, views):
     pair.backward(sync=False)
     pair.backward()
     pair.check()
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("change", [add_layer, replace_parameter, unfreeze, convert])
-def test_nothing_that_was_accumulated_in_views_gets_lost(ranks, change, views):
-    ranks(changed_on_top_of_means, change, views)
 
 
 def test_a_module_with_a_scale_follows(ranks):
@@ -228,7 +224,11 @@ def test_one_rank_follows(ranks, change):
     ranks(followed, change, True, "paddle", size=1)
 
 
-def changed_after_forward(rank, size, change, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize(
+    "change", [replace_parameter, replace_layer, add_layer, unfreeze, assign, shuffle_and_unfreeze]
+)
+def test_a_change_between_forward_and_backward_counts_from_the_next_forward_on(rank, size, change, views):
     """The gradients are those of the parameters that computed; what is new comes in with the next forward."""
     pair = Pair(rank, size, "paddle", gradient_as_bucket_view=views)
     pair.step()
@@ -244,14 +244,8 @@ def changed_after_forward(rank, size, change, views):
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize(
-    "change", [replace_parameter, replace_layer, add_layer, unfreeze, assign, shuffle_and_unfreeze]
-)
-def test_a_change_between_forward_and_backward_counts_from_the_next_forward_on(ranks, change, views):
-    ranks(changed_after_forward, change, views)
-
-
-def converted_after_forward(rank, size, views, everywhere):
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_conversion_between_forward_and_backward_is_right_or_an_error_on_every_rank(rank, size, views, everywhere):
     model = DataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
     x = torch.full((4, 3), 1.0 + rank)
     for _ in range(2):
@@ -271,12 +265,6 @@ def converted_after_forward(rank, size, views, everywhere):
     model.zero_grad()
     model(x.double()).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((2, 3), 4 * 1.5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_conversion_between_forward_and_backward_is_right_or_an_error_on_every_rank(ranks, views, everywhere):
-    ranks(converted_after_forward, views, everywhere)
 
 
 def copied(rank, size):
@@ -305,7 +293,7 @@ def test_copies_and_other_groups_work_after_a_change(ranks):
     ranks(copied)
 
 
-def frozen_for_a_while(rank, size):
+def test_a_module_that_is_frozen_as_a_whole_comes_back(rank, size):
     """A network whose gradients pass through but not into it, as a GAN's second one."""
     pair = Pair(rank, size, "torch")
     pair.step()
@@ -326,11 +314,7 @@ def frozen_for_a_while(rank, size):
         pair.step()
 
 
-def test_a_module_that_is_frozen_as_a_whole_comes_back(ranks):
-    ranks(frozen_for_a_while)
-
-
-def undone(rank, size):
+def test_a_change_that_was_undone_is_none(rank, size):
     pair = Pair(rank, size, "paddle")
     pair.step()
     kept = pair.wrapped.module.head
@@ -345,11 +329,8 @@ def undone(rank, size):
     assert pair.wrapped.bucket_plan is plan
 
 
-def test_a_change_that_was_undone_is_none(ranks):
-    ranks(undone)
-
-
-def weighed_after_a_change(rank, size, undo):
+@pytest.mark.parametrize("undo", [False, True], ids=["followed", "undone"])
+def test_a_feature_that_is_added_while_a_change_is_pending_follows_the_change(rank, size, undo):
     """A weight is given between the forward that has seen a change and its backward: the buckets are made again."""
     pair = Pair(rank, size, "paddle")
     pair.step()
@@ -371,11 +352,6 @@ def weighed_after_a_change(rank, size, undo):
         if other.grad is not None:
             dist.all_reduce(other.grad)
             torch.testing.assert_close(param.grad, other.grad / size, msg=name)
-
-
-@pytest.mark.parametrize("undo", [False, True], ids=["followed", "undone"])
-def test_a_feature_that_is_added_while_a_change_is_pending_follows_the_change(ranks, undo):
-    ranks(weighed_after_a_change, undo)
 
 
 def collectives_of(rank, size):

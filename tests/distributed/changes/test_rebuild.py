@@ -111,7 +111,7 @@ def test_ranks_that_share_the_cores_of_one_machine_get_few_buckets(ranks):
         assert plans[:5] == plans[5:]
 
 
-def views_of_the_first_plan_survive(rank, size):
+def test_gradients_in_the_old_buffers_are_not_lost(rank, size):
     model = dpfuse.DataParallel(Scrambled(ORDER), None, 0.1 * KB, 0.05 * KB, find_unused_parameters=True)
     x = torch.full((2, 4), rank + 1.0)
     model(x).sum().backward()
@@ -124,11 +124,7 @@ def views_of_the_first_plan_survive(rank, size):
         torch.testing.assert_close(param.grad, 2 * value)
 
 
-def test_gradients_in_the_old_buffers_are_not_lost(ranks):
-    ranks(views_of_the_first_plan_survive)
-
-
-def sent_in_plan_order(rank, size):
+def test_buckets_are_sent_in_plan_order_whatever_becomes_ready_first(rank, size):
     """Rank 1 gets its gradients ready in the opposite order, and late."""
     model = dpfuse.DataParallel(Scrambled(ORDER if rank == 0 else ORDER[::-1]), None, 0, 0, find_unused_parameters=True)
     sent = []
@@ -153,11 +149,7 @@ def sent_in_plan_order(rank, size):
         collective.all_reduce = original
 
 
-def test_buckets_are_sent_in_plan_order_whatever_becomes_ready_first(ranks):
-    ranks(sent_in_plan_order)
-
-
-def overlapping(rank, size):
+def test_buckets_are_sent_while_backward_still_runs(rank, size):
     model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]), None, 0, 0)
     states = []
     model.module[0].bias.register_hook(lambda _: states.append([b.state for b in model.reducer.buckets]))
@@ -167,10 +159,6 @@ def overlapping(rank, size):
     assert set(recorded) == {BucketState.FREE}  # the first backward is recorded, and reduced at its end
     for seen in later:  # when the first layer's gradient arrives, those of all later layers are under way
         assert [state is BucketState.FLIGHT for state in seen] == [True] * 10 + [False] * 2
-
-
-def test_buckets_are_sent_while_backward_still_runs(ranks):
-    ranks(overlapping)
 
 
 class Repeating(nn.Module):
@@ -200,7 +188,7 @@ def expected_mean(model, xs, times):
     return means
 
 
-def several_marks_are_learned(rank, size):
+def test_a_parameter_that_fires_several_times_is_learned_in_the_first_backward(rank, size):
     model = dpfuse.DataParallel(Repeating(), None, 0, 0)
     for step in range(4):
         x = torch.full((2, 4), rank + 1.0 + step, requires_grad=True)
@@ -211,7 +199,7 @@ def several_marks_are_learned(rank, size):
         model.zero_grad()
 
 
-def a_late_mark_is_a_named_error(rank, size):
+def test_a_ready_mark_after_the_bucket_was_sent_is_an_error_on_every_rank(rank, size):
     model = dpfuse.DataParallel(Repeating(), None, 0, 0)
     x = torch.full((2, 4), rank + 1.0, requires_grad=True)
     for _ in range(2):
@@ -227,11 +215,3 @@ def a_late_mark_is_a_named_error(rank, size):
     model.zero_grad()
     model(x, 1).sum().backward()
     torch.testing.assert_close([p.grad for p in model.module.parameters()], expected_mean(model, x.detach(), 1))
-
-
-def test_a_parameter_that_fires_several_times_is_learned_in_the_first_backward(ranks):
-    ranks(several_marks_are_learned)
-
-
-def test_a_ready_mark_after_the_bucket_was_sent_is_an_error_on_every_rank(ranks):
-    ranks(a_late_mark_is_a_named_error)

@@ -121,7 +121,8 @@ def test_the_buffers_of_the_first_plan_are_freed_once_no_gradient_is_in_them(ran
     assert ranks(rebuilt) == [[], []]
 
 
-def disagreeing(rank, size, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_an_agreement_on_buckets_that_raises_is_repeated_after_the_next_backward(rank, size, views):
     """The agreement on the buckets, after the first synchronised backward, raises on all ranks, once."""
     model = dpfuse.DataParallel(net(), None, 0.001, 0.0005, gradient_as_bucket_view=views)
     golden = model.bucket_plan
@@ -144,11 +145,6 @@ def disagreeing(rank, size, views):
     ready = [5, 4, 3, 2, 1, 0]  # in backward the last layer comes first, and in each its bias before its weight
     assert plans == [rebuild_plan(golden, ready)] * 3
     assert model.reducer.rebuilt
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_an_agreement_on_buckets_that_raises_is_repeated_after_the_next_backward(ranks, views):
-    ranks(disagreeing, views)
 
 
 class Coalescing:

@@ -23,15 +23,11 @@ def operations_added(layers, views):
     return counts[1] - counts[0]
 
 
-def no_operation_per_parameter(rank, size, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_the_number_of_torch_operations_does_not_depend_on_the_number_of_parameters(rank, size, views):
     few, many = operations_added(5, views), operations_added(50, views)
     assert few == many
     assert few <= 12
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_the_number_of_torch_operations_does_not_depend_on_the_number_of_parameters(ranks, views):
-    ranks(no_operation_per_parameter, views)
 
 
 def operations_of_clipping(count):
@@ -45,17 +41,13 @@ def operations_of_clipping(count):
     return done.names
 
 
-def whole_buffers(rank, size):
+def test_views_are_measured_and_clipped_by_the_buffer(rank, size):
     few, many = operations_of_clipping(60), operations_of_clipping(120)
     assert few == many
     assert not any("foreach" in name for name in many)
 
 
-def test_views_are_measured_and_clipped_by_the_buffer(ranks):
-    ranks(whole_buffers)
-
-
-def collectives_and_bytes(rank, size):
+def test_a_step_sends_each_bucket_once_and_nothing_else(rank, size):
     model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), None, 0.001, 0.0005)
     with dpfuse.time_communication(model) as recorded:
         model(torch.ones(2, 8)).sum().backward()
@@ -74,17 +66,9 @@ def collectives_and_bytes(rank, size):
     assert 0 <= times.exposed <= times.seconds + 1
 
 
-def test_a_step_sends_each_bucket_once_and_nothing_else(ranks):
-    ranks(collectives_and_bytes)
-
-
-def no_sync_sends_nothing(rank, size):
+def test_no_sync_sends_nothing(rank, size):
     model = dpfuse.DataParallel(nn.Linear(8, 8))
     with dpfuse.time_communication(model) as times, model.no_sync():
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
     assert (times.steps, times.collectives, times.nbytes) == (0, 0, 0)
-
-
-def test_no_sync_sends_nothing(ranks):
-    ranks(no_sync_sends_nothing)

@@ -262,13 +262,9 @@ def test_a_one_dimensional_mesh_is_a_group():
         assert model.device_mesh is one
 
 
-def build_wrongly_on_one_rank(rank, size):
+def test_an_error_of_one_rank_is_one_on_all(rank, size):
     with pytest.raises(RuntimeError if rank else DPFuseError, match="any parameter that requires a gradient"):
         DistributedDataParallel(nn.Linear(2, 2).requires_grad_(rank == 0))
-
-
-def test_an_error_of_one_rank_is_one_on_all(ranks):
-    ranks(build_wrongly_on_one_rank)
 
 
 def test_without_a_process_group_it_is_torchs_error():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel, DPFuseError
+from tests.distributed.ddp_face.test_compile import Chain
 from tests.torch_ddp import since_torch
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -89,19 +90,6 @@ def test_attributes_about_caps_are_those_of_torch(arguments, caps):
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
-class Layer(nn.Module):
-    """A name of its own for each layer, where a compiled chain is cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(24))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("caps", [[1, 2], [2], [1, 1, 3]], ids=str)
 def test_the_compiler_splits_by_the_largest_of_the_caps_as_for_torch(caps):
@@ -114,7 +102,7 @@ def test_the_compiler_splits_by_the_largest_of_the_caps_as_for_torch(caps):
             graphs.append(graph)
             return graph.forward
 
-        torch.compile(cls(Layer(), bucket_cap_mb_list=caps), backend=backend)(torch.ones(1, 256))
+        torch.compile(cls(Chain(24, 256), bucket_cap_mb_list=caps), backend=backend)(torch.ones(1, 256))
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 1
 
@@ -233,7 +221,7 @@ def test_delayed_gradients_are_the_mean(ranks, case, views):
     ranks(average_like_without_delay, views, *DELAYED[case])
 
 
-def delay_all(rank, size):
+def test_all_parameters_may_be_delayed(rank, size):
     """Beside the mean by hand: torch's class raises, since it finds nothing to tell the device by."""
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     mine = copy.deepcopy(net)
@@ -251,11 +239,7 @@ def delay_all(rank, size):
     assert len(ours.bucket_plan.buckets) == 1
 
 
-def test_all_parameters_may_be_delayed(ranks):
-    ranks(delay_all)
-
-
-def delay_beside_torch(rank, size):
+def test_delayed_gradients_are_those_of_torch_where_it_waits(rank, size):
     """Torch's buffer is complete when the hooked parameter comes last, and the barrier is what it does not wait for."""
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     theirs, ours = (
@@ -270,10 +254,6 @@ def delay_beside_torch(rank, size):
         dist.barrier()
         for got, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(got.grad, expected.grad)
-
-
-def test_delayed_gradients_are_those_of_torch_where_it_waits(ranks):
-    ranks(delay_beside_torch)
 
 
 WRONG = {
@@ -314,13 +294,9 @@ def test_a_frozen_parameter_cannot_be_waited_for_as_in_torch():
             cls(net, **delayed(net, ["1.weight"], "0.bias"))
 
 
-def delay_differently(rank, size):
+def test_ranks_that_differ_in_caps_or_delays_all_raise(rank, size):
     net = chain()
     with pytest.raises(DPFuseError, match="option rule"):
         DistributedDataParallel(net, **delayed(net, [f"{rank}.weight"], "2.bias"))
     with pytest.raises(DPFuseError, match="option rule"):
         DistributedDataParallel(chain(), bucket_cap_mb_list=[1, 5 + rank, 9])
-
-
-def test_ranks_that_differ_in_caps_or_delays_all_raise(ranks):
-    ranks(delay_differently)

@@ -46,7 +46,8 @@ def sum_and_wait(state, named_buffers):
         future.wait()
 
 
-def beside_torch(rank, size, before, wait):
+@pytest.mark.parametrize(("before", "wait"), [(True, True), (False, True), (False, False)])
+def test_a_buffer_hook_does_what_it_does_for_torch(rank, size, before, wait):
     net, models, calls = Net(), [], ([], [])
     location = Location.PRE_FORWARD if before else Location.POST_FORWARD
     for cls, state in zip(BOTH, calls, strict=True):
@@ -71,11 +72,6 @@ def beside_torch(rank, size, before, wait):
     assert len(calls[0]) > 3
 
 
-@pytest.mark.parametrize(("before", "wait"), [(True, True), (False, True), (False, False)])
-def test_a_buffer_hook_does_what_it_does_for_torch(ranks, before, wait):
-    ranks(beside_torch, before, wait)
-
-
 def mean(state, named_buffers):
     for buffer in named_buffers.values():
         if buffer.is_floating_point():
@@ -83,7 +79,10 @@ def mean(state, named_buffers):
             buffer /= dist.get_world_size()
 
 
-def average_statistics(rank, size, before):
+@pytest.mark.parametrize(
+    "before", [pytest.param(False, marks=since_torch(2, 12, "torch's class marks what a graph holds as written")), True]
+)
+def test_a_hook_may_write_what_a_backward_holds(rank, size, before):
     """Batch norm's backward holds what the hook writes."""
     net, models = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), []
     for cls in BOTH:
@@ -100,13 +99,6 @@ def average_statistics(rank, size, before):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "before", [pytest.param(False, marks=since_torch(2, 12, "torch's class marks what a graph holds as written")), True]
-)
-def test_a_hook_may_write_what_a_backward_holds(ranks, before):
-    ranks(average_statistics, before)
-
-
 def slow_sum(state, named_buffers):
     """A future that is set long after backward's own work is done."""
     future = dist.all_reduce(named_buffers["local"], async_op=True).get_future()
@@ -120,7 +112,7 @@ def slow_sum(state, named_buffers):
     return [future.then(finish)]
 
 
-def wait_for_slow(rank, size):
+def test_backward_returns_when_the_futures_are_done(rank, size):
     state = []
     model = DistributedDataParallel(Net())
     model._register_buffer_comm_hook(state, slow_sum)
@@ -129,15 +121,11 @@ def wait_for_slow(rank, size):
         assert state == ["done"] * (step + 1)
 
 
-def test_backward_returns_when_the_futures_are_done(ranks):
-    ranks(wait_for_slow)
-
-
 def broadcast(model, named_buffers):
     model._default_broadcast_coalesced(list(named_buffers.values()))
 
 
-def broadcast_by_hook(rank, size):
+def test_a_hook_may_send_rank_0s_buffers_as_without_it(rank, size):
     for cls in BOTH:
         net = Net()
         model = cls(net)
@@ -146,10 +134,6 @@ def broadcast_by_hook(rank, size):
             net.local.fill_(rank + step)
             model(torch.zeros(2, 3)).sum().backward()
             assert torch.equal(net.local, torch.full((2,), float(step))), cls
-
-
-def test_a_hook_may_send_rank_0s_buffers_as_without_it(ranks):
-    ranks(broadcast_by_hook)
 
 
 def join_with_hook(rank, size):

@@ -16,11 +16,11 @@ BOTH = (TorchDDP, DistributedDataParallel)
 
 
 class Chain(nn.Module):
-    """Twelve layers of 1 MB."""
+    """A name of its own for each layer, where a compiled chain is cut."""
 
-    def __init__(self):
+    def __init__(self, count, width):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
     def forward(self, x):
         for layer in self.layers:
@@ -36,7 +36,7 @@ def spans(profile, name):
 
 def trace_backward(rank, size, split):
     torch._dynamo.reset()
-    net = Chain()
+    net = Chain(12, 512)  # layers of 1 MB
     models = [cls(copy.deepcopy(net), bucket_cap_mb=3) for cls in BOTH]
     with torch._dynamo.config.patch(optimize_ddp=split):
         for model in models:
@@ -69,7 +69,15 @@ def test_without_splits_nothing_is_sent_before_the_compiled_backward_ends(ranks)
     assert ranks(trace_backward, False) == [(1, [0])] * 2
 
 
-def reduce_in_python(rank, size, mode):
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "python_reducer",
+        pytest.param("python_reducer_without_compiled_forward", marks=pytest.mark.slow),
+        pytest.param("no_optimization", marks=pytest.mark.slow),
+    ],
+)
+def test_other_modes_of_the_compiler_give_the_mean_too(rank, size, mode):
     torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     expected = TorchDDP(copy.deepcopy(net))
@@ -83,15 +91,3 @@ def reduce_in_python(rank, size, mode):
                 each(x).sum().backward()
             for theirs, ours in zip(expected.parameters(), model.parameters(), strict=True):
                 assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "python_reducer",
-        pytest.param("python_reducer_without_compiled_forward", marks=pytest.mark.slow),
-        pytest.param("no_optimization", marks=pytest.mark.slow),
-    ],
-)
-def test_other_modes_of_the_compiler_give_the_mean_too(ranks, mode):
-    ranks(reduce_in_python, mode)

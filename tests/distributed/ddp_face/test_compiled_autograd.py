@@ -51,7 +51,18 @@ def assert_equal(expected, model, step):
         assert theirs.grad is None or torch.equal(ours.grad, theirs.grad), (step, name, ours.grad, theirs.grad)
 
 
-def train(rank, size, face, compiler, views):
+@pytest.mark.parametrize(
+    ("face", "compiler", "views"),
+    [
+        # Half a minute each, for Dynamo.
+        pytest.param("ddp", "eager", False, marks=pytest.mark.slow),
+        pytest.param("data_parallel", "aot_eager", True, marks=pytest.mark.slow),
+        ("ddp", as_it_is, True),
+        ("data_parallel", as_it_is, False),
+    ],
+)
+@pytest.mark.ranks(timeout=180)
+def test_gradients_are_those_of_torchs_ddp(rank, size, face, compiler, views):
     """Accumulation over steps, local steps, both ways to zero gradients."""
     expected, model = pair(net(), FACES[face], gradient_as_bucket_view=views)
     call = torch.compile(model, backend=compiler) if compiler == "aot_eager" else model
@@ -70,21 +81,9 @@ def train(rank, size, face, compiler, views):
     assert not any(ready.entries for ready in model.reducer._in_use.ready)
 
 
-@pytest.mark.parametrize(
-    ("face", "compiler", "views"),
-    [
-        # Half a minute each, for Dynamo.
-        pytest.param("ddp", "eager", False, marks=pytest.mark.slow),
-        pytest.param("data_parallel", "aot_eager", True, marks=pytest.mark.slow),
-        ("ddp", as_it_is, True),
-        ("data_parallel", as_it_is, False),
-    ],
-)
-def test_gradients_are_those_of_torchs_ddp(ranks, face, compiler, views):
-    ranks(train, face, compiler, views, timeout=180)
-
-
-def send_early(rank, size):
+@pytest.mark.slow
+@pytest.mark.ranks(timeout=180)
+def test_complete_buckets_are_sent_while_the_compiled_backward_runs(rank, size):
     expected, model = pair(net(), bucket_cap_mb=1e-5)
     sent = []
     model.module[0].weight.register_hook(lambda _: sent.append(model.reducer._run.next))
@@ -102,11 +101,9 @@ def send_early(rank, size):
 
 
 @pytest.mark.slow
-def test_complete_buckets_are_sent_while_the_compiled_backward_runs(ranks):
-    ranks(send_early, timeout=180)
-
-
-def compile_steps(rank, size, mode):
+@pytest.mark.parametrize("mode", [True, "python_reducer"])
+@pytest.mark.ranks(timeout=180)
+def test_a_compiled_step_with_the_switch(rank, size, mode):
     expected, model = pair(net())
 
     def step(x):
@@ -123,12 +120,6 @@ def compile_steps(rank, size, mode):
             assert_equal(expected, model, count)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [True, "python_reducer"])
-def test_a_compiled_step_with_the_switch(ranks, mode):
-    ranks(compile_steps, mode, timeout=180)
-
-
 class Fork(nn.Module):
     def __init__(self):
         super().__init__()
@@ -138,7 +129,7 @@ class Fork(nn.Module):
         return (self.left if side == 0 else self.right)(x)
 
 
-def use_some(rank, size):
+def test_unused_parameters(rank, size):
     expected, model = pair(Fork(), find_unused_parameters=True)
     for step, side in enumerate([0, rank, rank, 1, rank]):
         expected(data(rank, step), side).sum().backward()
@@ -147,11 +138,7 @@ def use_some(rank, size):
         assert_equal(expected, model, step)
 
 
-def test_unused_parameters(ranks):
-    ranks(use_some)
-
-
-def ask_for_gradients(rank, size):
+def test_asking_for_gradients_communicates_nothing(rank, size):
     expected, model = pair(net())
     expected(data(rank, 0)).sum().backward()
     with compiled():
@@ -165,10 +152,6 @@ def ask_for_gradients(rank, size):
     assert_equal(expected, model, 0)
 
 
-def test_asking_for_gradients_communicates_nothing(ranks):
-    ranks(ask_for_gradients)
-
-
 class Recomputed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
@@ -179,7 +162,8 @@ class Recomputed(nn.Module):
         return checkpoint(self.two, self.one(x), use_reentrant=self.reentrant)
 
 
-def train_recomputed(rank, size, reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(rank, size, reentrant):
     expected, model = pair(Recomputed(reentrant))
     for step in range(3):
         expected(data(rank, step)).sum().backward()
@@ -188,12 +172,9 @@ def train_recomputed(rank, size, reentrant):
         assert_equal(expected, model, step)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(ranks, reentrant):
-    ranks(train_recomputed, reentrant)
-
-
-def train_two(rank, size):
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_two_wrappers_in_one_backward_and_anomaly_mode(rank, size):
     (expected, model), (expected_head, head) = pair(net()), pair(nn.Linear(2, 2))
     for step in range(3):
         expected_head(expected(data(rank, step))).sum().backward()
@@ -206,13 +187,9 @@ def train_two(rank, size):
         (head(model(data(rank, step))).sum() * float("nan")).backward()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Anomaly")
-def test_two_wrappers_in_one_backward_and_anomaly_mode(ranks):
-    ranks(train_two)
-
-
-def fail_on_one(rank, size, compiler):
+@pytest.mark.parametrize("compiler", [as_it_is, pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.ranks(timeout=180)
+def test_an_exception_on_one_rank_is_heard_of_on_all(rank, size, compiler):
     expected, model = pair(net())
     broken = False
 
@@ -241,12 +218,8 @@ def fail_on_one(rank, size, compiler):
             assert_equal(expected, model, step)
 
 
-@pytest.mark.parametrize("compiler", [as_it_is, pytest.param("eager", marks=pytest.mark.slow)])
-def test_an_exception_on_one_rank_is_heard_of_on_all(ranks, compiler):
-    ranks(fail_on_one, compiler, timeout=180)
-
-
-def compile_whole(rank, size):
+@pytest.mark.slow
+def test_a_graph_without_breaks_is_refused_by_name(rank, size):
     expected, model = pair(net())
     with (
         compiled(torch.compile(backend="eager", fullgraph=True)),
@@ -258,12 +231,7 @@ def compile_whole(rank, size):
     assert_equal(expected, model, 0)
 
 
-@pytest.mark.slow
-def test_a_graph_without_breaks_is_refused_by_name(ranks):
-    ranks(compile_whole)
-
-
-def compile_in_another_torch(rank, size):
+def test_a_torch_that_does_not_tell_the_end_is_refused(rank, size):
     _, model = pair(net())
     runner = torch._dynamo.compiled_autograd.AutogradCompilerInstance
     original = runner.end_capture
@@ -282,7 +250,3 @@ def compile_in_another_torch(rank, size):
             model(data(rank, 0)).sum().backward()
     finally:
         runner.end_capture = original
-
-
-def test_a_torch_that_does_not_tell_the_end_is_refused(ranks):
-    ranks(compile_in_another_torch)

@@ -32,7 +32,7 @@ def wrap(cls, module, group=None):
     return None
 
 
-def differ_in_number(rank, size):
+def test_a_different_number_of_parameters_is_an_error_on_all_ranks_as_in_torch(rank, size):
     theirs, ours = (wrap(cls, nn.Linear(2, 2, bias=rank == 0)) for cls in BOTH)
     assert isinstance(theirs, RuntimeError)
     assert isinstance(ours, RuntimeError)
@@ -41,11 +41,8 @@ def differ_in_number(rank, size):
     assert "'bias'" in str(ours) or "parameter bias" in str(ours)
 
 
-def test_a_different_number_of_parameters_is_an_error_on_all_ranks_as_in_torch(ranks):
-    ranks(differ_in_number)
-
-
-def differ_in_shape(rank, size):
+@pytest.mark.slow
+def test_a_different_shape_is_an_error_on_all_ranks_where_torch_has_one_on_some(rank, size):
     # Rank 0 of torch notices nothing and waits for a peer that has raised, so it gets little time.
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=patience(2)))
@@ -58,12 +55,7 @@ def differ_in_shape(rank, size):
     assert re.search(r"rank 1 has .*shape=\(3, 2\).*rank 0 has .*shape=\(2, 2\)", str(ours))
 
 
-@pytest.mark.slow
-def test_a_different_shape_is_an_error_on_all_ranks_where_torch_has_one_on_some(ranks):
-    ranks(differ_in_shape)
-
-
-def copy_of_a_part(rank, size):
+def test_only_the_default_group_can_be_pickled_as_in_torch(rank, size):
     group = dist.new_group([0, 1])
     for cls in BOTH:
         model = cls(nn.Linear(2, 2), process_group=group)
@@ -74,15 +66,11 @@ def copy_of_a_part(rank, size):
                 way(model)
 
 
-def test_only_the_default_group_can_be_pickled_as_in_torch(ranks):
-    ranks(copy_of_a_part)
-
-
 def zero(model):
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
 
 
-def refuse_overlap(rank, size):
+def test_zeros_overlap_is_refused_over_gloo_as_with_torchs_class(rank, size):
     for cls in BOTH:
         model = cls(nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="Gloo backend using Overlapping DDP with ZeRO may meet hangs"):
@@ -92,11 +80,7 @@ def refuse_overlap(rank, size):
             hook_with_zero_step(allreduce_hook, model, plain)
 
 
-def test_zeros_overlap_is_refused_over_gloo_as_with_torchs_class(ranks):
-    ranks(refuse_overlap)
-
-
-def overlap_with_zero(rank, size):
+def test_zeros_overlap_finds_what_it_asks_of_the_wrapper(rank, size):
     """As if it were not gloo: one bucket, so that there is nothing that may hang."""
     torch.manual_seed(0)
     net, runs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), []
@@ -117,10 +101,6 @@ def overlap_with_zero(rank, size):
     for theirs, ours in zip(*runs, strict=True):
         assert all(map(torch.equal, theirs, ours))
     assert not torch.equal(runs[1][0][0], runs[1][-1][0])
-
-
-def test_zeros_overlap_finds_what_it_asks_of_the_wrapper(ranks):
-    ranks(overlap_with_zero)
 
 
 def test_the_error_classes_are_torchs():

@@ -164,14 +164,11 @@ def test_parameters_that_no_active_rank_uses_have_no_gradient(ranks):
     assert ranks(unused, timeout=20)[1] == [[True, False], [False, False]] * 2
 
 
-def disabled(rank, size):
+@pytest.mark.ranks(timeout=20)
+def test_a_context_that_is_not_enabled_does_nothing(rank, size):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return compared(rank, size, (3, 3), {"join": {"enable": False}})
-
-
-def test_a_context_that_is_not_enabled_does_nothing(ranks):
-    ranks(disabled, timeout=20)
+        compared(rank, size, (3, 3), {"join": {"enable": False}})
 
 
 def buckets_after(rank, size, counts):
@@ -291,7 +288,9 @@ def test_a_sharded_optimizer_joins_with_the_module(ranks, counts):
     ranks(with_sharded_optimizer, counts, size=len(counts), timeout=30)
 
 
-def life_after(rank, size, views):
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.ranks(timeout=30)
+def test_afterwards_gradients_and_divisor_are_what_they_were(rank, size, views):
     """Gradients of a rank that ended early are its own again, and training goes on without any join."""
     final = []
     for wrap in WRAPPERS:
@@ -314,12 +313,9 @@ def life_after(rank, size, views):
         assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("views", [True, False])
-def test_afterwards_gradients_and_divisor_are_what_they_were(ranks, views):
-    ranks(life_after, views, timeout=30)
-
-
-def accumulating_joins(rank, size, more):
+@pytest.mark.parametrize("more", [2, 3])
+@pytest.mark.ranks(timeout=30)
+def test_a_join_after_one_that_ended_inside_no_sync(rank, size, more):
     """The rank that ends first ends inside no_sync(), after which it would send no buffers."""
     states = []
     for wrap in WRAPPERS:
@@ -334,12 +330,8 @@ def accumulating_joins(rank, size, more):
     assert_same(*states, size)
 
 
-@pytest.mark.parametrize("more", [2, 3])
-def test_a_join_after_one_that_ended_inside_no_sync(ranks, more):
-    ranks(accumulating_joins, more, timeout=30)
-
-
-def two_joins(rank, size):
+@pytest.mark.ranks(timeout=30)
+def test_a_join_in_every_epoch(rank, size):
     states = []
     for wrap in WRAPPERS:
         torch.manual_seed(1)
@@ -355,10 +347,6 @@ def two_joins(rank, size):
     assert_same(*states, size, statistics=False)
 
 
-def test_a_join_in_every_epoch(ranks):
-    ranks(two_joins, timeout=30)
-
-
 def silent(rank, size):
     model = DDP(Net())
     with warnings.catch_warnings(record=True) as caught, model.join():
@@ -372,7 +360,10 @@ def test_a_rank_without_input_is_not_warned_of_unused_parameters(ranks):
     assert ranks(silent, timeout=20) == [[], []]
 
 
-def hooked(rank, size, counts, initial):
+@pytest.mark.parametrize("counts", [(1, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("initial", [True, False], ids=["by all", "by active"])
+@pytest.mark.ranks(timeout=20)
+def test_a_communication_hook_is_shadowed_and_divides_as_it_always_does(rank, size, counts, initial):
     states = []
     for wrap in WRAPPERS:
         torch.manual_seed(1)
@@ -388,12 +379,6 @@ def hooked(rank, size, counts, initial):
     assert_same(*states, size)
 
 
-@pytest.mark.parametrize("counts", [(1, 3), (3, 0)], ids=str)
-@pytest.mark.parametrize("initial", [True, False], ids=["by all", "by active"])
-def test_a_communication_hook_is_shadowed_and_divides_as_it_always_does(ranks, counts, initial):
-    ranks(hooked, counts, initial, timeout=20)
-
-
 class Rows(nn.Module):
     def __init__(self, *, sparse):
         super().__init__()
@@ -404,7 +389,9 @@ class Rows(nn.Module):
         return self.head(self.rows((x.abs() * 4).long().clamp(max=8)))
 
 
-def with_rows(rank, size, counts):
+@pytest.mark.parametrize("counts", [(1, 3), (3, 0)], ids=str)
+@pytest.mark.ranks(timeout=20)
+def test_sparse_gradients_may_be_shadowed(rank, size, counts):
     results = []
     for sparse in (True, False):
         torch.manual_seed(1)
@@ -421,12 +408,7 @@ def with_rows(rank, size, counts):
         torch.testing.assert_close(value, results[1][name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("counts", [(1, 3), (3, 0)], ids=str)
-def test_sparse_gradients_may_be_shadowed(ranks, counts):
-    ranks(with_rows, counts, timeout=20)
-
-
-def joined_with_another_default_device(rank, size):
+def test_a_join_does_not_depend_on_the_default_device(rank, size):
     model = DDP(nn.Linear(4, 2))
     model(torch.ones(3, 4)).sum().backward()
     x = torch.ones(3, 4)
@@ -438,10 +420,6 @@ def joined_with_another_default_device(rank, size):
                 model(x).sum().backward()
     finally:
         torch.set_default_device(None)
-
-
-def test_a_join_does_not_depend_on_the_default_device(ranks):
-    ranks(joined_with_another_default_device)
 
 
 def test_the_class_is_joinable():

@@ -74,7 +74,7 @@ def raise_deliberately(grad):
     raise ValueError("deliberate")
 
 
-def after_a_backward_that_failed_elsewhere(rank, size):
+def test_a_backward_that_failed_is_logged(rank, size):
     model = DistributedDataParallel(nn.Linear(2, 2))
     loss = model(torch.ones(1, 2)).sum()
     if rank == 0:
@@ -87,10 +87,6 @@ def after_a_backward_that_failed_elsewhere(rank, size):
     with pytest.raises(DPFuseError) as raised:
         loss.backward()
     assert model._get_ddp_logging_data()["error"] == f"{DPFuseError}: {raised.value}"
-
-
-def test_a_backward_that_failed_is_logged(ranks):
-    ranks(after_a_backward_that_failed_elsewhere)
 
 
 def after_a_join(rank, size):

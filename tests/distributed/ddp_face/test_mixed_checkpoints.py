@@ -56,7 +56,9 @@ def is_back(net: nn.Module) -> bool:
     return all(isinstance(param, nn.Parameter) and param.dtype == F32 for param in net.parameters())
 
 
-def train(rank, size, reentrant, views):
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_train_to_the_bits_of_casts_by_hand(rank, size, reentrant, views):
     """Without checkpoints the same casts are done by hand."""
     net = Checkpointed(reentrant)
     alone = copy.deepcopy(net)
@@ -93,13 +95,7 @@ def train(rank, size, reentrant, views):
             optimizer.step()
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_train_to_the_bits_of_casts_by_hand(ranks, reentrant, views):
-    ranks(train, reentrant, views)
-
-
-def fail_where_it_runs_again(rank, size):
+def test_the_parameters_are_back_when_what_runs_again_fails(rank, size):
     net = Checkpointed(reentrant=False)
     model = DistributedDataParallel(net, mixed_precision=_MixedPrecision(BF16, F32), bucket_cap_mb=SMALL)
     model(batch(rank, 0)).sum().backward()
@@ -119,10 +115,6 @@ def fail_where_it_runs_again(rank, size):
     everywhere = [torch.zeros_like(net.first.weight) for _ in range(size)]
     dist.all_gather(everywhere, net.first.weight.grad)
     assert torch.equal(*everywhere)
-
-
-def test_the_parameters_are_back_when_what_runs_again_fails(ranks):
-    ranks(fail_where_it_runs_again)
 
 
 def wrapped(reentrant=False) -> DistributedDataParallel:

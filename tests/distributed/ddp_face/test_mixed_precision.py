@@ -46,7 +46,9 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train(rank, size, case, views):
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_it_trains_to_the_bits_of_casts_by_hand(rank, size, case, views):
     """Torch's own class reads freed memory where it has no streams, so casts by hand are the oracle."""
     config, net = CONFIGS[case], Net()
     dtype, wire = config.param_dtype or F32, config.reduce_dtype or config.param_dtype or F32
@@ -90,12 +92,6 @@ def train(rank, size, case, views):
     assert all(param.dtype == F32 for param in model.parameters())
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("case", CONFIGS)
-def test_it_trains_to_the_bits_of_casts_by_hand(ranks, case, views):
-    ranks(train, case, views)
-
-
 class Branching(nn.Module):
     """Unused on some ranks or all, tied, a recurrent layer with its list of weights, and a parameter used twice."""
 
@@ -110,7 +106,8 @@ class Branching(nn.Module):
         return y + self.odd(x) if (step + dist.get_rank()) % 2 else y
 
 
-def accumulate(rank, size, hooked):
+@pytest.mark.parametrize("hooked", [False, True])
+def test_accumulation_unused_tied_and_recurrent_parameters_and_hooks(rank, size, hooked):
     """Casts by hand, and the mean of what they accumulate: torch's class knows none of this."""
     net = Branching()
     alone = copy.deepcopy(net)
@@ -142,11 +139,6 @@ def accumulate(rank, size, hooked):
             assert torch.equal(grad, mean), name
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_accumulation_unused_tied_and_recurrent_parameters_and_hooks(ranks, hooked):
-    ranks(accumulate, hooked)
-
-
 class Table(nn.Module):
     def __init__(self):
         super().__init__()
@@ -156,7 +148,12 @@ class Table(nn.Module):
         return self.head(self.table(index))
 
 
-def train_table(rank, size):
+def dense(module):
+    module.table.sparse = False
+    return module.named_parameters()
+
+
+def test_sparse_gradients_arrive_sparse_and_in_the_parameters_dtype(rank, size):
     net = Table()
     alone = copy.deepcopy(net)
     model = DistributedDataParallel(net, mixed_precision=_MixedPrecision(BF16, F32))
@@ -174,23 +171,10 @@ def train_table(rank, size):
             assert torch.equal(param.grad.to_dense(), mean), name
 
 
-def dense(module):
-    module.table.sparse = False
-    return module.named_parameters()
-
-
-def test_sparse_gradients_arrive_sparse_and_in_the_parameters_dtype(ranks):
-    ranks(train_table)
-
-
-def differ(rank, size):
+def test_ranks_that_compute_in_different_dtypes_all_raise(rank, size):
     for config in (_MixedPrecision((F16, BF16)[rank], F32), _MixedPrecision((None, BF16)[rank], F32)):
         with pytest.raises(DPFuseError, match="option forward_dtype"):
             DistributedDataParallel(nn.Linear(2, 2), mixed_precision=config)
-
-
-def test_ranks_that_compute_in_different_dtypes_all_raise(ranks):
-    ranks(differ)
 
 
 def test_ignored_parameters_and_buffers_keep_their_dtype(group):

@@ -47,7 +47,16 @@ def assert_same_weights(*models: nn.Module, step: int) -> None:
             assert torch.equal(param, other.get_parameter(name)), f"{name} in step {step}"
 
 
-def step_beside_torch(rank, size, case, views, before, some):
+@pytest.mark.parametrize(
+    ("case", "views", "before", "some"),
+    [
+        ("sgd", False, True, False),
+        ("sgd", True, False, True),
+        ("adam", True, True, False),
+        ("adam", False, False, True),
+    ],
+)
+def test_optimizers_applied_in_backward_give_torchs_weights(rank, size, case, views, before, some):
     optimizer, arguments = OPTIMIZERS[case]
     net, models = Net().layers, []
     for cls in (TorchDDP, DistributedDataParallel):
@@ -78,19 +87,10 @@ def step_beside_torch(rank, size, case, views, before, some):
 
 
 @pytest.mark.parametrize(
-    ("case", "views", "before", "some"),
-    [
-        ("sgd", False, True, False),
-        ("sgd", True, False, True),
-        ("adam", True, True, False),
-        ("adam", False, False, True),
-    ],
+    ("case", "views", "some"),
+    [("sgd", False, False), ("sgd", True, True), ("adam", True, False), ("adamw", False, False)],
 )
-def test_optimizers_applied_in_backward_give_torchs_weights(ranks, case, views, before, some):
-    ranks(step_beside_torch, case, views, before, some)
-
-
-def fuse_beside_torch(rank, size, case, views, some):
+def test_fused_optimizers_give_torchs_weights(rank, size, case, views, some):
     optimizer, arguments = OPTIMIZERS[case]
     net, models = Net().layers, []
     with warnings.catch_warnings():
@@ -111,15 +111,10 @@ def fuse_beside_torch(rank, size, case, views, some):
     assert torch.equal(net[4].weight, models[1].module[4].weight) == some
 
 
-@pytest.mark.parametrize(
-    ("case", "views", "some"),
-    [("sgd", False, False), ("sgd", True, True), ("adam", True, False), ("adamw", False, False)],
-)
-def test_fused_optimizers_give_torchs_weights(ranks, case, views, some):
-    ranks(fuse_beside_torch, case, views, some)
-
-
-def compose(rank, size, fused, hook, views):
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_they_go_with_accumulation_unused_parameters_hooks_and_views(rank, size, fused, hook, views):
     """Torch allows no hook here and no accumulation, so a step after backward is the oracle."""
     net = Net()
     plain = DistributedDataParallel(copy.deepcopy(net), find_unused_parameters=True)
@@ -153,14 +148,7 @@ def compose(rank, size, fused, hook, views):
     assert torch.equal(net.never.weight, model.module.never.weight)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_they_go_with_accumulation_unused_parameters_hooks_and_views(ranks, fused, hook, views):
-    ranks(compose, fused, hook, views)
-
-
-def step_what_comes_later(rank, size):
+def test_optimizers_applied_after_the_first_step_or_a_change_step_on_means(rank, size):
     """Optimizers for parameters that were unfrozen or replaced, and for all after the first step."""
     arguments = {"lr": 0.1, "momentum": 0.9}
     net = Net().layers
@@ -185,11 +173,7 @@ def step_what_comes_later(rank, size):
         assert all(param.grad is None for param in net.parameters())
 
 
-def test_optimizers_applied_after_the_first_step_or_a_change_step_on_means(ranks):
-    ranks(step_what_comes_later)
-
-
-def fuse_what_comes_later(rank, size):
+def test_a_fused_optimizer_for_all_parameters_steps_on_later_ones_too(rank, size):
     net = Net().layers
     model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
     with warnings.catch_warnings():
@@ -205,11 +189,7 @@ def fuse_what_comes_later(rank, size):
     assert not torch.equal(net[4].weight, weight)
 
 
-def test_a_fused_optimizer_for_all_parameters_steps_on_later_ones_too(ranks):
-    ranks(fuse_what_comes_later)
-
-
-def step_tied(rank, size):
+def test_each_optimizer_of_a_parameter_steps_once(rank, size):
     """Two optimizers for each parameter, a tied and an unused one: each steps once, with a rate that falls."""
     net = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)])
     net[1].weight = net[0].weight
@@ -242,11 +222,7 @@ def step_tied(rank, size):
             assert not torch.equal(param, old)
 
 
-def test_each_optimizer_of_a_parameter_steps_once(ranks):
-    ranks(step_tied)
-
-
-def fail_on_one_rank(rank, size):
+def test_a_backward_that_fails_on_one_rank_steps_on_none(rank, size):
     net = Net().layers
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     model = DistributedDataParallel(net, bucket_cap_mb=0)
@@ -268,11 +244,7 @@ def fail_on_one_rank(rank, size):
     assert all(map(torch.equal, weights, model.parameters()))
 
 
-def test_a_backward_that_fails_on_one_rank_steps_on_none(ranks):
-    ranks(fail_on_one_rank)
-
-
-def ignore_one(rank, size):
+def test_ignored_parameters_keep_their_local_steps(rank, size):
     net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
@@ -282,10 +254,6 @@ def ignore_one(rank, size):
         everywhere = [torch.zeros_like(param) for _ in range(size)]
         dist.all_gather(everywhere, param.detach())
         assert torch.equal(*everywhere) == (name != "0.weight")
-
-
-def test_ignored_parameters_keep_their_local_steps(ranks):
-    ranks(ignore_one)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -150,7 +150,7 @@ def saved_and_loaded(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def train_all_kinds(rank, size):
+def test_old_derived_copied_and_loaded_wrappers_train_as_before(rank, size):
     """One step of each wrapper: made before, made while patched, derived, copied, read from a file."""
     before = ImportedBefore(built(Normed, rank))
     expected = ImportedBefore(built(Normed, rank))
@@ -171,10 +171,6 @@ def train_all_kinds(rank, size):
         for param, other in zip(derived.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(param.grad, 2 * other.grad)
         assert get_model_state_dict(models["patched"]).keys() == get_model_state_dict(expected).keys()
-
-
-def test_old_derived_copied_and_loaded_wrappers_train_as_before(ranks):
-    ranks(train_all_kinds)
 
 
 def derived(name: str, base: type = ImportedBefore, **methods: Any) -> Any:
@@ -251,7 +247,7 @@ def test_a_strategy_of_lightning_that_makes_a_subclass_is_told():
         strategy.configure_ddp()
 
 
-def wrap_with_replicate(rank, size):
+def test_torchs_replicate_goes_on_with_torchs_class(rank, size):
     gradients = []
     for patched in (False, True):
         module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -272,11 +268,9 @@ def wrap_with_replicate(rank, size):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_torchs_replicate_goes_on_with_torchs_class(ranks):
-    ranks(wrap_with_replicate)
-
-
-def compile_patched(rank, size):
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::Warning:torch")
+def test_the_compiler_splits_both_kinds_at_bucket_borders_while_patched(rank, size):
     def wrapped() -> nn.Module:
         torch.manual_seed(0)
         deep = Deep(nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)]))
@@ -311,13 +305,7 @@ def compile_patched(rank, size):
         assert ImportedBefore._get_active_ddp_module() is None
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::Warning:torch")
-def test_the_compiler_splits_both_kinds_at_bucket_borders_while_patched(ranks):
-    ranks(compile_patched)
-
-
-def optioned(rank, size):
+def test_options_of_a_patch_are_those_of_each_wrapper(rank, size):
     with dpfuse.patch(metrics=True, stall_timeout=30.0) as outer, dpfuse.patch(stall_timeout=40.0):
         both = ImportedBefore(nn.Linear(2, 2))
         own = ImportedBefore(nn.Linear(2, 2), stall_timeout=50.0)
@@ -327,7 +315,3 @@ def optioned(rank, size):
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'metric'; did you mean metrics"):
         dpfuse.patch(metric=True)
     assert type(ImportedBefore(nn.Linear(2, 2))) is ImportedBefore
-
-
-def test_options_of_a_patch_are_those_of_each_wrapper(ranks):
-    ranks(optioned)

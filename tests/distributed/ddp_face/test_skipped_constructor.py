@@ -178,15 +178,11 @@ def trained(rank: int, base: type) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def train_all(rank: int, size: int) -> None:
+def test_separately_wrapped_parts_train_as_with_torchs_class(rank: int, size: int) -> None:
     expected = trained(rank, Torch)
     for name, face in FACES.items():
         for param, other in zip(trained(rank, face), expected, strict=True):
             assert torch.equal(param, other), name
-
-
-def test_separately_wrapped_parts_train_as_with_torchs_class(ranks):
-    ranks(train_all, timeout=60)
 
 
 @pytest.mark.usefixtures("group")

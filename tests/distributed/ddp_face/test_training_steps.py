@@ -138,7 +138,7 @@ def test_buffers_travel_when_torchs_do(ranks, options):
     ranks(train, Normed, options, True)
 
 
-def switch_forward_sync(rank, size):
+def test_require_forward_param_sync_holds_for_one_forward(rank, size):
     models = both(built(Normed, rank))
     for step, flag in enumerate([True, False, True, False, False, True]):
         for model in models:
@@ -155,14 +155,12 @@ def switch_forward_sync(rank, size):
     assert torch.equal(drift, of_rank_0(drift)) == (rank == 0), "with the broadcast switched off"
 
 
-def test_require_forward_param_sync_holds_for_one_forward(ranks):
-    ranks(switch_forward_sync)
-
-
 PATTERNS = ["ss", "sns", "nns", "nsns", "snnss"]  # s: outside of no_sync(), n: inside
 
 
-def accumulate(rank, size, pattern, by_attribute):
+@pytest.mark.parametrize("by_attribute", [False, True], ids=["no_sync", "attribute"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_and_buffers_of_an_accumulation_equal_torchs(rank, size, pattern, by_attribute):
     models = both(built(Normed, rank))
     for model in models:
         model(batch(rank, 99)).sum().backward()  # the buckets are rebuilt behind it
@@ -178,13 +176,9 @@ def accumulate(rank, size, pattern, by_attribute):
             model.zero_grad()
 
 
-@pytest.mark.parametrize("by_attribute", [False, True], ids=["no_sync", "attribute"])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_gradients_and_buffers_of_an_accumulation_equal_torchs(ranks, pattern, by_attribute):
-    ranks(accumulate, pattern, by_attribute)
-
-
-def split_over_no_sync(rank, size, forward_inside, backward_inside):
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward out", "backward in"])
+@pytest.mark.parametrize("forward_inside", [False, True], ids=["forward out", "forward in"])
+def test_the_forward_decides_whether_a_backward_synchronises(rank, size, forward_inside, backward_inside):
     models = both(built(Mlp, rank))
     for step in range(3):
         for model in models:
@@ -196,13 +190,7 @@ def split_over_no_sync(rank, size, forward_inside, backward_inside):
         assert_equal_models(*models, f"in step {step}")
 
 
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward out", "backward in"])
-@pytest.mark.parametrize("forward_inside", [False, True], ids=["forward out", "forward in"])
-def test_the_forward_decides_whether_a_backward_synchronises(ranks, forward_inside, backward_inside):
-    ranks(split_over_no_sync, forward_inside, backward_inside)
-
-
-def arm_by_hand(rank, size):
+def test_prepare_for_backward_synchronises_a_forward_of_no_sync(rank, size):
     models = both(built(Mlp, rank))
     for step in range(4):
         for model in models:
@@ -217,11 +205,7 @@ def arm_by_hand(rank, size):
         assert_equal_models(*models, f"in step {step}")
 
 
-def test_prepare_for_backward_synchronises_a_forward_of_no_sync(ranks):
-    ranks(arm_by_hand)
-
-
-def train_partly(rank, size):
+def test_ignored_parameters_and_buffers_are_left_to_themselves(rank, size):
     names = ["layers.0.weight", "layers.1.running_mean", "layers.4.bias", "steps"]
     module = built(Normed, rank, differ=True)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -240,11 +224,7 @@ def train_partly(rank, size):
     assert not torch.equal(*gathered)
 
 
-def test_ignored_parameters_and_buffers_are_left_to_themselves(ranks):
-    ranks(train_partly)
-
-
-def build_without_exchange(rank, size):
+def test_without_init_sync_nothing_is_sent_at_construction(rank, size):
     for model_class in CLASSES:
         module = built(Normed, rank, differ=True)
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -258,11 +238,7 @@ def build_without_exchange(rank, size):
     assert done.collectives
 
 
-def test_without_init_sync_nothing_is_sent_at_construction(ranks):
-    ranks(build_without_exchange)
-
-
-def replace_buffers(rank, size):
+def test_buffers_that_were_replaced_or_added_travel_too(rank, size):
     models = both(built(Normed, rank))
     for step in range(8):
         for model in models:
@@ -284,11 +260,7 @@ def replace_buffers(rank, size):
             assert torch.equal(models[0].module.late, torch.zeros(3))
 
 
-def test_buffers_that_were_replaced_or_added_travel_too(ranks):
-    ranks(replace_buffers)
-
-
-def shrink_group(rank, size):
+def test_another_process_group_is_used_from_the_next_step_on(rank, size):
     groups = [dist.new_group([0]), dist.new_group([1])]
     models = both(built(Mlp, rank))
     for step in range(6):
@@ -301,10 +273,6 @@ def shrink_group(rank, size):
         assert_equal_models(*models, f"in step {step}")
     assert models[0].process_group is groups[rank]
     assert "world_size=1" in repr(models[0])
-
-
-def test_another_process_group_is_used_from_the_next_step_on(ranks):
-    ranks(shrink_group)
 
 
 class Scaled(nn.Module):
@@ -320,7 +288,8 @@ class Scaled(nn.Module):
         return self.fixed(self.norm(self.layer(x) * self.scale))
 
 
-def forward_twice(rank, size):
+@since_torch(2, 12, "torch's class marks what a graph holds as written")
+def test_buffers_that_a_graph_holds_may_be_sent_before_its_backward(rank, size):
     net = Scaled()
     models = [TorchDDP(copy.deepcopy(net)), DistributedDataParallel(copy.deepcopy(net))]
     for step in range(3):
@@ -336,12 +305,7 @@ def forward_twice(rank, size):
             assert torch.equal(ours, of_rank_0(theirs))
 
 
-@since_torch(2, 12, "torch's class marks what a graph holds as written")
-def test_buffers_that_a_graph_holds_may_be_sent_before_its_backward(ranks):
-    ranks(forward_twice)
-
-
-def count_broadcasts(rank, size):
+def test_all_buffers_travel_in_one_broadcast_and_none_without_gradients(rank, size):
     model = DistributedDataParallel(built(Normed, rank))
     with Operations() as done:
         model(batch(rank, 0))
@@ -353,7 +317,3 @@ def count_broadcasts(rank, size):
     with torch.no_grad(), Operations() as done:
         model(batch(rank, 1))
     assert done.collectives == []
-
-
-def test_all_buffers_travel_in_one_broadcast_and_none_without_gradients(ranks):
-    ranks(count_broadcasts)

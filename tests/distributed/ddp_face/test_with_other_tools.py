@@ -36,7 +36,8 @@ from tests.torch_ddp import TAKES
 STEPS = 5
 
 
-def train_with_autocast(rank, size, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_scaler_and_clipping_equal_torchs(rank, size, dtype):
     models = both(built(Mlp, rank))
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in models]
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
@@ -58,12 +59,9 @@ def train_with_autocast(rank, size, dtype):
     assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_autocast_scaler_and_clipping_equal_torchs(ranks, dtype):
-    ranks(train_with_autocast, dtype)
-
-
-def train_sharded(rank, size, views):
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.parametrize("views", [False, True], ids=["private", "views"])
+def test_the_zero_redundancy_optimizer_equals_torchs(rank, size, views):
     models = both(built(Mlp, rank), gradient_as_bucket_view=views)
     optimizers = [ZeroRedundancyOptimizer(m.parameters(), torch.optim.Adam, lr=0.01) for m in models]
     for step in range(STEPS):
@@ -74,13 +72,7 @@ def train_sharded(rank, size, views):
         assert_equal_models(*models, f"in step {step}")
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-@pytest.mark.parametrize("views", [False, True], ids=["private", "views"])
-def test_the_zero_redundancy_optimizer_equals_torchs(ranks, views):
-    ranks(train_sharded, views)
-
-
-def train_averaged(rank, size):
+def test_local_steps_with_an_averager_equal_torchs(rank, size):
     models = both(built(Mlp, rank))
     optimizers = [
         PostLocalSGDOptimizer(
@@ -95,10 +87,6 @@ def train_averaged(rank, size):
                 model(batch(rank, step), step).square().mean().backward()
             optimizer.step()
         assert_equal_models(*models, f"in step {step}")
-
-
-def test_local_steps_with_an_averager_equal_torchs(ranks):
-    ranks(train_averaged)
 
 
 class Twice(Mlp):
@@ -142,7 +130,12 @@ def means(model: nn.Module, rank: int, size: int, losses: Any) -> list[Tensor | 
     return found
 
 
-def assert_means(rank: int, size: int, net: type[nn.Module], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("net", [Twice, Optional])
+@pytest.mark.filterwarnings("ignore:.*got no gradient in this backward:UserWarning")
+def test_graphs_that_torch_refuses_or_must_be_told_of_get_the_mean(
+    rank: int, size: int, net: type[nn.Module], options: dict[str, Any]
+) -> None:
     model = DistributedDataParallel(built(net, rank), **options)
     for step in range(4):
         expected = means(model.module, rank, size, lambda module, step=step: module(batch(rank, step)).square().sum())
@@ -151,13 +144,6 @@ def assert_means(rank: int, size: int, net: type[nn.Module], options: dict[str, 
         for (name, param), mean in zip(model.module.named_parameters(), expected, strict=True):
             assert (param.grad is None) == (mean is None), name
             assert mean is None or torch.equal(param.grad, mean), name
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("net", [Twice, Optional])
-@pytest.mark.filterwarnings("ignore:.*got no gradient in this backward:UserWarning")
-def test_graphs_that_torch_refuses_or_must_be_told_of_get_the_mean(ranks, net, options):
-    ranks(assert_means, net, options)
 
 
 def copied(model: Any, way: str) -> Any:
@@ -171,7 +157,8 @@ def copied(model: Any, way: str) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def train_copy(rank, size, way):
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_train_on_as_torchs_do(rank, size, way):
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 2}
     models = [copied(model, way) for model in both(built(Normed, rank), **options)]
     for name in ("gradient_as_bucket_view", "forward_sync_buffers", "broadcast_buffers", "bucket_bytes_cap", "device"):
@@ -185,23 +172,14 @@ def train_copy(rank, size, way):
         assert_equal_models(*models, f"in step {step}", sent=False)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies_train_on_as_torchs_do(ranks, way):
-    ranks(train_copy, way)
-
-
-def refuse_to_pickle(rank, size):
+def test_over_another_group_pickling_is_refused_as_in_torch(rank, size):
     for model in both(built(Mlp, rank), process_group=dist.new_group()):
         with pytest.raises(RuntimeError, match="default process group") as caught:
             pickle.dumps(model)
         assert type(model) is TorchDDP or isinstance(caught.value, DPFuseError)
 
 
-def test_over_another_group_pickling_is_refused_as_in_torch(ranks):
-    ranks(refuse_to_pickle)
-
-
-def load_everywhere(rank, size):
+def test_state_dicts_travel_between_the_wrappers_and_the_bare_module(rank, size):
     source = both(built(Normed, rank, differ=True))
     for model in source:
         model(batch(rank, 0)).sum().backward()
@@ -225,11 +203,7 @@ def load_everywhere(rank, size):
     bare.load_state_dict(states[0])
 
 
-def test_state_dicts_travel_between_the_wrappers_and_the_bare_module(ranks):
-    ranks(load_everywhere)
-
-
-def wrong_state_dicts(rank, size):
+def test_wrong_state_dicts_are_torchs_errors(rank, size):
     good = built(Mlp, rank).state_dict()
     wrong = [
         {key: value for key, value in good.items() if key != "layers.0.bias"},
@@ -243,11 +217,8 @@ def wrong_state_dicts(rank, size):
                 model.load_state_dict({f"module.{key}": value for key, value in state.items()})
 
 
-def test_wrong_state_dicts_are_torchs_errors(ranks):
-    ranks(wrong_state_dicts)
-
-
-def checkpoint_keys(rank, size):
+def test_keys_of_distributed_checkpoints_are_those_of_torchs_wrapper(rank, size):
+    """Torch takes the prefix off where the model is an instance of its class, so ours is registered as one."""
     ours, theirs = both(built(Normed, rank))
     assert isinstance(ours, TorchDDP)
     assert not isinstance(DataParallel(built(Normed, rank)), TorchDDP)
@@ -257,11 +228,6 @@ def checkpoint_keys(rank, size):
         set_model_state_dict(model, dict(state))  # it puts the prefix into the keys it was given
         assert model.module.state_dict().keys() == state.keys()
         assert all(torch.equal(tensor, state[key]) for key, tensor in model.module.state_dict().items())
-
-
-def test_keys_of_distributed_checkpoints_are_those_of_torchs_wrapper(ranks):
-    """Torch takes the prefix off where the model is an instance of its class, so ours is registered as one."""
-    ranks(checkpoint_keys)
 
 
 def graphs_of(model_class: Any, cap: float, order: str, fullgraph: bool) -> int:
@@ -292,22 +258,20 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
-def count_graphs(rank, size, cap, order):
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("cap", [2, 4])
+@pytest.mark.filterwarnings("ignore::Warning:torch")
+def test_the_compiler_splits_graphs_where_it_splits_torchs(rank, size, cap, order):
+    """And fullgraph=True, which torch's class cannot take outside, changes nothing."""
     ours, theirs = (graphs_of(model_class, cap, order, False) for model_class in CLASSES)
     assert ours == theirs > 2
     assert graphs_of(DistributedDataParallel, cap, order, True) == ours
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["outside", "inside"])
-@pytest.mark.parametrize("cap", [2, 4])
+@pytest.mark.parametrize("order", [pytest.param("outside", marks=pytest.mark.slow), "inside"])
 @pytest.mark.filterwarnings("ignore::Warning:torch")
-def test_the_compiler_splits_graphs_where_it_splits_torchs(ranks, cap, order):
-    """And fullgraph=True, which torch's class cannot take outside, changes nothing."""
-    ranks(count_graphs, cap, order)
-
-
-def train_compiled(rank, size, order):
+def test_compiled_steps_equal_torchs_bitwise(rank, size, order):
     torch._dynamo.reset()
     models = []
     for model in both(built(Normed, rank), bucket_cap_mb=1):
@@ -323,13 +287,8 @@ def train_compiled(rank, size, order):
         assert_equal_models(*models, f"in step {step}")
 
 
-@pytest.mark.parametrize("order", [pytest.param("outside", marks=pytest.mark.slow), "inside"])
-@pytest.mark.filterwarnings("ignore::Warning:torch")
-def test_compiled_steps_equal_torchs_bitwise(ranks, order):
-    ranks(train_compiled, order)
-
-
-def back_twice(rank, size):
+def test_a_second_backward_through_the_same_graph_is_averaged_too(rank, size):
+    """Torch leaves it local, without an error."""
     model = DistributedDataParallel(built(Mlp, rank))
     for step in range(3):
         expected = means(model.module, rank, size, lambda module, step=step: module(batch(rank, step), 0).sum())
@@ -341,11 +300,6 @@ def back_twice(rank, size):
         model.zero_grad()
 
 
-def test_a_second_backward_through_the_same_graph_is_averaged_too(ranks):
-    """Torch leaves it local, without an error."""
-    ranks(back_twice)
-
-
 class OneRankOnly(Mlp):
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
         return self.layers(x) if dist.get_rank() == 0 else x[:, :3] * self.scale
@@ -355,7 +309,7 @@ class OneRankOnly(Mlp):
         self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
 
 
-def use_no_parameter(rank, size):
+def test_a_rank_that_uses_no_parameter_takes_part_with_zeros(rank, size):
     model = DistributedDataParallel(built(OneRankOnly, rank), find_unused_parameters=True)
     for step in range(3):
         twin = copy.deepcopy(model.module)
@@ -365,7 +319,3 @@ def use_no_parameter(rank, size):
         model(batch(rank, step).requires_grad_()).sum().backward()
         for param, other in zip(model.module.layers.parameters(), twin.layers.parameters(), strict=True):
             torch.testing.assert_close(param.grad, other.grad)
-
-
-def test_a_rank_that_uses_no_parameter_takes_part_with_zeros(ranks):
-    ranks(use_no_parameter)

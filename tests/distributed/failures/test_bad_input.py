@@ -146,15 +146,6 @@ def assert_group_works(rank: int) -> None:
         assert torch.equal(model.weight.grad, torch.full((2, 2), 1.5))
 
 
-def refused_on_every_rank(rank: int, size: int, case: str) -> None:
-    build, options, expected, fragments = CASES[case]
-    with pytest.raises(expected) as caught:
-        DataParallel(build(), **options)
-    assert type(caught.value) is expected
-    assert_says(caught.value, fragments)
-    assert_group_works(rank)
-
-
 def refused_on_one_rank(rank: int, size: int, case: str, failing: int) -> None:
     build, options, expected, fragments = CASES[case]
     began = monotonic()
@@ -171,8 +162,14 @@ def refused_on_one_rank(rank: int, size: int, case: str, failing: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_wrapped_is_refused_on_every_rank(ranks, case):
-    ranks(refused_on_every_rank, case, timeout=12)
+@pytest.mark.ranks(timeout=12)
+def test_what_cannot_be_wrapped_is_refused_on_every_rank(rank: int, size: int, case: str) -> None:
+    build, options, expected, fragments = CASES[case]
+    with pytest.raises(expected) as caught:
+        DataParallel(build(), **options)
+    assert type(caught.value) is expected
+    assert_says(caught.value, fragments)
+    assert_group_works(rank)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -184,7 +181,7 @@ def test_a_failure_of_rank_0_is_named_as_well(ranks):
     ranks(refused_on_one_rank, "negative size", 0, timeout=12)
 
 
-def integers_and_complex_numbers_may_be_frozen(rank: int, size: int) -> None:
+def test_integer_and_complex_parameters_may_be_frozen(rank: int, size: int) -> None:
     module = nn.Linear(2, 2)
     module.count = nn.Parameter(torch.full((3,), rank), requires_grad=False)
     module.phase = nn.Parameter(torch.full((3,), rank * 1j), requires_grad=False)
@@ -195,11 +192,7 @@ def integers_and_complex_numbers_may_be_frozen(rank: int, size: int) -> None:
     assert module.count.grad is None
 
 
-def test_integer_and_complex_parameters_may_be_frozen(ranks):
-    ranks(integers_and_complex_numbers_may_be_frozen)
-
-
-def refuses_what_is_no_group(rank: int, size: int) -> None:
+def test_a_group_that_is_none_is_refused(rank: int, size: int) -> None:
     for group in ("gloo", 0, [0, 1]):
         with pytest.raises(TypeError) as caught:
             DataParallel(nn.Linear(2, 2), group=group)
@@ -210,11 +203,7 @@ def refuses_what_is_no_group(rank: int, size: int) -> None:
     assert_group_works(rank)
 
 
-def test_a_group_that_is_none_is_refused(ranks):
-    ranks(refuses_what_is_no_group)
-
-
-def refuses_a_group_of_others(rank: int, size: int) -> None:
+def test_a_rank_outside_the_group_is_refused_and_those_inside_go_on(rank: int, size: int) -> None:
     group = dist.new_group([0])
     if rank == 0:
         model = DataParallel(nn.Linear(2, 2), group=group)
@@ -226,10 +215,6 @@ def refuses_a_group_of_others(rank: int, size: int) -> None:
         with pytest.raises(DPFuseError, match="rank 1 is not a member"):
             dpfuse.fused_allreduce_gradients([], group)
     assert_group_works(rank)
-
-
-def test_a_rank_outside_the_group_is_refused_and_those_inside_go_on(ranks):
-    ranks(refuses_a_group_of_others)
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "PADDLE_TRAINERS_NUM"])
@@ -250,7 +235,12 @@ def test_bad_input_is_refused_without_a_process_group_too(case):
     assert_says(caught.value, fragments)
 
 
-def sparse_gradient(rank: int, size: int, sparse_ranks: list[int], warm: bool) -> None:
+@pytest.mark.parametrize("warm", [False, True], ids=["first backward", "after the rebuild"])
+@pytest.mark.parametrize("sparse_ranks", [[0, 1], [1]], ids=["both ranks", "rank 1"])
+@pytest.mark.ranks(timeout=20)
+def test_a_gradient_that_turns_out_sparse_is_an_error_on_every_rank(
+    rank: int, size: int, sparse_ranks: list[int], warm: bool
+) -> None:
     model = DataParallel(SparseLookup(False))
     index = torch.tensor([rank, 2])
     for _ in range(2 * warm):
@@ -275,12 +265,11 @@ def sparse_gradient(rank: int, size: int, sparse_ranks: list[int], warm: bool) -
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first backward", "after the rebuild"])
-@pytest.mark.parametrize("sparse_ranks", [[0, 1], [1]], ids=["both ranks", "rank 1"])
-def test_a_gradient_that_turns_out_sparse_is_an_error_on_every_rank(ranks, sparse_ranks, warm):
-    ranks(sparse_gradient, sparse_ranks, warm, timeout=20)
-
-
-def non_scalar(rank: int, size: int, failing: list[int], warm: bool) -> None:
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["both ranks", "rank 1"])
+@pytest.mark.ranks(timeout=20)
+def test_a_non_scalar_backward_says_what_torch_says_and_a_skipped_batch_is_noticed(
+    rank: int, size: int, failing: list[int], warm: bool
+) -> None:
     model = DataParallel(nn.Linear(2, 2))
     batch = torch.full((1, 2), rank + 1.0)
     if warm:
@@ -302,13 +291,7 @@ def non_scalar(rank: int, size: int, failing: list[int], warm: bool) -> None:
         assert torch.equal(model.weight.grad, torch.full((2, 2), 1.5))
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first backward", "after the rebuild"])
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["both ranks", "rank 1"])
-def test_a_non_scalar_backward_says_what_torch_says_and_a_skipped_batch_is_noticed(ranks, failing, warm):
-    ranks(non_scalar, failing, warm, timeout=20)
-
-
-def bad_state_dicts(rank: int, size: int) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_loaded(rank: int, size: int) -> None:
     model = DataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = nn.Linear(2, 3).state_dict()
@@ -330,7 +313,3 @@ def bad_state_dicts(rank: int, size: int) -> None:
     model.load_state_dict(before)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
-
-
-def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_loaded(ranks):
-    ranks(bad_state_dicts)

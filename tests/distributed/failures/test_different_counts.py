@@ -138,21 +138,18 @@ def test_every_rank_raises(ranks, fault, face, options):
         ranks(strays, fault, CASES[fault], face, before, options)
 
 
-def strays_among_three(rank, size):
+@pytest.mark.ranks(size=3)
+def test_the_first_rank_that_differs_is_named(rank, size):
     model = wrapped("dp")
     with pytest.raises(dpfuse.DPFuseError, match=rf"^rank {rank}: rank 2 has run 3 backwards .* rank 0 has run 2 "):
         step(model, rank, 1, micro=3 if rank == 2 else 2)
     right_steps(model, rank, size)
 
 
-def test_the_first_rank_that_differs_is_named(ranks):
-    ranks(strays_among_three, size=3)
-
-
 SWAPPED = r"rank 1 averages the gradients of the wrapped model number (\d+) of its group, rank 0 .* number (\d+) of"
 
 
-def backwards_of_two_models(rank, size):
+def test_the_backwards_of_two_equal_models_in_another_order_are_noticed(rank, size):
     models = [wrapped("dp"), wrapped("dp")]
     losses = [model(batch(rank, 1)).sum() for model in models]
     with pytest.raises(dpfuse.DPFuseError, match=SWAPPED) as error:
@@ -162,11 +159,18 @@ def backwards_of_two_models(rank, size):
     assert (int(numbers[1]) - int(numbers[2])) % 64 == 1  # of the number, the ranks compare six bits
 
 
-def test_the_backwards_of_two_equal_models_in_another_order_are_noticed(ranks):
-    ranks(backwards_of_two_models)
+def blow_once():
+    blown = []
+
+    def blow(grad):
+        if not blown:
+            blown.append(True)
+            raise KeyError("planted")
+
+    return blow
 
 
-def unaffected(rank, size):
+def test_what_is_no_difference_raises_nothing(rank, size):
     """What ranks may do differently."""
     model = wrapped("dp")
     right_steps(model, rank, size)
@@ -204,22 +208,8 @@ def unaffected(rank, size):
     right_steps(model, rank, size, micro=3)
 
 
-def blow_once():
-    blown = []
-
-    def blow(grad):
-        if not blown:
-            blown.append(True)
-            raise KeyError("planted")
-
-    return blow
-
-
-def test_what_is_no_difference_raises_nothing(ranks):
-    ranks(unaffected)
-
-
-def nothing_to_learn(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_a_loss_of_all_parameters_stands_for_the_outputs(rank, size, face):
     """Now one rank, now the other replaces its loss by all parameters times 0: it has taken part nonetheless."""
     model = wrapped(face)
     for number in range(4):
@@ -234,12 +224,7 @@ def nothing_to_learn(rank, size, face):
         right_steps(model, rank, size)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_loss_of_all_parameters_stands_for_the_outputs(ranks, face):
-    ranks(nothing_to_learn, face)
-
-
-def skipped_before_nothing_to_learn(rank, size):
+def test_a_loss_of_all_parameters_hides_no_later_difference(rank, size):
     model = wrapped("dp")
     if rank == 1:
         with model.no_sync():
@@ -258,11 +243,8 @@ def skipped_before_nothing_to_learn(rank, size):
     right_steps(model, rank, size)
 
 
-def test_a_loss_of_all_parameters_hides_no_later_difference(ranks):
-    ranks(skipped_before_nothing_to_learn)
-
-
-def recomputed(rank, size, use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_checkpoint_recomputes_is_no_forward_without_a_backward(rank, size, use_reentrant):
     """The wrapper inside a checkpoint: what backward recomputes may stop half-way, and is no batch of its own."""
     model = wrapped("dp")
     for number in range(2):
@@ -277,12 +259,7 @@ def recomputed(rank, size, use_reentrant):
     right_steps(model, rank, size)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_a_checkpoint_recomputes_is_no_forward_without_a_backward(ranks, use_reentrant):
-    ranks(recomputed, use_reentrant)
-
-
-def outputs_that_some_ranks_use(rank, size):
+def test_ranks_may_use_different_outputs_if_that_is_announced(rank, size):
     model = wrapped("dp", find_unused_parameters=True)
     for _ in range(2):
         first, second = model(batch(rank, 1)), model(batch(rank, 2))
@@ -290,11 +267,7 @@ def outputs_that_some_ranks_use(rank, size):
     right_steps(model, rank, size)
 
 
-def test_ranks_may_use_different_outputs_if_that_is_announced(ranks):
-    ranks(outputs_that_some_ranks_use)
-
-
-def copied_on_one(rank, size):
+def test_a_copy_on_one_rank_counts_as_its_original(rank, size):
     import copy
 
     model = wrapped("dp")
@@ -303,7 +276,3 @@ def copied_on_one(rank, size):
     for one in (model, another):
         right_steps(one, rank, size)
     assert average is None or average._number == model._number
-
-
-def test_a_copy_on_one_rank_counts_as_its_original(ranks):
-    ranks(copied_on_one)

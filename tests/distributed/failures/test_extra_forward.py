@@ -113,7 +113,8 @@ def provoked_error(rank: int, face: str, extra: Callable[[nn.Module], object]) -
     return str(caught.value)
 
 
-def every_rank_raises(rank: int, size: int, face: str) -> None:
+@pytest.mark.parametrize("face", FACES)
+def test_every_rank_raises_and_is_told_both_things_that_it_may_be(rank: int, size: int, face: str) -> None:
     for extra in (lambda model: model(torch.ones(2, 5)).mean().item(), fails_midway):
         told = provoked_error(rank, face, extra)
         assert told.startswith(f"rank {rank}: rank 1 has run 0 forwards without a backward, rank 0 has run 1 forward")
@@ -122,11 +123,7 @@ def every_rank_raises(rank: int, size: int, face: str) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_every_rank_raises_and_is_told_both_things_that_it_may_be(ranks, face):
-    ranks(every_rank_raises, face, timeout=60)
-
-
-def remedies_train(rank: int, size: int, face: str) -> None:
+def test_the_remedies_in_the_error_train_and_give_the_means(rank: int, size: int, face: str) -> None:
     told = provoked_error(rank, face, lambda model: model(torch.ones(2, 5)))
     (code,) = re.findall("`(.*?)`", told)
 
@@ -147,11 +144,7 @@ def remedies_train(rank: int, size: int, face: str) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_the_remedies_in_the_error_train_and_give_the_means(ranks, face):
-    ranks(remedies_train, face, timeout=60)
-
-
-def unused_outputs_may_differ(rank: int, size: int, face: str) -> None:
+def test_the_option_that_the_error_names_lets_ranks_differ(rank: int, size: int, face: str) -> None:
     model = FACES[face](net(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step, means in enumerate(expected(skipping=False)):
@@ -162,8 +155,3 @@ def unused_outputs_may_differ(rank: int, size: int, face: str) -> None:
         for param, mean in zip(model.parameters(), means, strict=True):
             torch.testing.assert_close(param.grad, mean)
         optimizer.step()
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_the_option_that_the_error_names_lets_ranks_differ(ranks, face):
-    ranks(unused_outputs_may_differ, face, timeout=60)

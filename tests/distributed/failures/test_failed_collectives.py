@@ -104,7 +104,26 @@ def named(error, rank):
     return isinstance(error, dpfuse.DPFuseError) and f"rank {rank}" in str(error)
 
 
-def by_hand(rank, size, name, late, options):
+PLAIN, WIRE, ORDERED = {}, {"wire_dtype": torch.bfloat16}, {"deterministic": True}
+
+
+@pytest.mark.parametrize(
+    "late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["when it starts", "when it is waited for"]
+)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("allreduce", PLAIN),
+        pytest.param("_allgather_base", ORDERED, marks=pytest.mark.slow),
+        pytest.param("allreduce", WIRE, marks=pytest.mark.slow),
+        pytest.param("allreduce", {"bucket_size": 0}, marks=pytest.mark.slow),
+        pytest.param("allgather", PLAIN, marks=pytest.mark.slow),
+        pytest.param("alltoall_base", ORDERED, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.ranks(timeout=30)
+def test_by_hand_all_ranks_raise_errors_that_name_the_rank_of_a_failed_collective(rank, size, name, late, options):
     group = group_of((name, late, options), rank, size)
     params = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(700_000))]
 
@@ -124,32 +143,24 @@ def by_hand(rank, size, name, late, options):
         # What it waits for may have come: then it hears in the next step.
         errors = errors[1:] if errors[0] is None else errors
     assert all(named(error, 0) for error in errors[1:]), errors
-    return [type(error).__name__ for error in errors]
 
 
-PLAIN, WIRE, ORDERED = {}, {"wire_dtype": torch.bfloat16}, {"deterministic": True}
+SMALL = {"comm_buffer_size": 1e-4, "last_comm_buffer_size": 1e-4}
 
 
-@pytest.mark.parametrize(
-    "late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["when it starts", "when it is waited for"]
-)
+@pytest.mark.parametrize("late", [False, True], ids=["when it starts", "when it is waited for"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("allreduce", PLAIN),
-        pytest.param("_allgather_base", ORDERED, marks=pytest.mark.slow),
-        pytest.param("allreduce", WIRE, marks=pytest.mark.slow),
-        pytest.param("allreduce", {"bucket_size": 0}, marks=pytest.mark.slow),
-        pytest.param("allgather", PLAIN, marks=pytest.mark.slow),
+        ("allreduce", SMALL),
+        pytest.param("allreduce", {}, marks=pytest.mark.slow),
         pytest.param("alltoall_base", ORDERED, marks=pytest.mark.slow),
+        pytest.param("_allgather_base", ORDERED, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_by_hand_all_ranks_raise_errors_that_name_the_rank_of_a_failed_collective(ranks, name, options, late):
-    ranks(by_hand, name, late, options, timeout=30)
-
-
-def wrapped(rank, size, name, late, options):
+@pytest.mark.ranks(timeout=30)
+def test_in_backward_all_ranks_raise_errors_that_name_the_rank_of_a_failed_collective(rank, size, name, late, options):
     group = group_of(("wrapped", name, late, options), rank, size)
     torch.manual_seed(0)
     model = dpfuse.DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), group=group, **options)
@@ -168,28 +179,11 @@ def wrapped(rank, size, name, late, options):
     else:
         errors = errors[1:] if errors[0] is None else errors
     assert all(named(error, 0) for error in errors[1:]), errors
-    return [type(error).__name__ for error in errors]
 
 
-SMALL = {"comm_buffer_size": 1e-4, "last_comm_buffer_size": 1e-4}
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["when it starts", "when it is waited for"])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("allreduce", SMALL),
-        pytest.param("allreduce", {}, marks=pytest.mark.slow),
-        pytest.param("alltoall_base", ORDERED, marks=pytest.mark.slow),
-        pytest.param("_allgather_base", ORDERED, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_in_backward_all_ranks_raise_errors_that_name_the_rank_of_a_failed_collective(ranks, name, options, late):
-    ranks(wrapped, name, late, options, timeout=30)
-
-
-def hooked(rank, size, raises):
+@pytest.mark.parametrize("raises", [RuntimeError, KeyError, GroupError])
+@pytest.mark.ranks(timeout=30)
+def test_an_error_of_a_users_hook_is_no_failed_collective(rank, size, raises):
     """A user's hook raises: the wrapper cannot be used any more, but its group can, since no rank has left it."""
     spoils = []
 
@@ -222,12 +216,8 @@ def hooked(rank, size, raises):
     assert model.module.weight.grad.eq(3 * (size + 1) / 2).all()
 
 
-@pytest.mark.parametrize("raises", [RuntimeError, KeyError, GroupError])
-def test_an_error_of_a_users_hook_is_no_failed_collective(ranks, raises):
-    ranks(hooked, raises, timeout=30)
-
-
-def one_that_cannot_look_up(rank, size):
+@pytest.mark.ranks(timeout=30)
+def test_an_error_beside_the_start_of_a_collective_costs_only_that_call(rank, size):
     """An error beside the start of a collective: no rank leaves the group, and the next call is right."""
     params = [nn.Parameter(torch.zeros(700_000)), nn.Parameter(torch.zeros(5))]
 
@@ -251,11 +241,8 @@ def one_that_cannot_look_up(rank, size):
     assert all(param.grad.eq((size + 1) / 2).all() for param in params)
 
 
-def test_an_error_beside_the_start_of_a_collective_costs_only_that_call(ranks):
-    ranks(one_that_cannot_look_up, timeout=30)
-
-
-def with_a_wrong_group(rank, size):
+@pytest.mark.ranks(timeout=30)
+def test_a_wrong_group_is_refused_on_one_rank_and_the_call_repeated(rank, size):
     """The ranks whose group is right wait until the other one repeats its call."""
     params = [nn.Parameter(torch.zeros(5))]
     params[0].grad = torch.full((5,), float(rank + 1))
@@ -265,7 +252,3 @@ def with_a_wrong_group(rank, size):
         assert not has_raised(info.value)
     dpfuse.fused_allreduce_gradients(params)
     assert params[0].grad.eq((size + 1) / 2).all()
-
-
-def test_a_wrong_group_is_refused_on_one_rank_and_the_call_repeated(ranks):
-    ranks(with_a_wrong_group, timeout=30)

@@ -51,31 +51,6 @@ def right_steps(model, rank, size, count=3):
             torch.testing.assert_close(got.grad, mean)
 
 
-def everywhere(rank, size, before):
-    model = dpfuse.DataParallel(Net(), None, 0, 0)
-    right_steps(model, rank, size, before)
-    for _ in range(2):
-        model.zero_grad()
-        with pytest.raises(KeyError, match="planted"):
-            model(torch.ones(2, 3), True).sum().backward()
-        right_steps(model, rank, size)
-
-
-def on_one_rank(rank, size, before, again):
-    model = dpfuse.DataParallel(Net(), None, 0, 0)
-    right_steps(model, rank, size, before)
-    if rank == 1:
-        with pytest.raises(KeyError, match="planted"):
-            model(torch.ones(2, 3), True).sum().backward()
-        with pytest.raises(dpfuse.DPFuseError, match=INTERRUPTED) as error:
-            again(model)
-        assert "zero them on every rank and repeat the step" in str(error.value)
-    else:
-        with pytest.raises(dpfuse.DPFuseError, match=PEER):
-            model(torch.ones(2, 3)).sum().backward()
-    right_steps(model, rank, size)
-
-
 def next_forward(model):
     model(torch.ones(2, 3))
 
@@ -83,31 +58,6 @@ def next_forward(model):
 def next_backward(model):
     """A backward without a forward of the wrapper, straight after the one that died."""
     model.module(torch.ones(2, 3)).sum().backward()
-
-
-def begun_without_forward(rank, size, views):
-    """What a backward adds to gradients that the dead one has sent is lost, and not in silence."""
-    model = dpfuse.DataParallel(Net(), None, 0, 0, gradient_as_bucket_view=views)
-    right_steps(model, rank, size)
-    for sent in (True, False):
-        with pytest.raises(KeyError, match="planted"):
-            if sent:
-                model(torch.ones(2, 3), True).sum().backward()
-            else:
-                output = model(torch.ones(2, 3))
-                output.register_hook(planted)
-                output.sum().backward()
-        model.zero_grad(set_to_none=False)
-        if sent:
-            with pytest.raises(dpfuse.DPFuseError, match=f"rank {rank}: an exception ended the last backward after it"):
-                next_backward(model)
-    next_backward(model)
-    means = [param.grad.clone() for param in model.parameters()]
-    model.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
-    for param, mean in zip(model.parameters(), means, strict=True):
-        assert torch.equal(param.grad, mean)
-    right_steps(model, rank, size)
 
 
 def planted(_grad):
@@ -139,19 +89,57 @@ def non_scalar(rank, size):
 
 
 @pytest.mark.parametrize("before", [0, 2], ids=["recorded", "rebuilt"])
-def test_an_exception_on_every_rank_costs_only_that_step(ranks, before):
-    ranks(everywhere, before)
+def test_an_exception_on_every_rank_costs_only_that_step(rank, size, before):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    right_steps(model, rank, size, before)
+    for _ in range(2):
+        model.zero_grad()
+        with pytest.raises(KeyError, match="planted"):
+            model(torch.ones(2, 3), True).sum().backward()
+        right_steps(model, rank, size)
 
 
 @pytest.mark.parametrize("again", [next_forward, next_backward])
 @pytest.mark.parametrize("before", [0, 2], ids=["recorded", "rebuilt"])
-def test_an_exception_on_one_rank_is_an_error_on_both_and_the_next_step_is_right(ranks, before, again):
-    ranks(on_one_rank, before, again)
+def test_an_exception_on_one_rank_is_an_error_on_both_and_the_next_step_is_right(rank, size, before, again):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    right_steps(model, rank, size, before)
+    if rank == 1:
+        with pytest.raises(KeyError, match="planted"):
+            model(torch.ones(2, 3), True).sum().backward()
+        with pytest.raises(dpfuse.DPFuseError, match=INTERRUPTED) as error:
+            again(model)
+        assert "zero them on every rank and repeat the step" in str(error.value)
+    else:
+        with pytest.raises(dpfuse.DPFuseError, match=PEER):
+            model(torch.ones(2, 3)).sum().backward()
+    right_steps(model, rank, size)
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_a_backward_without_forward_after_one_that_died_is_an_error(ranks, views):
-    ranks(begun_without_forward, views)
+def test_a_backward_without_forward_after_one_that_died_is_an_error(rank, size, views):
+    """What a backward adds to gradients that the dead one has sent is lost, and not in silence."""
+    model = dpfuse.DataParallel(Net(), None, 0, 0, gradient_as_bucket_view=views)
+    right_steps(model, rank, size)
+    for sent in (True, False):
+        with pytest.raises(KeyError, match="planted"):
+            if sent:
+                model(torch.ones(2, 3), True).sum().backward()
+            else:
+                output = model(torch.ones(2, 3))
+                output.register_hook(planted)
+                output.sum().backward()
+        model.zero_grad(set_to_none=False)
+        if sent:
+            with pytest.raises(dpfuse.DPFuseError, match=f"rank {rank}: an exception ended the last backward after it"):
+                next_backward(model)
+    next_backward(model)
+    means = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    for param, mean in zip(model.parameters(), means, strict=True):
+        assert torch.equal(param.grad, mean)
+    right_steps(model, rank, size)
 
 
 @pytest.mark.parametrize("case", [inside_no_sync, in_the_forward, non_scalar])

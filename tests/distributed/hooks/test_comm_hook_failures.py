@@ -164,7 +164,7 @@ def test_what_goes_wrong_in_a_future_is_an_error_on_all_ranks_and_training_can_g
         assert texts[0].startswith("the backward failed on rank 1 of 2, and rank 0 cannot have its gradients")
 
 
-def raise_at_once(rank, size):
+def test_an_exception_of_the_hook_itself_surfaces_and_no_collective_follows_it(rank, size):
     def hook(state, bucket):
         if bucket.index() == 1:
             raise KeyError("planted")
@@ -191,10 +191,6 @@ def raise_at_once(rank, size):
                 model(torch.ones(2, 5)).sum().backward()
         again = DistributedDataParallel(copy.deepcopy(model.module))
         again(torch.ones(2, 5)).sum().backward()
-
-
-def test_an_exception_of_the_hook_itself_surfaces_and_no_collective_follows_it(ranks):
-    ranks(raise_at_once)
 
 
 SCRIPT = """
@@ -229,7 +225,7 @@ def test_a_hook_that_raises_on_one_rank_ends_the_others_with_it(tmp_path):
     assert re.search("DPFuseError|Connection closed", outcomes[0][1])
 
 
-def within_backward(rank, size):
+def test_registering_within_a_backward_is_an_error(rank, size):
     model = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL)
     handle = model.module.layers[0].weight.register_hook(lambda _: model.register_comm_hook(None, with_then))
     with pytest.raises(dpfuse.DPFuseError, match="while a backward is RECORDING, expected it between backwards"):
@@ -242,11 +238,7 @@ def within_backward(rank, size):
     model(torch.ones(2, 5)).sum().backward()
 
 
-def test_registering_within_a_backward_is_an_error(ranks):
-    ranks(within_backward)
-
-
-def interrupted(rank, size):
+def test_a_backward_that_ended_on_one_rank_is_told_to_the_others(rank, size):
     """User code, not the hook, ends a backward on one rank: its peers hear of it."""
     model = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -268,10 +260,6 @@ def interrupted(rank, size):
     model.zero_grad()
     model(torch.ones(2, 5)).sum().backward()
     assert model.module.layers[4].bias.grad.tolist() == [2.0, 2.0, 2.0]
-
-
-def test_a_backward_that_ended_on_one_rank_is_told_to_the_others(ranks):
-    ranks(interrupted)
 
 
 def timed(rank, size):

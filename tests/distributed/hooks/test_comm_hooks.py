@@ -313,7 +313,7 @@ def test_nothing_is_divided_or_sent_but_by_the_hook(ranks):
     assert ranks(undivided) == [[[1.0, 1.0]], [[2.0, 2.0]]]
 
 
-def register_late(rank, size):
+def test_a_hook_registered_late_counts_from_the_next_synchronised_backward(rank, size):
     """After a backward, between forward and backward, and after no_sync: from the next synchronised one on."""
     for when in ("after", "between", "no_sync"):
         model = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL, gradient_as_bucket_view=True)
@@ -333,10 +333,6 @@ def register_late(rank, size):
         for ours, local in zip(model.module.parameters(), bare.parameters(), strict=True):
             dist.all_reduce(local.grad)
             torch.testing.assert_close(ours.grad, local.grad / 2 * 3)
-
-
-def test_a_hook_registered_late_counts_from_the_next_synchronised_backward(ranks):
-    ranks(register_late)
 
 
 def copies(rank, size):
@@ -361,7 +357,8 @@ class Sparse(nn.Module):
         return self.head(self.embedding(indices).sum(1))
 
 
-def sparse_beside_torch(rank, size, views):
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_a_hook_gets_sparse_gradients_as_from_torch(rank, size, views):
     bare = Sparse()
     ours, theirs = (
         kind(copy.deepcopy(bare), gradient_as_bucket_view=views) for kind in (DistributedDataParallel, TorchDDP)
@@ -379,12 +376,7 @@ def sparse_beside_torch(rank, size, views):
         theirs.zero_grad()
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_a_hook_gets_sparse_gradients_as_from_torch(ranks, views):
-    ranks(sparse_beside_torch, views)
-
-
-def sparse_without_gradient(rank, size):
+def test_a_sparse_gradient_that_some_ranks_do_not_have(rank, size):
     model = DistributedDataParallel(Sparse(), find_unused_parameters=True)
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     for used in (True, False, True):
@@ -401,11 +393,8 @@ def sparse_without_gradient(rank, size):
             torch.testing.assert_close(grad.to_dense()[:3], torch.stack([expected, 2 * expected, expected]))
 
 
-def test_a_sparse_gradient_that_some_ranks_do_not_have(ranks):
-    ranks(sparse_without_gradient)
-
-
-def fused_on_torch(rank, size):
+@pytest.mark.ranks(size=3)
+def test_our_hooks_serve_torch_as_well(rank, size):
     """Numbers that stock hooks round twice, or overflow on, with three ranks."""
     for hook, wire in ((fused_bf16, torch.bfloat16), (fused_fp16, torch.float16)):
         local = torch.linspace(1, 60_000, 100) * (rank + 1) / 2
@@ -420,10 +409,6 @@ def fused_on_torch(rank, size):
             assert grad.isfinite().all()
             # A product with 1 / 3 and a quotient may round differently.
             torch.testing.assert_close(grad, sent.float(), rtol=torch.finfo(wire).eps, atol=0)
-
-
-def test_our_hooks_serve_torch_as_well(ranks):
-    ranks(fused_on_torch, size=3)
 
 
 def test_our_hooks_refuse_sparse_gradients():

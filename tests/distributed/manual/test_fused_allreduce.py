@@ -54,7 +54,7 @@ def test_the_mean_over_more_ranks(ranks, dtype, size):
     ranks(averages, dtype, {}, size=size, timeout=120)
 
 
-def what_is_taken(rank: int, size: int) -> None:
+def test_generators_duplicates_frozen_and_missing_gradients(rank: int, size: int) -> None:
     used, twice, frozen, without, once_trained = parameters(rank)[:5]
     frozen.requires_grad_(False)
     without.grad = None
@@ -81,21 +81,13 @@ def what_is_taken(rank: int, size: int) -> None:
     assert torch.equal(plain.grad, torch.full((2,), 1.5))
 
 
-def test_generators_duplicates_frozen_and_missing_gradients(ranks):
-    ranks(what_is_taken)
-
-
-def dtypes_alternate(rank: int, size: int) -> None:
+def test_dtypes_may_alternate(rank: int, size: int) -> None:
     groups = [parameters(rank + 2 * place, dtype) for place, dtype in enumerate([torch.float32, torch.float64] * 2)]
     params = [param for group in groups for param in group]
     params += parameters(rank, torch.bfloat16)
     expected = reference(params, 0.5)
     fused_allreduce_gradients(params)
     assert_equal(gradients(params), expected)
-
-
-def test_dtypes_may_alternate(ranks):
-    ranks(dtypes_alternate)
 
 
 def channels_last(value: Tensor) -> Tensor:
@@ -114,7 +106,10 @@ def expanded(value: Tensor) -> Tensor:
     return value[:1, :1, :1, :1].expand(value.shape)
 
 
-def strided(
+@pytest.mark.parametrize("shape_param", [channels_last, Tensor.contiguous])
+@pytest.mark.parametrize("shape_grad", [channels_last, every_other, transposed, expanded])
+@pytest.mark.ranks(timeout=15)
+def test_gradients_may_have_any_strides(
     rank: int, size: int, shape_grad: Callable[[Tensor], Tensor], shape_param: Callable[[Tensor], Tensor]
 ) -> None:
     value = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(rank))
@@ -125,13 +120,9 @@ def strided(
     assert_equal(gradients([param, other]), expected)
 
 
-@pytest.mark.parametrize("shape_param", [channels_last, Tensor.contiguous])
-@pytest.mark.parametrize("shape_grad", [channels_last, every_other, transposed, expanded])
-def test_gradients_may_have_any_strides(ranks, shape_grad, shape_param):
-    ranks(strided, shape_grad, shape_param, timeout=15)
-
-
-def strides_differ(rank: int, size: int, which: str) -> None:
+@pytest.mark.parametrize("which", ["parameter", "gradient"])
+@pytest.mark.ranks(timeout=15)
+def test_strides_that_differ_between_ranks_are_averaged_rightly_or_refused(rank: int, size: int, which: str) -> None:
     values = [torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(source)) for source in range(size)]
     change = channels_last if rank else Tensor.contiguous
     param = nn.Parameter(torch.zeros(4, 3, 2, 2))
@@ -152,12 +143,8 @@ def strides_differ(rank: int, size: int, which: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("which", ["parameter", "gradient"])
-def test_strides_that_differ_between_ranks_are_averaged_rightly_or_refused(ranks, which):
-    ranks(strides_differ, which, timeout=15)
-
-
-def over_a_subgroup(rank: int, size: int) -> None:
+@pytest.mark.ranks(size=3)
+def test_over_a_subgroup(rank: int, size: int) -> None:
     pair = dist.new_group([0, 2])
     if rank == 1:
         return
@@ -170,10 +157,6 @@ def over_a_subgroup(rank: int, size: int) -> None:
         bad.grad = torch.ones(2)
     with pytest.raises(DPFuseError, match="differs between ranks"):
         fused_allreduce_gradients([bad], pair)
-
-
-def test_over_a_subgroup(ranks):
-    ranks(over_a_subgroup, size=3)
 
 
 class Mixed(nn.Module):
@@ -193,7 +176,8 @@ def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(5, 2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def same_as_wrapper(rank: int, size: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_after_no_sync_it_gives_the_wrappers_own_bits(rank: int, size: int, views: bool) -> None:
     torch.manual_seed(rank)
     automatic = DataParallel(Mixed(), comm_buffer_size=1e-4, gradient_as_bucket_view=views)
     manual = DataParallel(Mixed(), comm_buffer_size=1e-4, gradient_as_bucket_view=views)
@@ -218,11 +202,6 @@ def same_as_wrapper(rank: int, size: int, views: bool) -> None:
         manual.zero_grad()
         manual(batch(rank)).square().sum().backward()
         assert_equal(gradients(list(manual.parameters())), gradients(list(automatic.parameters())))
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_after_no_sync_it_gives_the_wrappers_own_bits(ranks, views):
-    ranks(same_as_wrapper, views)
 
 
 class Cube(torch.autograd.Function):
@@ -263,7 +242,10 @@ def plain_loss(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).square().mean()
 
 
-def by_hand(rank: int, size: int, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("loss", [plain_loss, penalised_loss])
+def test_custom_functions_and_second_derivatives(
+    rank: int, size: int, loss: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
     torch.manual_seed(rank)
     model = DataParallel(Cubed().double())
     alone = Cubed().double()
@@ -285,12 +267,7 @@ def by_hand(rank: int, size: int, loss: Callable[[nn.Module, Tensor], Tensor]) -
         alone.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("loss", [plain_loss, penalised_loss])
-def test_custom_functions_and_second_derivatives(ranks, loss):
-    ranks(by_hand, loss)
-
-
-def graph_in_gradients(rank: int, size: int) -> None:
+def test_gradients_that_carry_a_graph_are_averaged_by_value(rank: int, size: int) -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph", category=UserWarning)  # torch's, once per process
@@ -299,11 +276,7 @@ def graph_in_gradients(rank: int, size: int) -> None:
     torch.testing.assert_close(weight.grad.detach(), torch.tensor([18.0]))
 
 
-def test_gradients_that_carry_a_graph_are_averaged_by_value(ranks):
-    ranks(graph_in_gradients)
-
-
-def half_precision_sums_do_not_overflow(rank: int, size: int) -> None:
+def test_half_precision_means_do_not_overflow_and_nan_and_inf_stay(rank: int, size: int) -> None:
     param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     param.grad = torch.full((4,), 60000.0, dtype=torch.float16)
     fused_allreduce_gradients([param])
@@ -312,10 +285,6 @@ def half_precision_sums_do_not_overflow(rank: int, size: int) -> None:
     fused_allreduce_gradients([param])
     assert param.grad.isnan().tolist() == [True, False, False, False]
     assert param.grad.isinf().tolist() == [False, True, False, False]
-
-
-def test_half_precision_means_do_not_overflow_and_nan_and_inf_stay(ranks):
-    ranks(half_precision_sums_do_not_overflow)
 
 
 def test_the_public_name_is_the_function():

@@ -114,7 +114,12 @@ BAD: dict[str, tuple[type[Exception], list[str]]] = {
 }
 
 
-def bad_on_some_ranks(rank: int, size: int, kind: str, failing: list[int]) -> None:
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["both ranks", "rank 1"])
+@pytest.mark.ranks(timeout=12)
+def test_bad_input_is_refused_and_the_other_ranks_learn_why(
+    rank: int, size: int, kind: str, failing: list[int]
+) -> None:
     error, fragments = BAD[kind]
     if rank in failing:
         params, options = bad_list(kind)
@@ -131,12 +136,6 @@ def bad_on_some_ranks(rank: int, size: int, kind: str, failing: list[int]) -> No
     for fragment in fragments:
         assert fragment in str(caught.value)
     assert_group_works(rank, size)
-
-
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["both ranks", "rank 1"])
-def test_bad_input_is_refused_and_the_other_ranks_learn_why(ranks, kind, failing):
-    ranks(bad_on_some_ranks, kind, failing, timeout=12)
 
 
 def assert_does_nothing_but_check() -> None:

@@ -144,12 +144,8 @@ def test_the_first_rank_that_differs_from_rank_0_is_named(ranks):
     assert "rank 1 has" in texts[0]
 
 
-def equal_options_written_differently(rank: int, size: int) -> None:
+def test_a_size_may_be_an_integer_on_one_rank_and_a_float_on_another(rank: int, size: int) -> None:
     DataParallel(nn.Linear(2, 2), comm_buffer_size=25 if rank else 25.0)
-
-
-def test_a_size_may_be_an_integer_on_one_rank_and_a_float_on_another(ranks):
-    ranks(equal_options_written_differently)
 
 
 class Everything(nn.Module):
@@ -188,7 +184,7 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().contiguous().reshape(-1).clone().view(torch.uint8)
 
 
-def rank_0_wins(rank: int, size: int) -> None:
+def test_rank_0_hands_out_every_parameter_and_buffer_bit_by_bit(rank: int, size: int) -> None:
     module, source = Everything(seed=rank), Everything(seed=0)
     tensors = [*module.parameters(), *module.buffers()]
     strides = [tensor.stride() for tensor in tensors]
@@ -200,10 +196,6 @@ def rank_0_wins(rank: int, size: int) -> None:
         assert torch.equal(as_bits(got), as_bits(expected)), name
 
 
-def test_rank_0_hands_out_every_parameter_and_buffer_bit_by_bit(ranks):
-    ranks(rank_0_wins)
-
-
 def expanded(value: float) -> Tensor:
     return torch.full((1,), value).expand(4)
 
@@ -212,16 +204,15 @@ def conjugated(value: float) -> Tensor:
     return torch.full((2,), complex(value, value)).conj()
 
 
-def unusual_buffer(rank: int, size: int, make: Callable[[float], Tensor]) -> None:
+@pytest.mark.parametrize("make", [expanded, conjugated])
+@pytest.mark.ranks(timeout=10)
+def test_a_buffer_that_cannot_be_written_in_one_piece_is_a_named_error_everywhere(
+    rank: int, size: int, make: Callable[[float], Tensor]
+) -> None:
     module = nn.Linear(2, 2)
     module.register_buffer("unusual", make(rank + 1.0))
     with pytest.raises(ValueError, match=r"buffer 'unusual' is .* expected memory of its own for each element"):
         DataParallel(module)
-
-
-@pytest.mark.parametrize("make", [expanded, conjugated])
-def test_a_buffer_that_cannot_be_written_in_one_piece_is_a_named_error_everywhere(ranks, make):
-    ranks(unusual_buffer, make, timeout=10)
 
 
 class Tied(nn.Module):
@@ -235,7 +226,7 @@ class Tied(nn.Module):
         return self.head(self.embed(index))
 
 
-def tied_once(rank: int, size: int) -> None:
+def test_tied_parameters_stay_tied_and_are_averaged_once(rank: int, size: int) -> None:
     torch.manual_seed(rank)
     model = DataParallel(Tied())
     assert model.head.weight is model.embed.weight
@@ -251,11 +242,7 @@ def tied_once(rank: int, size: int) -> None:
         torch.testing.assert_close(model.embed.weight.grad, twin.embed.weight.grad)
 
 
-def test_tied_parameters_stay_tied_and_are_averaged_once(ranks):
-    ranks(tied_once)
-
-
-def subgroups(rank: int, size: int) -> None:
+def test_a_group_of_one_rank_and_a_second_group_of_all_ranks(rank: int, size: int) -> None:
     alone = [dist.new_group([source]) for source in range(size)][rank]
     together = dist.new_group(list(range(size)))
     for group, expected_weight, expected_grad in ((alone, rank, rank + 1.0), (together, 0, 1.5)):
@@ -270,11 +257,8 @@ def subgroups(rank: int, size: int) -> None:
             assert torch.equal(module.weight.grad, torch.full((1, 2), expected_grad))
 
 
-def test_a_group_of_one_rank_and_a_second_group_of_all_ranks(ranks):
-    ranks(subgroups)
-
-
-def reversed_group(rank: int, size: int) -> None:
+@pytest.mark.ranks(size=3)
+def test_a_group_without_global_rank_0(rank: int, size: int) -> None:
     pair = dist.new_group([1, 2])
     if rank == 0:
         return
@@ -287,10 +271,6 @@ def reversed_group(rank: int, size: int) -> None:
         model.zero_grad()
         model(torch.full((1, 2), float(rank))).sum().backward()
         assert torch.equal(module.weight.grad, torch.full((1, 2), 1.5))
-
-
-def test_a_group_without_global_rank_0(ranks):
-    ranks(reversed_group, size=3)
 
 
 @pytest.mark.usefixtures("group")

@@ -93,7 +93,11 @@ def by_torch_save(model: Any) -> Any:
 WAYS = [by_deepcopy, by_pickle, by_torch_save]
 
 
-def copy_keeps_synchronising(rank: int, size: int, duplicate: Callable[[Any], Any], steps_before: int) -> None:
+@pytest.mark.parametrize("steps_before", [0, 3], ids=["fresh", "trained"])
+@pytest.mark.parametrize("duplicate", WAYS)
+def test_a_copy_keeps_synchronising_and_leaves_the_original_alone(
+    rank: int, size: int, duplicate: Callable[[Any], Any], steps_before: int
+) -> None:
     model = DataParallel(net(rank), **SMALL, find_unused_parameters=True)
     if steps_before:
         assert_synchronises(model, rank, size, steps_before)
@@ -118,13 +122,10 @@ def copy_keeps_synchronising(rank: int, size: int, duplicate: Callable[[Any], An
     assert all(torch.equal(value, weights[key]) for key, value in clone.state_dict().items())
 
 
-@pytest.mark.parametrize("steps_before", [0, 3], ids=["fresh", "trained"])
 @pytest.mark.parametrize("duplicate", WAYS)
-def test_a_copy_keeps_synchronising_and_leaves_the_original_alone(ranks, duplicate, steps_before):
-    ranks(copy_keeps_synchronising, duplicate, steps_before)
-
-
-def copy_keeps_state(rank: int, size: int, duplicate: Callable[[Any], Any]) -> None:
+def test_a_copy_keeps_options_attributes_and_the_no_sync_state(
+    rank: int, size: int, duplicate: Callable[[Any], Any]
+) -> None:
     model = DataParallel(net(), **SMALL, gradient_as_bucket_view=False)
     model.note = ["kept"]
     with model.no_sync():
@@ -142,22 +143,13 @@ def copy_keeps_state(rank: int, size: int, duplicate: Callable[[Any], Any]) -> N
 
 
 @pytest.mark.parametrize("duplicate", WAYS)
-def test_a_copy_keeps_options_attributes_and_the_no_sync_state(ranks, duplicate):
-    ranks(copy_keeps_state, duplicate)
-
-
-def copy_of_a_parent(rank: int, size: int, duplicate: Callable[[Any], Any]) -> None:
+def test_a_wrapper_inside_a_copied_module_is_copied_once(rank: int, size: int, duplicate: Callable[[Any], Any]) -> None:
     parent = nn.ModuleDict({"one": DataParallel(net(rank), **SMALL)})
     parent["same"] = parent["one"]
     clone = duplicate(parent)
     assert clone["one"] is clone["same"] is not parent["one"]
     assert hook_count(clone["one"]) == [1] * 8
     assert_synchronises(clone["one"], rank, size)
-
-
-@pytest.mark.parametrize("duplicate", WAYS)
-def test_a_wrapper_inside_a_copied_module_is_copied_once(ranks, duplicate):
-    ranks(copy_of_a_parent, duplicate)
 
 
 class Subclass(DataParallel):
@@ -172,7 +164,8 @@ class Subclass(DataParallel):
         return super().forward(*inputs)
 
 
-def copy_of_a_subclass(rank: int, size: int, duplicate: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("duplicate", WAYS)
+def test_a_subclass_is_copied_as_what_it_is(rank: int, size: int, duplicate: Callable[[Any], Any]) -> None:
     model = Subclass(net(rank))
     model(batch(rank, 0)).sum().backward()
     clone = duplicate(model)
@@ -182,12 +175,7 @@ def copy_of_a_subclass(rank: int, size: int, duplicate: Callable[[Any], Any]) ->
     assert (model.calls, clone.calls) == (1, 4)
 
 
-@pytest.mark.parametrize("duplicate", WAYS)
-def test_a_subclass_is_copied_as_what_it_is(ranks, duplicate):
-    ranks(copy_of_a_subclass, duplicate)
-
-
-def other_group(rank: int, size: int) -> None:
+def test_over_another_group_deepcopy_works_and_pickle_is_an_error(rank: int, size: int) -> None:
     group = dist.new_group(list(range(size)))
     model = DataParallel(net(rank), **SMALL, group=group)
     assert_synchronises(copy.deepcopy(model), rank, size)
@@ -199,11 +187,7 @@ def other_group(rank: int, size: int) -> None:
     assert_synchronises(model, rank, size)
 
 
-def test_over_another_group_deepcopy_works_and_pickle_is_an_error(ranks):
-    ranks(other_group)
-
-
-def rewrapped(rank: int, size: int) -> None:
+def test_a_deleted_wrapper_takes_its_hooks_along_and_the_module_can_be_wrapped_again(rank: int, size: int) -> None:
     module = net(rank)
     for options in (SMALL, {**SMALL, "gradient_as_bucket_view": False}, {}):
         model = DataParallel(module, **options)
@@ -224,11 +208,7 @@ def rewrapped(rank: int, size: int) -> None:
         torch.testing.assert_close(param.grad, own.grad)
 
 
-def test_a_deleted_wrapper_takes_its_hooks_along_and_the_module_can_be_wrapped_again(ranks):
-    ranks(rewrapped)
-
-
-def own_hooks(rank: int, size: int) -> None:
+def test_a_deleted_wrapper_leaves_the_users_own_hooks(rank: int, size: int) -> None:
     module, calls = net(rank), []
     module[0].weight.register_post_accumulate_grad_hook(lambda param: calls.append("before"))
     model = DataParallel(module, **SMALL)
@@ -239,11 +219,7 @@ def own_hooks(rank: int, size: int) -> None:
     assert calls == ["before", "after"] * 4
 
 
-def test_a_deleted_wrapper_leaves_the_users_own_hooks(ranks):
-    ranks(own_hooks)
-
-
-def wrapped_twice(rank: int, size: int) -> None:
+def test_two_wrappers_of_one_module_still_average_rightly(rank: int, size: int) -> None:
     module = net(rank)
     first = DataParallel(module, **SMALL)
     second = DataParallel(module, **SMALL)
@@ -260,11 +236,9 @@ def wrapped_twice(rank: int, size: int) -> None:
             torch.testing.assert_close(param.grad, mean, rtol=1e-5, atol=1e-5)
 
 
-def test_two_wrappers_of_one_module_still_average_rightly(ranks):
-    ranks(wrapped_twice)
-
-
-def no_leak(rank: int, size: int, views: bool, steps: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["unused", "rebuilt", "trained"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+def test_nothing_outlives_the_wrapper_and_its_module(rank: int, size: int, views: bool, steps: int) -> None:
     gc.collect()
     module = net(rank)
     model = DataParallel(module, **SMALL, gradient_as_bucket_view=views)
@@ -282,13 +256,7 @@ def no_leak(rank: int, size: int, views: bool, steps: int) -> None:
     assert not held, held
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3], ids=["unused", "rebuilt", "trained"])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-def test_nothing_outlives_the_wrapper_and_its_module(ranks, views, steps):
-    ranks(no_leak, views, steps)
-
-
-def freed_without_collector(rank: int, size: int) -> None:
+def test_hooks_are_removed_at_once_not_when_the_collector_runs(rank: int, size: int) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -305,11 +273,8 @@ def freed_without_collector(rank: int, size: int) -> None:
         gc.enable()
 
 
-def test_hooks_are_removed_at_once_not_when_the_collector_runs(ranks):
-    ranks(freed_without_collector)
-
-
-def deleted_between_forward_and_backward(rank: int, size: int) -> None:
+@pytest.mark.ranks(timeout=15)
+def test_a_wrapper_deleted_between_forward_and_backward_does_not_hang(rank: int, size: int) -> None:
     module = net(rank)
     loss = DataParallel(module, **SMALL)(batch(rank, 0)).square().sum()
     gc.collect()
@@ -323,10 +288,6 @@ def deleted_between_forward_and_backward(rank: int, size: int) -> None:
     # Averaged or not, but nothing between the two.
     assert torch.allclose(got, mean, atol=1e-5) or torch.allclose(got, local, atol=1e-5)
     assert_synchronises(DataParallel(module, **SMALL), rank, size)
-
-
-def test_a_wrapper_deleted_between_forward_and_backward_does_not_hang(ranks):
-    ranks(deleted_between_forward_and_backward, timeout=15)
 
 
 def test_a_copy_without_a_process_group_passes_calls_through(monkeypatch):

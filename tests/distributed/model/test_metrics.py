@@ -114,13 +114,9 @@ def test_values_that_are_not_finite_are_counted_over_all_ranks(ranks, place):
     assert ranks(spoilt, place) == [8, 8]
 
 
-def refused(rank, size):
+def test_without_the_option_nothing_was_measured(rank, size):
     with pytest.raises(DPFuseError, match="metrics=True"):
         dpfuse.DataParallel(nn.Linear(4, 2)).metrics()
-
-
-def test_without_the_option_nothing_was_measured(ranks):
-    ranks(refused)
 
 
 class Rows(nn.Module):

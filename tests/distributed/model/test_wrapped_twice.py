@@ -44,12 +44,9 @@ def test_two_wrappers_of_a_module_are_noticed(ranks, place):
         assert found == [(True, [3.0, 3.0], 4.5)] * 3
 
 
-def one_wrapper(rank, size):
+@pytest.mark.ranks(timeout=60)
+def test_one_wrapper_warns_of_nothing(rank, size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dpfuse.DataParallel(nn.Sequential(nn.Linear(4, 2)))
         dpfuse.DistributedDataParallel(torch.compile(nn.Linear(4, 2), backend="eager"))
-
-
-def test_one_wrapper_warns_of_nothing(ranks):
-    ranks(one_wrapper, size=2, timeout=60)

@@ -133,18 +133,14 @@ def test_what_overflows_on_its_way_is_found(ranks):
     assert "sent 6 gradient values that are NaN or infinite: 6 in 'first'" in ranks(on_the_wire)[1]
 
 
-def large_but_finite(rank, size, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_large_numbers_are_no_finding(rank, size, dtype):
     model = dpfuse.DataParallel(Net().to(dtype), check_finite="raise")
     largest = torch.finfo(dtype).max
     for _ in range(3):
         model.zero_grad()
         model(first=largest, second=largest, third=largest).backward()
     assert model.second.grad.eq(largest).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_large_numbers_are_no_finding(ranks, dtype):
-    ranks(large_but_finite, dtype)
 
 
 def sparse_rows(rank, size):
@@ -207,7 +203,7 @@ def test_a_warning_comes_once_per_step_on_the_rank_that_has_them(ranks, face):
         assert "2 in 'second'" in text
 
 
-def made_an_error(rank, size):
+def test_a_warning_that_is_made_an_error_leaves_no_rank_waiting(rank, size):
     model = dpfuse.DataParallel(Net(), check_finite="warn")
     model().backward()
     with warnings.catch_warnings():
@@ -222,11 +218,7 @@ def made_an_error(rank, size):
     assert model.first.grad.eq(1).all()
 
 
-def test_a_warning_that_is_made_an_error_leaves_no_rank_waiting(ranks):
-    ranks(made_an_error)
-
-
-def unseen(rank, size):
+def test_by_default_nobody_looks(rank, size):
     model = dpfuse.DataParallel(Net())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -234,11 +226,7 @@ def unseen(rank, size):
     assert all(bucket.parts.steps == () for bucket in model.reducer.buckets)
 
 
-def test_by_default_nobody_looks(ranks):
-    ranks(unseen)
-
-
-def interrupted(rank, size):
+def test_what_an_interrupted_backward_has_counted_is_forgotten(rank, size):
     """What a backward has counted that an exception ended is not told of the next one, which has its number."""
     model = dpfuse.DataParallel(Net(), None, 0, 0, check_finite="raise")
     for _ in range(2):
@@ -252,10 +240,6 @@ def interrupted(rank, size):
     model.zero_grad()
     model().backward()
     assert model.second.grad.eq(1).all()
-
-
-def test_what_an_interrupted_backward_has_counted_is_forgotten(ranks):
-    ranks(interrupted)
 
 
 def a_step_late(rank, size, mode):
@@ -304,10 +288,6 @@ def test_a_wrong_mode_is_refused(group, value):
             face(Net(), check_finite=value)
 
 
-def different(rank, size):
+def test_ranks_must_agree_on_it(rank, size):
     with pytest.raises(dpfuse.DPFuseError, match="option check_finite"):
         dpfuse.DataParallel(Net(), check_finite="raise" if rank else "off")
-
-
-def test_ranks_must_agree_on_it(ranks):
-    ranks(different)

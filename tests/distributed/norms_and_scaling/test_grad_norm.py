@@ -100,32 +100,6 @@ def check(model, max_norm=None, norm_type=2.0):
     return changed
 
 
-def every_state(rank, size, face, large):
-    with large_from(large):
-        model = trained(face, rank)
-        assert check(model)
-        assert check(model, exact_norm(copies(model)) * 0.9999), "a little is not nothing"
-        assert not check(model, 1e9), "below the limit nothing changes"
-        for name, change in CHANGES.items():
-            model.zero_grad()
-            model(rank).backward()
-            change(model)
-            if change is unscaled and "measured" in face:
-                continue  # torch does not count that as a write
-            assert check(model) or name == "zeroed", name
-        # And the next steps are as if nothing had been done.
-        model.zero_grad()
-        model(rank).backward()
-        twin = copy.deepcopy(model.module)
-        twin.zero_grad()
-        local = torch.autograd.grad(twin(rank), list(twin.parameters()))
-        for param, grad in zip(model.module.parameters(), local, strict=True):
-            mean = grad.contiguous() / size
-            dist.all_reduce(mean)
-            torch.testing.assert_close(param.grad, mean, rtol=1e-6, atol=2e-3 if face == "half wire" else 1e-6)
-        assert check(model)
-
-
 def replaced(model):
     model.module.rows.grad = torch.ones(30, 41)
 
@@ -181,22 +155,51 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("face", "large"), [*((face, NONE) for face in FACES), ("private", SOME), ("ddp", ALL)])
-def test_norm_and_clipping_are_torchs_whatever_was_done_to_the_gradients(ranks, face, large):
-    ranks(every_state, face, large)
+def test_norm_and_clipping_are_torchs_whatever_was_done_to_the_gradients(rank, size, face, large):
+    with large_from(large):
+        model = trained(face, rank)
+        assert check(model)
+        assert check(model, exact_norm(copies(model)) * 0.9999), "a little is not nothing"
+        assert not check(model, 1e9), "below the limit nothing changes"
+        for name, change in CHANGES.items():
+            model.zero_grad()
+            model(rank).backward()
+            change(model)
+            if change is unscaled and "measured" in face:
+                continue  # torch does not count that as a write
+            assert check(model) or name == "zeroed", name
+        # And the next steps are as if nothing had been done.
+        model.zero_grad()
+        model(rank).backward()
+        twin = copy.deepcopy(model.module)
+        twin.zero_grad()
+        local = torch.autograd.grad(twin(rank), list(twin.parameters()))
+        for param, grad in zip(model.module.parameters(), local, strict=True):
+            mean = grad.contiguous() / size
+            dist.all_reduce(mean)
+            torch.testing.assert_close(param.grad, mean, rtol=1e-6, atol=2e-3 if face == "half wire" else 1e-6)
+        assert check(model)
 
 
-def first_steps(rank, size, face):
+@pytest.mark.parametrize("face", ["views", "private"])
+def test_gradients_of_the_first_step_count_once(rank, size, face):
     """The first step's gradients lie in buffers that were rebuilt behind it."""
     for steps in (1, 2):
         assert check(trained(face, rank, steps=steps))
 
 
-@pytest.mark.parametrize("face", ["views", "private"])
-def test_gradients_of_the_first_step_count_once(ranks, face):
-    ranks(first_steps, face)
-
-
-def kinds(rank, size, dtype, sparse):
+@pytest.mark.parametrize(
+    ("dtype", "sparse"),
+    [
+        (torch.float64, False),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.complex64, False),
+        (torch.complex128, False),
+        (torch.float32, True),
+    ],
+)
+def test_other_kinds_of_gradients(rank, size, dtype, sparse):
     for face in ("views", "private"):
         model = trained(face, rank, Net(dtype, sparse))
         twins = copies(model)
@@ -213,22 +216,7 @@ def kinds(rank, size, dtype, sparse):
         assert float(model.grad_norm()) == pytest.approx(exact / 2, rel=1e-5 if dtype.itemsize > 2 else 1e-2)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sparse"),
-    [
-        (torch.float64, False),
-        (torch.bfloat16, False),
-        (torch.float16, False),
-        (torch.complex64, False),
-        (torch.complex128, False),
-        (torch.float32, True),
-    ],
-)
-def test_other_kinds_of_gradients(ranks, dtype, sparse):
-    ranks(kinds, dtype, sparse)
-
-
-def mixed(rank, size):
+def test_dtypes_may_be_mixed(rank, size):
     net = nn.ModuleDict({"narrow": Net(torch.bfloat16), "wide": Net(torch.float64), "pairs": Net(torch.complex64)})
     net.forward = lambda seed: sum(part(seed).double() for part in net.values())
     model = dpfuse.DataParallel(net)
@@ -245,23 +233,16 @@ def mixed(rank, size):
     assert float(model.grad_norm()) == pytest.approx(1.0, rel=1e-2)
 
 
-def test_dtypes_may_be_mixed(ranks):
-    ranks(mixed)
-
-
-def other_orders(rank, size, order):
+@pytest.mark.parametrize("order", [1.0, 0.5, 3.0, math.inf])
+def test_norms_of_other_orders(rank, size, order):
     for face in ("views", "private"):
         check(trained(face, rank), norm_type=order)
     model = trained("views", rank, Net(sparse=True))
     assert float(model.grad_norm(order)) == pytest.approx(exact_norm(copies(model), order), rel=1e-5)
 
 
-@pytest.mark.parametrize("order", [1.0, 0.5, 3.0, math.inf])
-def test_norms_of_other_orders(ranks, order):
-    ranks(other_orders, order)
-
-
-def bystanders(rank, size, face):
+@pytest.mark.parametrize("face", FACES)
+def test_every_parameter_with_a_gradient_counts_and_no_other(rank, size, face):
     """Without gradient, frozen with one, ignored with one, unused on one rank."""
     net = Net()
     net.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
@@ -283,12 +264,8 @@ def bystanders(rank, size, face):
     assert model.clip_grad_norm_(1.0).item() == 0.0
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_every_parameter_with_a_gradient_counts_and_no_other(ranks, face):
-    ranks(bystanders, face)
-
-
-def poisoned(rank, size, value):
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite(rank, size, value):
     for face in ("views", "bucket each", "private"):
         model = trained(face, rank)
         model.module.bias.grad[3] = value
@@ -304,11 +281,6 @@ def poisoned(rank, size, value):
             model.zero_grad()
             model(rank).backward()
             assert check(model)
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite(ranks, value):
-    ranks(poisoned, value)
 
 
 class Named(nn.Module):

@@ -69,7 +69,7 @@ def is_known(model):
     return known
 
 
-def every_kind(rank, size):
+def test_what_backward_has_measured_is_the_norm_and_nothing_is_read(rank, size):
     for kind in KINDS:
         for dtype in DTYPES if kind in ("views", "private", "half wire", "deterministic") else DTYPES[:1]:
             torch.manual_seed(0)
@@ -90,11 +90,7 @@ def every_kind(rank, size):
                 assert check(model), (kind, dtype)
 
 
-def test_what_backward_has_measured_is_the_norm_and_nothing_is_read(ranks):
-    ranks(every_kind)
-
-
-def every_change(rank, size):
+def test_whatever_torch_counts_is_noticed(rank, size):
     with large_from(SOME):
         for kind in ("views", "private", "half wire", "eight bits"):
             model = measured(kind, rank=rank)
@@ -113,10 +109,6 @@ def every_change(rank, size):
             assert check(model), kind
 
 
-def test_whatever_torch_counts_is_noticed(ranks):
-    ranks(every_change)
-
-
 def unnoticed(model):
     """By what, as the documents say: the norm stays that of what backward has delivered."""
     module = model.module
@@ -126,7 +118,7 @@ def unnoticed(model):
     yield "NumPy", lambda: module.rows.grad.numpy().fill(7.0)
 
 
-def holes(rank, size):
+def test_what_the_documents_say_is_not_noticed_is_not(rank, size):
     for kind in ("views", "private"):
         model = measured(kind, rank=rank)
         for name, write in unnoticed(model):
@@ -139,11 +131,7 @@ def holes(rank, size):
             assert float(model.grad_norm()) == pytest.approx(before, rel=1e-6), f"{name} is noticed now: say so"
 
 
-def test_what_the_documents_say_is_not_noticed_is_not(ranks):
-    ranks(holes)
-
-
-def unusual_backwards(rank, size):
+def test_unusual_backwards(rank, size):
     for kind in ("views", "private"):
         model = measured(kind, rank=rank, find_unused_parameters=True)
         for step in range(4):  # used nowhere, by one rank, by all
@@ -190,11 +178,7 @@ def unusual_backwards(rank, size):
         assert check(model)
 
 
-def test_unusual_backwards(ranks):
-    ranks(unusual_backwards)
-
-
-def own_scaler(rank, size):
+def test_dpfuses_scaler_is_noticed(rank, size):
     for kind in ("views", "private", "half wire", "sum", "eight bits"):
         model = measured(kind, rank=rank)
         scaler = dpfuse.GradScaler(model=model, init_scale=2.0**10)
@@ -209,11 +193,7 @@ def own_scaler(rank, size):
             scaler.update()
 
 
-def test_dpfuses_scaler_is_noticed(ranks):
-    ranks(own_scaler)
-
-
-def hooked(rank, size):
+def test_what_a_communication_hook_makes_of_them_is_measured(rank, size):
     for views in (True, False):
         model = dpfuse.DistributedDataParallel(Net(), gradient_as_bucket_view=views, grad_norm_in_backward=True)
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -221,10 +201,6 @@ def hooked(rank, size):
             model.zero_grad()
             model(step + rank).backward()
         assert is_known(model)
-
-
-def test_what_a_communication_hook_makes_of_them_is_measured(ranks):
-    ranks(hooked)
 
 
 def test_gradients_that_nobody_wants_are_freed(group):
@@ -334,7 +310,7 @@ def test_gradients_of_a_model_that_was_copied_are_its_own(group):
     assert check(model)
 
 
-def alone(rank, size):
+def test_it_is_the_same_on_all_ranks_and_for_one_wrapper(rank, size):
     keeper = dpfuse.DataParallel(nn.Linear(2, 2), grad_norm_in_backward=True)
     with pytest.raises(ValueError, match="grad_norm_in_backward set; expected one wrapper"):
         dpfuse.DataParallel(keeper.module)
@@ -342,10 +318,6 @@ def alone(rank, size):
         dpfuse.DataParallel(nn.Linear(2, 2), grad_norm_in_backward=1)
     with pytest.raises(dpfuse.DPFuseError, match="grad_norm_in_backward"):
         dpfuse.DataParallel(nn.Linear(2, 2), grad_norm_in_backward=rank == 0)
-
-
-def test_it_is_the_same_on_all_ranks_and_for_one_wrapper(ranks):
-    ranks(alone)
 
 
 def test_on_a_gpu_views_are_measured_on_the_side_while_backward_goes_on(group, monkeypatch):

@@ -14,7 +14,7 @@ import dpfuse
 from tests.distributed.norms_and_scaling.test_grad_norm import Net, check, trained
 
 
-def during_backward(rank, size):
+def test_a_norm_in_the_middle_of_a_backward_is_refused(rank, size):
     model = trained("views", rank)
     seen = []
 
@@ -31,10 +31,6 @@ def during_backward(rank, size):
     handle.remove()
     assert len(seen) == 2
     check(model)
-
-
-def test_a_norm_in_the_middle_of_a_backward_is_refused(ranks):
-    ranks(during_backward)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +50,11 @@ def test_arguments_that_are_no_such_numbers(group, arguments, error, text):
         model.clip_grad_norm_(*arguments)
 
 
-def shards(rank, size):
+@pytest.mark.ranks(size=4)
+def test_the_norm_of_shards_is_refused(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh["tp"], {"0": ColwiseParallel()})
     model = dpfuse.DistributedDataParallel(net, device_mesh=mesh["dp"])
     model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(dpfuse.DPFuseError, match=r"parameter '0\.weight' is one shard of a tensor-parallel DTensor"):
         model.clip_grad_norm_(1.0)
-
-
-def test_the_norm_of_shards_is_refused(ranks):
-    ranks(shards, size=4)

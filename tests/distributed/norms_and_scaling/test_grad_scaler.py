@@ -155,7 +155,7 @@ def test_sixty_steps_with_gradients_that_are_reduced_in_place(ranks):
     ranks(as_torchs, "private", ALL, {"micros": 2, "synced": (0,)})
 
 
-def narrow_in_place(rank, size):
+def test_narrow_gradients_in_place_and_another_default_dtype(rank, size):
     """bfloat16 gradients in place, and a default dtype that is none of the scaler's."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -173,10 +173,6 @@ def narrow_in_place(rank, size):
         torch.set_default_dtype(torch.float32)
 
 
-def test_narrow_gradients_in_place_and_another_default_dtype(ranks):
-    ranks(narrow_in_place)
-
-
 class Mixed(Model):
     """Sparse rows, and a layer of float64."""
 
@@ -190,7 +186,8 @@ class Mixed(Model):
         return self.spare(x.double()).float() if spare else x
 
 
-def mixed(rank, size, views):
+@pytest.mark.parametrize("views", [True, False])
+def test_every_kind_of_gradient_is_unscaled_and_looked_at(rank, size, views):
     net = Mixed()
     ours = dpfuse.DataParallel(net, None, 0, 0, gradient_as_bucket_view=views, find_unused_parameters=True)
     twin = copy.deepcopy(net)
@@ -226,12 +223,7 @@ def mixed(rank, size, views):
         scaler.update()
 
 
-@pytest.mark.parametrize("views", [True, False])
-def test_every_kind_of_gradient_is_unscaled_and_looked_at(ranks, views):
-    ranks(mixed, views)
-
-
-def beside(rank, size):
+def test_other_backwards_other_models_and_other_parameters(rank, size):
     """Backwards that are none of the scaler's, several models and optimizers, parameters that no model has."""
     generator, judge = (dpfuse.DataParallel(Net()) for _ in range(2))
     foreign = nn.Parameter(torch.ones(2))
@@ -265,11 +257,7 @@ def beside(rank, size):
         assert scaler.get_scale() == [8.0, 8.0, 4.0, 2.0, 2.0][step]
 
 
-def test_other_backwards_other_models_and_other_parameters(ranks):
-    ranks(beside)
-
-
-def second_unscaled(rank, size):
+def test_what_is_accumulated_on_unscaled_gradients(rank, size):
     """A backward without scale on top of unscaled gradients is looked at as well; a local one gets the scale back."""
     model = dpfuse.DataParallel(Net())
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
@@ -292,11 +280,7 @@ def second_unscaled(rank, size):
     scaler.update()
 
 
-def test_what_is_accumulated_on_unscaled_gradients(ranks):
-    ranks(second_unscaled)
-
-
-def hooked(rank, size):
+def test_with_a_communication_hook_torchs_own_pass_unscales(rank, size):
     model = dpfuse.DistributedDataParallel(Net(sparse=True))
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
     model.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -311,11 +295,7 @@ def hooked(rank, size):
     assert scaler.get_scale() == 4.0
 
 
-def test_with_a_communication_hook_torchs_own_pass_unscales(ranks):
-    ranks(hooked)
-
-
-def found_twice(rank, size):
+def test_check_finite_may_be_on_as_well(rank, size):
     """check_finite beside it still names what it finds."""
     model = dpfuse.DataParallel(Net(sparse=True), None, 0, 0, check_finite="warn")
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
@@ -328,15 +308,11 @@ def found_twice(rank, size):
         scaler.update(8.0)
 
 
-def test_check_finite_may_be_on_as_well(ranks):
-    ranks(found_twice)
-
-
 def called(model, first):
     return model(first=first)
 
 
-def checkpointed_and_wrapped_again(rank, size):
+def test_a_checkpoint_around_the_wrapper_and_one_scaler_for_two_wrappers(rank, size):
     """A checkpoint around the wrapper, which is reached in backwards of its own; then another wrapper, one scaler."""
     model = dpfuse.DataParallel(Net())
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
@@ -359,7 +335,3 @@ def checkpointed_and_wrapped_again(rank, size):
         assert one_gradient(model) == len(several) * (size + 1) / 2
         scaler.step(optimizer)
         scaler.update()
-
-
-def test_a_checkpoint_around_the_wrapper_and_one_scaler_for_two_wrappers(ranks):
-    ranks(checkpointed_and_wrapped_again)

@@ -80,7 +80,7 @@ def test_an_optimizer_that_unscales_by_itself_is_refused(group):
         scaler.step(Asking(model.parameters(), lr=0.1))
 
 
-def interrupted(rank, size):
+def test_a_backward_that_was_interrupted(rank, size):
     model = dpfuse.DataParallel(Net())
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
     for step in range(4):
@@ -99,11 +99,7 @@ def interrupted(rank, size):
         scaler.update(8.0)
 
 
-def test_a_backward_that_was_interrupted(ranks):
-    ranks(interrupted)
-
-
-def refused_on_one_rank(rank, size):
+def test_what_one_rank_cannot_begin_fails_on_all(rank, size):
     """What one rank alone cannot begin fails on all: its next backward is not taken for this one."""
     model = dpfuse.DataParallel(Net())
     scaler = dpfuse.GradScaler(model=model, init_scale=8.0)
@@ -121,7 +117,3 @@ def refused_on_one_rank(rank, size):
     scaler.update(8.0)
     scaler.scale(model()).backward()
     assert one_gradient(model) == 1.0
-
-
-def test_what_one_rank_cannot_begin_fails_on_all(ranks):
-    ranks(refused_on_one_rank)

@@ -104,7 +104,9 @@ def batch_of(rank, step):
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def trained_by_tokens(rank, size, reduction, micros, in_buckets):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("micros", "in_buckets"), [(1, False), (3, False), (3, True), (None, False), (None, True)])
+def test_ranks_with_other_batch_sizes_train_as_one_process_with_all_of_them(rank, size, reduction, micros, in_buckets):
     """Ranks with batches of other sizes train as one process with all of them."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -129,13 +131,7 @@ def trained_by_tokens(rank, size, reduction, micros, in_buckets):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(("micros", "in_buckets"), [(1, False), (3, False), (3, True), (None, False), (None, True)])
-def test_ranks_with_other_batch_sizes_train_as_one_process_with_all_of_them(ranks, reduction, micros, in_buckets):
-    ranks(trained_by_tokens, reduction, micros, in_buckets)
-
-
-def scaled_as_well(rank, size):
+def test_with_a_loss_scale(rank, size):
     """A weight and a loss scale: both are undone, and a rank's infinite value skips the step everywhere."""
     model = dpfuse.DataParallel(Net())
     scaler = dpfuse.GradScaler(model=model, init_scale=64.0)
@@ -150,10 +146,6 @@ def scaled_as_well(rank, size):
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 32.0
-
-
-def test_with_a_loss_scale(ranks):
-    ranks(scaled_as_well)
 
 
 def failing(model, **factors):
@@ -237,7 +229,7 @@ def test_a_window_that_goes_on_after_an_exception_is_noticed(ranks):
         assert "rank 1 averages its gradients as they are, rank 0 weighs its gradients; expected" in alone
 
 
-def joined(rank, size):
+def test_inside_join_ranks_without_inputs_do_not_count(rank, size):
     """Ranks without inputs have no weight."""
     model = dpfuse.DistributedDataParallel(Net())
     seen = []
@@ -250,11 +242,8 @@ def joined(rank, size):
     assert seen == pytest.approx([0.75, 0.75, 1.0, 1.0][: len(seen)])
 
 
-def test_inside_join_ranks_without_inputs_do_not_count(ranks):
-    ranks(joined)
-
-
-def joined_with_shards(rank, size, weighs):
+@pytest.mark.parametrize("weighs", [True, False])
+def test_inside_join_an_optimizer_with_shards_steps_everywhere(rank, size, weighs):
     """A rank without inputs has the weighted mean as well: an optimizer steps there for the others, on its shard."""
     model = dpfuse.DistributedDataParallel(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
@@ -272,12 +261,7 @@ def joined_with_shards(rank, size, weighs):
         assert param.eq(1 - 0.5 * 3 * (2.0 if weighs else 2.0 * (size - 1) / size)).all()
 
 
-@pytest.mark.parametrize("weighs", [True, False])
-def test_inside_join_an_optimizer_with_shards_steps_everywhere(ranks, weighs):
-    ranks(joined_with_shards, weighs)
-
-
-def beside(rank, size):
+def test_what_is_no_synchronised_backward_uses_no_weight_up(rank, size):
     """Gradients that accumulate nowhere keep the weight for the backward that follows; a failed one does, too."""
     model = dpfuse.DataParallel(Net())
     for _ in range(3):
@@ -294,11 +278,7 @@ def beside(rank, size):
         assert model.module.first.grad.allclose(torch.tensor(0.25))
 
 
-def test_what_is_no_synchronised_backward_uses_no_weight_up(ranks):
-    ranks(beside)
-
-
-def unchanged(rank, size):
+def test_without_a_weight_the_bits_are_those_of_ever(rank, size):
     """A model that had weights once, or never, averages the same bits."""
     results = []
     for once in (False, True):
@@ -316,10 +296,6 @@ def unchanged(rank, size):
         model(torch.randn(3, 50, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
         results.append([param.grad.clone() for param in model.parameters()])
     assert all(map(torch.equal, *results))
-
-
-def test_without_a_weight_the_bits_are_those_of_ever(ranks):
-    ranks(unchanged)
 
 
 def a_step_late(rank, size):

@@ -12,7 +12,8 @@ import dpfuse
 from tests.distributed.norms_and_scaling.test_grad_norm import CHANGES, Net, dense, trained
 
 
-def each_norm(rank, size, face):
+@pytest.mark.parametrize("face", ["views", "ddp"])
+def test_norms_of_each_parameter_and_of_each_bucket(rank, size, face):
     model = trained(face, rank, Net(sparse=True), find_unused_parameters=True)
     named = dict(model.module.named_parameters())
     for change in ("untouched", "one taken away", "replaced"):
@@ -32,11 +33,6 @@ def each_norm(rank, size, face):
                 assert float(parts[f"bucket {place}"]) == pytest.approx(float(expected), rel=1e-6)
             whole = torch.linalg.vector_norm(torch.stack([*parts.values()]), order)
             assert float(whole) == pytest.approx(float(model.grad_norm(order)), rel=1e-6)
-
-
-@pytest.mark.parametrize("face", ["views", "ddp"])
-def test_norms_of_each_parameter_and_of_each_bucket(ranks, face):
-    ranks(each_norm, face)
 
 
 def test_norms_of_large_and_of_other_gradients(group):

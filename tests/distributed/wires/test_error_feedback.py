@@ -197,7 +197,8 @@ def test_nothing_stays_of_what_did_not_arrive(ranks):
     ranks(what_goes_wrong)
 
 
-def interrupted_before_packing(rank, size):
+@pytest.mark.ranks(size=3)
+def test_an_interrupted_rank_adds_no_error_of_what_the_others_sent(rank, size):
     """Who has sent nothing keeps what was there, and nothing of a sum that nobody got."""
     model = wrapped(Given(NUMELS), megabytes=1)
     for step in range(2):
@@ -215,10 +216,6 @@ def interrupted_before_packing(rank, size):
     after = model.error_feedback.state_dict()["rank1"]
     assert any(value.any() for value in after.values())
     assert all(map(same_bits, after.values(), before.values()))
-
-
-def test_an_interrupted_rank_adds_no_error_of_what_the_others_sent(ranks):
-    ranks(interrupted_before_packing, size=3)
 
 
 class Several(nn.Module):
@@ -302,7 +299,9 @@ def test_residuals_belong_to_parameters(ranks):
     ranks(after_changes)
 
 
-def with_hard_gradients(rank, size):
+@pytest.mark.slow
+@pytest.mark.ranks(size=3)
+def test_equal_steps_average_what_one_step_rounds_away(rank, size):
     """Two steps with the same gradients: together they miss the true sum by one rounding, not by two."""
     for name, parts in hard_gradients(size, 800):
         for wire in WIRES:
@@ -317,11 +316,6 @@ def with_hard_gradients(rank, size):
                     total += model.module.weights[0].grad.double()
                 errors.append((total / 16 - torch.stack(parts).double().mean(0)).abs().mean())
             assert errors[1] <= errors[0] / 4, (name, wire, errors)
-
-
-@pytest.mark.slow
-def test_equal_steps_average_what_one_step_rounds_away(ranks):
-    ranks(with_hard_gradients, size=3)
 
 
 def test_what_cannot_be_meant_is_named(group):

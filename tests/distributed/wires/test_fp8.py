@@ -42,7 +42,14 @@ class Several(nn.Module):
         return total + (self.pair * self.pair.conj()).real.sum() * factor
 
 
-def every_kind(rank, size):
+def flat(grad):
+    """Real numbers as float32, in the order of memory."""
+    grad = torch.view_as_real(grad) if grad.is_complex() else grad
+    return grad.t().reshape(-1).float() if grad.dim() == 2 and not grad.is_contiguous() else grad.reshape(-1).float()
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_kind_of_gradient_arrives(rank, size):
     torch.manual_seed(0)
     net = Several()
     words, factors = torch.tensor([rank, 7, 7]), [1.1 + peer for peer in range(size)]
@@ -87,17 +94,6 @@ def every_kind(rank, size):
                 norm = torch.stack([mean.abs().float().norm() for mean in [*means, params["wide"].grad]]).norm()
                 full = (norm.square() + params["table.weight"].grad.coalesce().values().norm().square()).sqrt()
                 torch.testing.assert_close(model.grad_norm().float(), full)
-
-
-def flat(grad):
-    """Real numbers as float32, in the order of memory."""
-    grad = torch.view_as_real(grad) if grad.is_complex() else grad
-    return grad.t().reshape(-1).float() if grad.dim() == 2 and not grad.is_contiguous() else grad.reshape(-1).float()
-
-
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_kind_of_gradient_arrives(ranks, size):
-    ranks(every_kind, size=size)
 
 
 @warnings_are_errors()  # nothing is announced without a reason
@@ -181,7 +177,7 @@ def test_ranks_tell_each_other_as_ever(ranks):
     ranks(health)
 
 
-def by_hand_and_beside(rank, size):
+def test_by_hand_after_changes_and_with_uneven_inputs(rank, size):
     gradients = [torch.randn(900, generator=torch.Generator().manual_seed(rank)), torch.full((33,), rank + 1.1)]
     for dtype in (torch.float32, torch.bfloat16):
         model = dpfuse.DataParallel(Given([900, 33], dtype), wire_dtype=WIRES[0], find_unused_parameters=True)
@@ -227,10 +223,6 @@ def by_hand_and_beside(rank, size):
             if step == 2:
                 assert same_bits(model.module.weights[0].grad, sent(sent(gradients[0], WIRES[0]), WIRES[0]))
     dist.barrier()
-
-
-def test_by_hand_after_changes_and_with_uneven_inputs(ranks):
-    ranks(by_hand_and_beside)
 
 
 def test_what_cannot_be_meant_is_named(group):

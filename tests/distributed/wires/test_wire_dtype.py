@@ -40,7 +40,8 @@ class Mlp(nn.Module):
         return self.layers(x)
 
 
-def trains_like_ddp_with_the_compressing_hook(rank, size, wire):
+@pytest.mark.parametrize("wire", HOOKS, ids=str)
+def test_a_narrow_wire_gives_the_bits_of_ddps_compressing_hook(rank, size, wire):
     torch.manual_seed(3)
     net = Mlp()
     twin = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=1e-4)
@@ -60,11 +61,6 @@ def trains_like_ddp_with_the_compressing_hook(rank, size, wire):
             if ours.grad is not None:
                 assert ours.grad.dtype == torch.float32
                 assert torch.equal(ours.grad, theirs.grad), f"step {step}"
-
-
-@pytest.mark.parametrize("wire", HOOKS, ids=str)
-def test_a_narrow_wire_gives_the_bits_of_ddps_compressing_hook(ranks, wire):
-    ranks(trains_like_ddp_with_the_compressing_hook, wire)
 
 
 class Given(nn.Module):
@@ -92,7 +88,7 @@ def gradient_of(rank, dtype):
     return torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def every_pair_of_types(rank, size):
+def test_each_gradient_is_scaled_rounded_once_and_summed(rank, size):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         parts = [gradient_of(r, dtype) for r in range(size)]
         for wire in (torch.float16, torch.bfloat16, torch.float32):
@@ -104,11 +100,7 @@ def every_pair_of_types(rank, size):
             assert torch.equal(got, (first + second).to(dtype)), (dtype, wire)
 
 
-def test_each_gradient_is_scaled_rounded_once_and_summed(ranks):
-    ranks(every_pair_of_types)
-
-
-def half_the_bytes_travel(rank, size):
+def test_a_16_bit_wire_halves_the_bytes(rank, size):
     sent = {}
     for wire in (None, torch.bfloat16):
         model = dpfuse.DataParallel(nn.Linear(64, 64), wire_dtype=wire)
@@ -118,11 +110,7 @@ def half_the_bytes_travel(rank, size):
     assert sent[torch.bfloat16] * 2 == sent[None]
 
 
-def test_a_16_bit_wire_halves_the_bytes(ranks):
-    ranks(half_the_bytes_travel)
-
-
-def a_sum_is_a_sum(rank, size):
+def test_gradient_scale_replaces_the_mean(rank, size):
     parts = [gradient_of(r, torch.float32) for r in range(size)]
     total = parts[0] + parts[1]
     assert torch.equal(reduced(parts[rank], gradient_scale=1.0), total)
@@ -137,11 +125,11 @@ def a_sum_is_a_sum(rank, size):
             assert reduced(torch.zeros(5, dtype=dtype), gradient_scale=scale).tolist() == [0.0] * 5
 
 
-def test_gradient_scale_replaces_the_mean(ranks):
-    ranks(a_sum_is_a_sum)
+def _raise(_grad):
+    raise KeyError("planted")
 
 
-def a_failure_is_told_over_a_narrow_wire(rank, size):
+def test_a_failed_backward_raises_on_all_ranks_over_a_narrow_wire(rank, size):
     model = dpfuse.DataParallel(Mlp(), comm_buffer_size=0, last_comm_buffer_size=0, wire_dtype=torch.bfloat16)
     model(torch.ones(2, 6)).sum().backward()
     if rank == 1:
@@ -156,24 +144,12 @@ def a_failure_is_told_over_a_narrow_wire(rank, size):
     dist.barrier()
 
 
-def _raise(_grad):
-    raise KeyError("planted")
-
-
-def test_a_failed_backward_raises_on_all_ranks_over_a_narrow_wire(ranks):
-    ranks(a_failure_is_told_over_a_narrow_wire)
-
-
-def ranks_with_different_options(rank, size):
+def test_ranks_must_agree_on_wire_and_factor(rank, size):
     with pytest.raises(dpfuse.DPFuseError, match="wire_dtype"):
         dpfuse.DataParallel(Mlp(), wire_dtype=[torch.bfloat16, None][rank])
     with pytest.raises(dpfuse.DPFuseError, match="gradient_scale"):
         dpfuse.DataParallel(Mlp(), gradient_scale=[1, 0.5][rank])
     dpfuse.DataParallel(Mlp(), gradient_scale=[1, 1.0][rank])  # the same number
-
-
-def test_ranks_must_agree_on_wire_and_factor(ranks):
-    ranks(ranks_with_different_options)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +168,7 @@ def test_a_bad_option_is_refused_by_name(option, error, text):
         dpfuse.DataParallel(Mlp(), **option)
 
 
-def a_gradient_that_cannot_be_written(rank, size):
+def test_a_gradient_that_cannot_be_written_is_replaced(rank, size):
     model = dpfuse.DataParallel(nn.Linear(3, 2), wire_dtype=torch.bfloat16)
     model.weight.grad = torch.ones(1, 1).expand(2, 3)
     model.weight.grad = model.weight.grad if rank == 0 else torch.ones(2, 3)
@@ -203,11 +179,7 @@ def a_gradient_that_cannot_be_written(rank, size):
     assert model.bias.grad.tolist() == [2.0, 2.0]
 
 
-def test_a_gradient_that_cannot_be_written_is_replaced(ranks):
-    ranks(a_gradient_that_cannot_be_written)
-
-
-def wrapped_twice(rank, size):
+def test_a_sum_is_not_taken_twice(rank, size):
     """One way of summing at a time; means may meet."""
     net = Mlp()
     kept = dpfuse.DataParallel(net, gradient_scale=1.0)
@@ -222,10 +194,6 @@ def wrapped_twice(rank, size):
     dist.barrier()
 
 
-def test_a_sum_is_not_taken_twice(ranks):
-    ranks(wrapped_twice)
-
-
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
@@ -236,7 +204,7 @@ class Shared(nn.Module):
         return self.c(torch.tanh(self.a(torch.tanh(self.b(x)))))
 
 
-def a_part_is_wrapped_too(rank, size):
+def test_a_part_that_is_wrapped_too_gets_the_mean(rank, size):
     torch.manual_seed(0)
     net = Shared()
     net.b = dpfuse.DataParallel(net.b, comm_buffer_size=0, last_comm_buffer_size=0)
@@ -255,7 +223,3 @@ def a_part_is_wrapped_too(rank, size):
             torch.testing.assert_close(param.grad, sum(parts) / size)
         bias = next(i for i, param in enumerate(parameters) if param is net.a.bias)
         torch.testing.assert_close(seen[-1], local[bias])  # a hook sees what this rank accumulated, whole
-
-
-def test_a_part_that_is_wrapped_too_gets_the_mean(ranks):
-    ranks(a_part_is_wrapped_too)

@@ -45,7 +45,8 @@ def means_of(parts, rank, face=dpfuse.DataParallel, **options):
     return [weight.grad for weight in net.weights], model.reducer.buckets
 
 
-def within_the_bounds(rank, size):
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_errors_keep_to_the_theory_and_all_ranks_are_alike(rank, size):
     names, parts = zip(*hard_gradients(size, 1500), strict=True)
     worst = {}
     for order, (wire, reduce) in enumerate(CASES):
@@ -68,12 +69,8 @@ def within_the_bounds(rank, size):
     assert min(worst.values()) > 0.3  # the bounds are not so wide that nothing could break them
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_errors_keep_to_the_theory_and_all_ranks_are_alike(ranks, size):
-    ranks(within_the_bounds, size=size)
-
-
-def beside_other_options(rank, size):
+@pytest.mark.ranks(size=3)
+def test_other_options_are_as_ever(rank, size):
     generator = torch.Generator().manual_seed(rank)
     grad = torch.randn(3000, generator=generator)
     # Averaging by hand gives the wrapper's bits; each gradient keeps its dtype.
@@ -120,11 +117,7 @@ def beside_other_options(rank, size):
     assert model.weights[0].grad.tolist() == [0.75 * 40000 * size] * 500
 
 
-def test_other_options_are_as_ever(ranks):
-    ranks(beside_other_options, size=3)
-
-
-def refused(rank, size):
+def test_ranks_must_agree_and_back_ends_must_be_able(rank, size):
     with pytest.raises(dpfuse.DPFuseError, match=r"option wire_reduce = (fp32|None)"):
         dpfuse.DataParallel(nn.Linear(2, 2), wire_reduce=["fp32", None][rank])
     param = nn.Parameter(torch.ones(3))
@@ -154,10 +147,6 @@ def refused(rank, size):
         ):
             model.register_comm_hook(None, lambda state, bucket: None)
     dist.barrier()
-
-
-def test_ranks_must_agree_and_back_ends_must_be_able(ranks):
-    ranks(refused)
 
 
 def test_a_back_end_without_all_to_all_is_named_at_construction(monkeypatch):
