@@ -39,20 +39,26 @@ class Way:
     step: Callable[[Any, Any, Tensor], None] | None = None
     dtype: torch.dtype = torch.float32
 
-    def run(self, *, capturable: bool = False) -> Callable[[], None]:
-        """Return a function that does one step."""
-        model = self.wrap(self.network().cuda().to(self.dtype))
+    def run(self, *, capturable: bool = False) -> Callable[[], nn.Module]:
+        """Return a function that does one step, and returns the module inside the wrapper."""
+        torch.manual_seed(0)
+        module = self.network().to("cuda", self.dtype)
+        model = self.wrap(module)
         if self.make is not None:
             optimizer = self.make(model)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
-        x, step = torch.ones(8, WIDTH, device="cuda", dtype=self.dtype), self.step or plain
-        return lambda: step(model, optimizer, x)
+        x, do = torch.ones(8, WIDTH, device="cuda", dtype=self.dtype), self.step or plain
+
+        def step() -> nn.Module:
+            do(model, optimizer, x)
+            return module
+
+        return step
 
 
 def chain(layers: int = 4) -> nn.Module:
     """Return linear layers, one after the other."""
-    torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
 
 
