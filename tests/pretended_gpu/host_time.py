@@ -1,0 +1,109 @@
+"""`python -m tests.pretended_gpu.host_time FILE`: the host's time of a backward on the pretended device, as a record.
+
+A GPU that takes no time leaves only the host's work: CPU seconds of the process during backward, over those of the bare
+module. All wrappers take their turns in one process; each figure is a median. Set PRETENDED_NODATA=1, which leaves out
+large copies: they would cost the memory bandwidth of the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import process_time, strftime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfuse
+from bench.machine import describe
+from tests.pretended_gpu.device import counted
+
+# Number of linear layers, each with two parameters, and their width.
+MODELS = {12: (6, 64), 160: (80, 565), 392: (196, 1310), 2000: (1000, 16)}
+SETTLED, ROUNDS, TURNS = 24, 40, 3
+DDP = partial(DistributedDataParallel, device_ids=[0])
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "bare": lambda module: module,
+    "DDP default": DDP,
+    "DDP views": partial(DDP, gradient_as_bucket_view=True),
+    "DDP static graph": partial(DDP, static_graph=True),
+    "DDP views, static graph": partial(DDP, gradient_as_bucket_view=True, static_graph=True),
+    "replicate": lambda module: replicate(module, device_id=0),
+    "dpfuse": dpfuse.DataParallel,
+    "dpfuse's DDP face": partial(dpfuse.DistributedDataParallel, device_ids=[0]),
+}
+
+
+def main(file: str) -> None:
+    """Measure all models, print, and write the record."""
+    if not os.environ.get("PRETENDED_NODATA"):
+        sys.exit("PRETENDED_NODATA is not set; expected 1, so that large copies are left out. Set it.")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2, device_id=device)
+    found = {}
+    for count, (layers, width) in MODELS.items():
+        found[f"{count} parameters"] = measured = _measure(layers, width)
+        print(count, json.dumps(measured), flush=True)
+    facts = {"date": strftime("%Y-%m-%d"), "machine": describe(gpu=False)}
+    command = "PRETENDED_NODATA=1 python -m tests.pretended_gpu.host_time FILE, on the pretended device"
+    record = {"what": str(__doc__).splitlines()[0], "command": command, **facts, "microseconds": found}
+    Path(file).write_text(json.dumps(record, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # the peers that NCCL would wait for do not exist
+
+
+def _measure(layers: int, width: int) -> dict[str, Any]:
+    x = torch.ones(4, width, device="cuda")
+    models = {name: wrap(_network(layers, width)) for name, wrap in WRAPS.items()}
+
+    def backward(model: nn.Module) -> float:
+        for param in model.parameters():
+            param.grad = None
+        loss = model(x).sum()
+        began = process_time()
+        loss.backward()
+        return process_time() - began
+
+    calls = {}
+    for name, model in models.items():
+        for _ in range(SETTLED):
+            backward(model)
+        with counted() as calls[name]:
+            backward(model)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            backward(model)  # the caches are now those of this wrapper
+            seconds[name] += [backward(model) for _ in range(TURNS)]
+    gc.enable()
+    gc.unfreeze()
+    bare = median(seconds["bare"])
+    over = {name: round(1e6 * (median(times) - bare), 1) for name, times in seconds.items()}
+    peers = [name for name in over if name.startswith(("DDP", "replicate"))]
+    best = min(peers, key=over.__getitem__)
+    ratios = {name: round(over[name] / over[best], 3) for name in over if name.startswith("dpfuse")}
+    buckets = {name: calls[name].get("nccl allReduce", 0) for name in models}
+    return {"bare": round(1e6 * bare, 1), "over bare": over, "best peer": best, "ratios": ratios, "buckets": buckets}
+
+
+def _network(layers: int, width: int) -> nn.Module:
+    with torch.device("cuda"):  # initialised there by kernels, which do nothing: no memory of the host is touched
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
