@@ -133,7 +133,7 @@ class RankPool:
                 rank = waiting.pop(pipe)
                 try:
                     kind, value = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):  # the second one if it has not read what it was sent
                     kind, value = "ended", f"exit code {self._processes[rank].wait(patience(10))}\n{self._stacks(rank)}"
                 if kind in ("returned", "ready"):
                     results[rank] = value
