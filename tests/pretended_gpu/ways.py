@@ -62,6 +62,11 @@ def chain(layers: int = 4) -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
 
 
+def wide() -> nn.Module:
+    """Return four layers whose weights have 4 MB each."""
+    return nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(WIDTH, 16384), nn.Linear(16384, WIDTH))])
+
+
 def plain(model: Any, optimizer: Any, x: Tensor) -> None:
     """Zero the gradients, and do one step."""
     optimizer.zero_grad()
@@ -216,6 +221,7 @@ def _ways() -> Iterator[tuple[str, Way]]:
     for name, options in OPTIONS.items():
         yield name, Way(wrapped(**options), captured=name not in ("metrics", "unused parameters"))
     yield "face", Way(face(), captured=True)
+    yield "private, large gradients", Way(wrapped(gradient_as_bucket_view=False, plan="greedy"), wide, captured=True)
     yield "face, static graph", Way(face(static_graph=True))
     yield "bfloat16 wire, float32 sum", Way(wrapped(wire_dtype=torch.bfloat16, wire_reduce="fp32"), captured=True)
     yield "error feedback", Way(wrapped(wire_dtype=torch.bfloat16, error_feedback=True), captured=True)

@@ -65,6 +65,13 @@ class Group:
             tensor.mul_(factor * self.ranks)
         return Work(self.clock.finish if self.blocks else None)
 
+    def allreduce_coalesced(self, tensors, options):
+        if self.coalesces is not True:
+            raise RuntimeError("does not support allreduce_coalesced")
+        for tensor in tensors:
+            self.allreduce([tensor], options)
+        return Work()
+
     def _reduce_scatter_base(self, out, flat, options):
         if self.scatters == "raises":
             raise RuntimeError("does not support reduce-scatter")
@@ -108,6 +115,7 @@ def clock(monkeypatch):
         ({}, Abilities(True, True, True, True)),
         ({"blocks": True}, Abilities(False, True, True, True)),
         ({"coalesces": False}, Abilities(True, False, True, True)),
+        ({"coalesces": "between two ends"}, Abilities(True, False, True, True)),
         ({"multiplies": "raises"}, Abilities(True, True, False, True)),
         ({"multiplies": False}, Abilities(True, True, False, True)),  # it takes the factor and ignores it
         ({"scatters": "raises"}, Abilities(True, True, True, False)),
@@ -172,10 +180,11 @@ def test_on_cpus_nothing_is_sent():
 def test_sums_are_the_same_whatever_a_group_can_do(coalesces, multiplies, dtype, clock):
     group = Group(clock, coalesces=coalesces, multiplies=multiplies)
     answers_of(group)["cpu"] = Abilities(coalesces=coalesces, multiplies=multiplies)
-    plain, scaled = torch.full((3,), 4.0, dtype=dtype), torch.full((3,), 6.0, dtype=dtype)
-    collective.all_reduce_together([plain], [scaled], 0.5, group).wait(collective.NO_LIMIT)
+    plain, scaled, other = (torch.full((3,), value, dtype=dtype) for value in (4.0, 6.0, 2.0))
+    collective.all_reduce_together([plain], [scaled, other], 0.5, group).wait(collective.NO_LIMIT)
     assert plain.tolist() == [8.0] * 3
     assert scaled.tolist() == [6.0] * 3
+    assert other.tolist() == [2.0] * 3
     assert not group.open
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import dpfuse
 from dpfuse.comm import collective, votes
-from dpfuse.comm.abilities import Abilities
 from dpfuse.engine.plan import rebuild_plan
 from tests.freed import still_held
 
@@ -173,13 +172,15 @@ class Coalescing:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_an_all_reduce_that_raises_leaves_no_coalescing_open(ends, monkeypatch):
-    monkeypatch.setattr(collective, "abilities_of", lambda group, device: Abilities(coalesces=True))
+def test_a_collective_that_raises_leaves_no_coalescing_open(ends):
+    def two(group):
+        return collective.coalesced(lambda: [group.allreduce([], None) for _ in range(2)], torch.device("cpu"), group)
+
     group = Coalescing(ends=ends)
     with pytest.raises(MemoryError, match="planted"):
-        collective.all_reduce_together([torch.ones(2), torch.ones(2)], [torch.ones(2)], 1.0, group)
+        two(group)
     assert group.calls == ["start", "all-reduce", "all-reduce", "end"]
     group = Coalescing()
     group.calls += ["all-reduce"] * 2  # none raises any more
-    collective.all_reduce_together([torch.ones(2)], [torch.ones(2)], 1.0, group)
+    two(group)
     assert group.calls[2:] == ["start", "all-reduce", "all-reduce", "end"]
