@@ -68,7 +68,7 @@ FIRST = ("streams_gpu", "cuda_graph", "data_parallel_gpu", "accumulation_gpu", "
 SANITIZED = ("tests/gpu/test_kernels_gpu.py", "-k=there_and_back or none_own or parts_are")
 # What tells most comes first. The steps of a list run side by side; the next list begins when all have ended.
 PLAN: Plan = (
-    [_tests("first_minute", 60)],
+    [_tests("first_minute", 60), Step("env", ("python", "-m", "dpfuse", "env"), 5)],
     *([_tests(name, 40)] for name in FIRST),
     [
         *_shards("kernels_gpu", 150, parts=4),

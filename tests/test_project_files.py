@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="not a c
 SCHEMAS = {
     ".github/workflows/*.yml": "github-workflows",
     ".github/dependabot.yml": "dependabot",
-    ".github/ISSUE_TEMPLATE/[bf]*.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/[bfg]*.yml": "github-issue-forms",
     ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
     ".readthedocs.yaml": "readthedocs",
     "CITATION.cff": "citation-file-format",
