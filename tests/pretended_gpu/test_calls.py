@@ -7,10 +7,12 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from dpfuse.gradients.weight import GradientWeight
 from tests.pretended_gpu.device import counted, logged
 from tests.pretended_gpu.test_ways import NEED_VALUES, pytestmark, steps  # noqa: F401  # the mark of these tests, too
-from tests.pretended_gpu.ways import SETTLED, WAYS, Way, chain, wrapped
+from tests.pretended_gpu.ways import SETTLED, WAYS, Way, chain, weighing, wrapped
 
 
 class Calls(NamedTuple):
@@ -86,6 +88,16 @@ def test_a_settled_step_makes_these_calls(name):
     assert calls[:3] == expected[:3] if name in MOVING else calls == expected
     if name not in MOVING:
         assert found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc", "cudaDeviceSynchronize"})
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_a_weight_of_the_gradients_lets_the_host_wait_for_nothing(kind, monkeypatch):
+    monkeypatch.setattr(GradientWeight, "hear", lambda *arguments, **named: None)  # it reads values, which are not here
+    way = Way(wrapped(), step=partial(weighing, weight=3.0 if kind == "number" else torch.ones((), device="cuda")))
+    step = steps(way, SETTLED)
+    with counted() as found:
+        step()
+    assert calls_of(found)[3:5] == (Calls().writes, Calls().waits)
 
 
 def test_the_large_private_gradients_of_a_bucket_are_one_call():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 
-__all__ = ["OPTIONS", "SETTLED", "WAYS", "Way", "chain", "wrapped", "zeroing"]
+__all__ = ["OPTIONS", "SETTLED", "WAYS", "Way", "chain", "weighing", "wrapped", "zeroing"]
 
 WIDTH = 64
 SETTLED = 20  # steps after which launches, pinned memory and events are used again
@@ -99,10 +99,10 @@ def accumulating(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-def weighing(model: Any, optimizer: Any, x: Tensor) -> None:
-    """Give the gradients of this rank a weight, a tensor on the device."""
+def weighing(model: Any, optimizer: Any, x: Tensor, weight: float | Tensor = 1.0) -> None:
+    """Give the gradients of this rank a weight: a number, or a tensor on the device."""
     optimizer.zero_grad()
-    model.set_gradient_weight(torch.ones((), device="cuda"))
+    model.set_gradient_weight(weight)
     model(x).mean().backward()
     optimizer.step()
 
