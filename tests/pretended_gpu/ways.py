@@ -107,16 +107,14 @@ def weighing(model: Any, optimizer: Any, x: Tensor, weight: float | Tensor = 1.0
     optimizer.step()
 
 
-def scaling(scaler: Any) -> Callable[[Any, Any, Tensor], None]:
-    """Return a step with a loss scale."""
-
-    def step(model: Any, optimizer: Any, x: Tensor) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(x).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
+def scaling(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Scale the loss with torch's scaler, which the model keeps."""
+    if not hasattr(model, "scaler"):
+        model.scaler = torch.amp.GradScaler("cuda")
+    optimizer.zero_grad()
+    model.scaler.scale(model(x).sum()).backward()
+    model.scaler.step(optimizer)
+    model.scaler.update()
 
 
 class Unused(nn.Module):
@@ -241,7 +239,7 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "buffers", Way(wrapped(broadcast_buffers=True), BatchNorm, captured=True)
     yield "comm hook", Way(hooked)
     yield "compiled", Way(compiled)
-    yield "torch's scaler", Way(wrapped(), step=scaling(torch.amp.GradScaler("cuda")))
+    yield "torch's scaler", Way(wrapped(), step=scaling)
     for name, options in {
         "sharded": {},
         "sharded, gathered in forward": {"gather": "forward"},
