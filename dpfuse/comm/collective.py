@@ -146,20 +146,25 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
 def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup) -> dist.Work:
     """Start the SUM of `factor` times `flat` over the ranks, in place, where the group can multiply."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    options.reduceOp = _times(factor)
     return _called(group.allreduce, [flat], options)
 
 
 def all_reduce_coalesced(tensors: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
     """Start, as one collective, the SUM of `factor` times each of the tensors over the ranks, in place.
 
-    The group must be able to do that, and to multiply unless the factor is 1. For the host that is less
-    work than one call for each tensor, between the two ends of coalescing.
+    The group must be able to do that, and to multiply unless the factor is 1. For the host that is less work than one
+    call for each tensor, between the two ends of coalescing.
     """
     options = dist.AllreduceCoalescedOptions()
     if factor != 1.0:
-        options.reduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+        options.reduceOp = _times(factor)
     return _called(group.allreduce_coalesced, tensors, options)
+
+
+def _times(factor: float) -> Any:
+    """Return the operation of NCCL that multiplies each summand by `factor`."""
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def coalesced(start: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> dist.Work:

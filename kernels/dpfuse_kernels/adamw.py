@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -216,18 +216,8 @@ def adamw_step(
         *(decoupled and weight_decay != 0, not decoupled and weight_decay != 0),
     )
     addresses = [0 if one is None else one.data_ptr() for one in (grad, param, exp_avg, exp_avg_sq, master, factor)]
-    arguments = (
-        *addresses,
-        grad.numel(),
-        0,
-        numbers.way,
-        numbers.beta2,
-        numbers.beta2_rest,
-        numbers.decay,
-        numbers.root,
-        numbers.eps,
-        numbers.step_size,
-    )
+    # An int, such as an eps of 0, would be another kind of argument.
+    arguments = (*addresses, grad.numel(), 0, *map(float, astuple(numbers)))
     shared_dispatcher(grad.device).launch(
         (_adamw_kernel, *kinds),
         -(-grad.numel() // SHAPE.chunk),

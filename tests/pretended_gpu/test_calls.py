@@ -82,12 +82,16 @@ def calls_of(found: dict[str, int]) -> Calls:
 @pytest.mark.parametrize("name", [name for name in WAYS if name not in NEED_VALUES])
 def test_a_settled_step_makes_these_calls(name):
     step = steps(WAYS[name], 2 * SETTLED)
-    with counted() as found:
-        step()
-    calls, expected = calls_of(found), EXPECTED.get(name, Calls())
-    assert calls[:3] == expected[:3] if name in MOVING else calls == expected
-    if name not in MOVING:
-        assert found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc", "cudaDeviceSynchronize"})
+    allocates = []
+    for _ in range(3):
+        with counted() as found:
+            step()
+        calls, expected = calls_of(found), EXPECTED.get(name, Calls())
+        assert calls[:3] == expected[:3] if name in MOVING else calls == expected
+        assert "cudaDeviceSynchronize" not in found
+        allocates.append(not found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc"}))
+    # Torch's caches of memory serve all tests of this process. One may grow in a step, but not in each.
+    assert name in MOVING or not all(allocates)
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
