@@ -8,7 +8,7 @@ from dpfuse.ddp import DistributedDataParallel
 from dpfuse.ddp.patch import patch
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import Bucket, BucketPlan, plan_buckets
-from dpfuse.errors import DPFuseError
+from dpfuse.errors import DPFuseError, DPFuseWarning, LoopWarning, WeightsWarning
 from dpfuse.grad_scaler import GradScaler
 from dpfuse.job import ParallelEnv, get_rank, get_world_size, init_parallel_env, spawn
 from dpfuse.manual.fused_allreduce import fused_allreduce_gradients
@@ -27,12 +27,15 @@ __all__ = [
     "BucketPlan",
     "CommunicationTimes",
     "DPFuseError",
+    "DPFuseWarning",
     "DataParallel",
     "DistributedDataParallel",
     "GradScaler",
+    "LoopWarning",
     "ParallelEnv",
     "ParamSpec",
     "ShardedOptimizer",
+    "WeightsWarning",
     "__version__",
     "autotune",
     "fused_allreduce_gradients",

@@ -1,55 +1,81 @@
-"""The one hook of the process before the steps of all optimizers. Knows no gradient; its users decide what to do."""
+"""One hook of the process before, and one behind, the steps of all optimizers. Knows no gradient and no weight."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ref
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.torch_private import leave_untraced
 
-__all__ = ["StepUser", "call_before_steps"]
+__all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps"]
 
 
-class StepUser(Protocol):
+class BeforeStep(Protocol):
     """An object that is called before each step of each optimizer."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if this optimizer must not step now."""
 
 
-_users: dict[ref[StepUser], None] = {}  # in the order in which they are called
-_handle: RemovableHandle | None = None  # of the hook; None where there is none
+class AfterStep(Protocol):
+    """An object that is called when a step of an optimizer has ended."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look at what the step has done. Must not raise: the weights are changed already."""
 
 
-def call_before_steps(user: StepUser) -> None:
+class _StepHook:
+    """A hook on all optimizers, as long as it has users. An optimizer without any runs as if it were not there.
+
+    Args:
+        register: puts a function on all optimizers.
+        method: of its users, which gets the optimizer.
+    """
+
+    def __init__(self, register: Callable[[Any], RemovableHandle], method: str) -> None:
+        self._register = register
+        self._method = method
+        self._users: dict[ref[Any], None] = {}  # in the order in which they are called
+        self._handle: RemovableHandle | None = None
+
+    def add(self, user: Any) -> None:
+        self._users[ref(user, self._forget)] = None
+        if self._handle is None:
+            self._handle = self._register(self)
+
+    def _forget(self, user: ref[Any]) -> None:
+        self._users.pop(user, None)
+        if self._users or self._handle is None:
+            return
+        # The garbage collector may call this while torch iterates over the hooks. To remove the only hook does no harm
+        # then. Beside others that would be an error of the step, so the hook stays, and calls nothing.
+        hooks = self._handle.hooks_dict_ref()
+        if hooks is not None and len(hooks) == 1:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for reference in tuple(self._users):  # a copy, since users may come and go meanwhile
+            user = reference()
+            if user is not None:
+                getattr(user, self._method)(optimizer)
+
+    leave_untraced(__call__, calls=True, reason="dpfuse looks here at gradients and weights")
+
+
+_before = _StepHook(register_optimizer_step_pre_hook, "before_step")
+_after = _StepHook(register_optimizer_step_post_hook, "after_step")
+
+
+def call_before_steps(user: BeforeStep) -> None:
     """Call `user.before_step` before each step of an optimizer, as long as something else keeps `user` alive."""
-    global _handle
-    _users[ref(user, _forget)] = None
-    if _handle is None:
-        _handle = register_optimizer_step_pre_hook(_before_step)
+    _before.add(user)
 
 
-def _forget(user: ref[StepUser]) -> None:
-    global _handle
-    _users.pop(user, None)
-    if _users or _handle is None:
-        return
-    # The garbage collector may call this while torch iterates over the hooks. To remove the only hook does no harm
-    # then. Beside others that would be an error of the step, so the hook stays, and calls nothing.
-    hooks = _handle.hooks_dict_ref()
-    if hooks is not None and len(hooks) == 1:
-        _handle.remove()
-        _handle = None
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for reference in tuple(_users):  # a copy, since users may come and go meanwhile
-        user = reference()
-        if user is not None:
-            user.before_step(optimizer)
-
-
-leave_untraced(_before_step, calls=True, reason="dpfuse looks here for gradients that are not averaged in .grad")
+def call_after_steps(user: AfterStep) -> None:
+    """Call `user.after_step` behind each step of an optimizer, as long as something else keeps `user` alive."""
+    _after.add(user)

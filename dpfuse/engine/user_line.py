@@ -26,11 +26,11 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
     return frame, inside
 
 
-def warn_at_user(text: str) -> None:
+def warn_at_user(warning: str | Warning) -> None:
     """Warn with the user's line as the place, for example that of `loss.backward()`. Other warnings show our own.
 
     Args:
-        text: the warning.
+        warning: its text, or the warning itself.
     """
     found, inside = user_frame(sys._getframe(1))
-    warnings.warn(text, stacklevel=2 if found is None else inside + 2)
+    warnings.warn(warning, stacklevel=2 if found is None else inside + 2)

@@ -1,4 +1,4 @@
-"""The hook before the steps of optimizers: one for all users, gone with the last, and never an error of a step."""
+"""The hooks around the steps of optimizers: one for all users, gone with the last, and never an error of a step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def hooks(monkeypatch):
     """The hooks that torch has for all optimizers; there is no user at first, since other tests may have left some."""
     found = OrderedDict()
     monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", found)
-    monkeypatch.setattr(optimizer_step_hook, "_users", {})
-    monkeypatch.setattr(optimizer_step_hook, "_handle", None)
+    before = optimizer_step_hook._StepHook(optimizer.register_optimizer_step_pre_hook, "before_step")
+    monkeypatch.setattr(optimizer_step_hook, "_before", before)
     return found
 
 
@@ -59,6 +59,28 @@ def test_users_share_one_hook_which_goes_with_the_last(hooks):
     users = [User(lambda optimizer: calls.append(("c", optimizer)))]
     first.step()
     assert calls[5:] == [("c", first)]
+
+
+def test_users_behind_a_step_see_what_it_has_done(monkeypatch):
+    found = OrderedDict()
+    monkeypatch.setattr(optimizer, "_global_optimizer_post_hooks", found)
+    after = optimizer_step_hook._StepHook(optimizer.register_optimizer_step_post_hook, "after_step")
+    monkeypatch.setattr(optimizer_step_hook, "_after", after)
+    seen = []
+
+    class Looks:
+        def after_step(self, stepped):
+            seen.append(stepped.param_groups[0]["params"][0].tolist())
+
+    user = Looks()
+    optimizer_step_hook.call_after_steps(user)
+    assert len(found) == 1
+    sgd().step()
+    assert seen == [[0.0, 0.0]]
+    del user
+    assert not found
+    sgd().step()
+    assert len(seen) == 1
 
 
 def test_an_error_of_a_user_stops_the_step(hooks):
