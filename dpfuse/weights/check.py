@@ -89,8 +89,9 @@ class WeightsCheck(Feature):
         )  # groups; whether it steps us
         self._turn = 0  # the number of the next slice, over all passes
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
-        self._slice: int | None = None  # the one whose hash the report has
-        self._travelling: deque[int | None] = deque()  # slices whose comparison this rank has not read
+        # The slice whose hash the report has, and the averaged backward behind which it was hashed.
+        self._slice: tuple[int, int] | None = None
+        self._travelling: deque[tuple[int, int] | None] = deque()  # those whose comparison this rank has not read
         self._equal: dict[int, int] = {}  # by slice, the last averaged backward behind which weights were equal
         self._after_step: Tensor | None = None  # the hash of each parameter behind the last step, while one is due
         self._noticed = 0  # the averaged backward in which hashes differed
@@ -129,7 +130,8 @@ class WeightsCheck(Feature):
             self.due = self._window.due = True
             self._noticed = completed - late
         elif compared is not None:
-            self._equal[compared] = completed - late - 1  # the hash is older than the backward that has compared it
+            number, hashed_at = compared
+            self._equal[number] = hashed_at
         if self.known and completed % LOOK_AGAIN == 0:
             self.due = self._window.due = True
         if self._found is not None:
@@ -163,7 +165,7 @@ class WeightsCheck(Feature):
         if not hashing.is_empty(number):
             but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
             hashing.write(number, seed, report.number, but)
-            self._slice = number
+            self._slice = number, completed
 
     def _steps_us(self, optimizer: Optimizer) -> bool:
         count, known = self._owners.get(optimizer, (0, False))

@@ -37,7 +37,9 @@ def right(program: Program) -> Program:
 
 def network(**kind: Any) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16, **kind), nn.Tanh(), nn.Linear(16, 8, **kind), nn.Tanh(), nn.Linear(8, 2, **kind))
+    return nn.Sequential(
+        nn.Linear(6, 16, **kind), nn.Tanh(), nn.Linear(16, 8, **kind), nn.Tanh(), nn.Linear(8, 2, **kind)
+    )
 
 
 def batches(rank: int, steps: int = STEPS) -> Iterator[Tensor]:
