@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-__all__ = ["DRIFTS", "Drift", "START", "Network", "Trial"]
+__all__ = ["DRIFTS", "START", "Drift", "Network", "Trial"]
 
 START = 9  # the step at which the last rank begins to differ
 
