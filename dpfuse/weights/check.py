@@ -149,7 +149,10 @@ class WeightsCheck(Feature):
             return  # a replay would hash the same slice each time
         try:
             self._hash(reducer.completed)
-        except (RuntimeError, ValueError) as error:  # such as a lack of memory; the step itself is done
+        except RuntimeError as error:
+            # The step itself is done, and a lack of memory passes. A failure of the device does not.
+            if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+                raise
             self.turn_off(f"hashing them has failed: {error}")
 
     def _hash(self, completed: int) -> None:
