@@ -46,4 +46,4 @@ def test_a_hundred_thousand_steps_tell_nothing_and_grow_nothing(rank, size):
     assert not model._sync.differing_weights
     assert model._sync.weights._turn == STEPS, "a slice was hashed behind each step"
     assert after[1:] == before[1:], "descriptors and threads"
-    assert after[0] - before[0] < 8 << 20, "bytes of memory"
+    assert after[0] - before[0] < 32 << 20, "bytes of memory; an allocator takes some MB at a time"
