@@ -29,6 +29,7 @@ from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
 from dpfuse.gradients.weight import GradientWeight
+from dpfuse.loop.loop_check import loop_features
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.buffers import BufferKind
@@ -149,7 +150,8 @@ class SyncedModule(nn.Module):
 
     def _face_parts(self) -> FaceParts:
         """What this face adds to the synchronisation."""
-        return FaceParts()
+        alone = self._group is None or self._group.size() == 1  # then every gradient is the mean
+        return FaceParts(features=partial(loop_features, level="off" if alone else self._options.common["check_loop"]))
 
     def _let_go(self) -> None:
         """Take the hooks of an earlier synchronisation off the parameters, and let go of its buffers."""

@@ -49,11 +49,14 @@ class FaceParts:
         after_delivery: called, in this order, once the gradients of a backward are averaged.
         wrap: puts a listener of the face in front of the reducer.
         module_changed: called when the module may have changed, before it is looked at.
+        features: makes features of layers that this one does not know; gets what returns the gradients' synchronisation
+            once that is made.
     """
 
     after_delivery: Sequence[Callable[[], None]] = ()
     wrap: Wrap = lambda reducer: reducer
     module_changed: Callable[[], None] | None = None
+    features: Callable[[Callable[[], GradSync]], Sequence[Feature]] = lambda grads: ()
 
 
 class Measurable(Protocol):
@@ -154,6 +157,7 @@ class ModuleSync:
         if options.common["grad_norm_in_backward"]:
             features.append(NormInBackward())
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        features += face.features(lambda: self.grads)
         self.grads = GradSync(
             plan,
             params,
