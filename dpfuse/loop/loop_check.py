@@ -12,13 +12,36 @@ from torch.optim import Optimizer
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.feature import Feature
-from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
+from dpfuse.engine.torch_private import has_hooks_of_others
+from dpfuse.loop.changed_gradients import ChangedGradients
+from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.local_rest import check_rest
+from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LoopCheck", "loop_features"]
+
+
+class OptimizerRules:
+    """What is known of one optimizer: one of its gradients, and the rules that look at it.
+
+    Args:
+        watched: the gradient.
+        counts: returns how many backwards were synchronised so far, and how many were not, through an output.
+        hooked: returns whether a parameter of the model has a hook of the program.
+        rank: of this process.
+    """
+
+    def __init__(
+        self, watched: WatchedGradient, counts: Callable[[], tuple[int, int]], hooked: Callable[[], bool], rank: int
+    ) -> None:
+        self.watched = watched
+        self.local_steps = LocalSteps(watched, counts, hooked, rank)
+        self.rules = (self.local_steps, CutWindows(watched, rank), ChangedGradients(watched, rank))
+
 
 SPARES = 8  # gradients that are watched until the optimizers are known
 KNOWN = 4  # steps, after which no more optimizer is expected
@@ -37,13 +60,16 @@ class LoopCheck(Feature):
         self._grads = grads
         self._raises = raises
         self._watched: list[WatchedGradient] = []
-        self._of: WeakKeyDictionary[Optimizer, WatchedGradient] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Optimizer, OptimizerRules] = WeakKeyDictionary()
         self._without: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and their number of groups
         self._spares: list[WatchedGradient] | None = None
         self._steps = 0  # of optimizers that own a parameter of the model
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
+        self._counts = (0, 0)  # of backwards that were synchronised, and of others through an output
+        self._looking: list[LocalSteps] = []  # at weights, behind steps
         call_before_steps(self)
+        call_after_steps(self)
 
     # --- Backwards ---
 
@@ -56,18 +82,22 @@ class LoopCheck(Feature):
             self._spares = [WatchedGradient(param, name) for name, param in self._first_params()]
             self._watched = list(self._spares)
         for watched in self._watched:
-            watched.backward_begins()
+            watched.backward_begins(announced=announced)
+        for rule in self._looking:
+            rule.backward_begins()
 
     def left(self, *, added: bool) -> None:
         """As `Feature.left`."""
         self._runs = False
         if added:
+            self._counts = self._counts[0], self._counts[1] + self._announced
             for watched in self._watched:
                 watched.local_ends(announced=self._announced)
 
     def delivered(self) -> None:
         """As `Feature.delivered`."""
         self._runs = False
+        self._counts = self._counts[0] + 1, self._counts[1]
         for watched in self._watched:
             watched.mean_ends()
 
@@ -85,20 +115,31 @@ class LoopCheck(Feature):
         """
         if self._runs or self._spares is None or capturing():
             return
-        watched = self._of.get(optimizer)
-        if watched is None or watched.param.grad is None:
-            watched = self._choose(optimizer, watched)
-        if watched is None:
+        known = self._of.get(optimizer)
+        if known is None or known.watched.param.grad is None:
+            known = self._choose(optimizer, known)
+        if known is None or not known.watched.is_new:
             return
+        watched = known.watched
         check_rest(watched, type(optimizer).__name__, self._grads().group.rank(), raises=self._raises)
+        for rule in known.rules:
+            rule.before_step(optimizer)
         watched.stepped()
         if self._spares:
             self._steps += 1
             if self._steps >= KNOWN:
                 self._spares = []
-                self._watched = list(self._of.values())
+                self._watched = [each.watched for each in self._of.values()]
 
-    def _choose(self, optimizer: Optimizer, before: WatchedGradient | None) -> WatchedGradient | None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Let a rule that looks at weights do so."""
+        known = self._of.get(optimizer)
+        if known is not None and (known.local_steps.looks or self._looking):
+            self._looking = [each.local_steps for each in self._of.values() if each.local_steps.looks]
+            if known.local_steps.looks:
+                known.local_steps.after_step()
+
+    def _choose(self, optimizer: Optimizer, before: OptimizerRules | None) -> OptimizerRules | None:
         """Choose a gradient of this optimizer to watch, which must be there now; None if it owns none of the model."""
         if self._without.get(optimizer) == len(optimizer.param_groups):
             return None
@@ -111,9 +152,14 @@ class LoopCheck(Feature):
         chosen = spares[-1] if spares else self._another(wanted, names)
         if chosen is None:
             return before
-        self._of[optimizer] = chosen
-        self._watched = list({id(each): each for each in (*(self._spares or ()), *self._of.values())}.values())
-        return chosen
+        made = OptimizerRules(chosen, lambda: self._counts, self._hooked, self._grads().group.rank())
+        self._of[optimizer] = made
+        in_use = [*(self._spares or ()), *(each.watched for each in self._of.values())]
+        self._watched = list({id(each): each for each in in_use}.values())
+        return made
+
+    def _hooked(self) -> bool:
+        return any(map(has_hooks_of_others, self._grads().params))
 
     def _another(self, wanted: set[int], names: dict[int, str]) -> WatchedGradient | None:
         fitting = [param for param in self._grads().params if id(param) in wanted and fits(param)]

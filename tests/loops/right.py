@@ -328,3 +328,254 @@ def one_batch_overfitted_on_purpose(rank, size):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         optimizer.step()
+
+
+# --- The ranks train apart, or average by themselves ---
+
+
+def by_hand(model, size):
+    """Average the gradients as programs did before there was DDP."""
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= size
+
+
+@quiet
+def average_by_hand(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for x, y in batches(rank, 30):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            by_hand(model, size)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+
+@quiet
+def average_by_hand_in_one_flat_tensor(rank, size):
+    model = dpfuse.DataParallel(mlp(), gradient_scale=1.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in batches(rank, 30):
+        with model.no_sync():
+            (loss_of(model(x), y) / size).backward()
+        grads = [param.grad for param in model.parameters()]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.data.copy_(part.view_as(grad))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@quiet
+def fused_average_by_hand(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 30):
+        optimizer.zero_grad(set_to_none=False)
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        dpfuse.fused_allreduce_gradients(model.parameters())
+        optimizer.step()
+
+
+@quiet
+def average_in_hooks_of_the_parameters(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def average(grad):
+        grad = grad / size
+        dist.all_reduce(grad)
+        return grad
+
+    for param in model.parameters():
+        param.register_hook(average)
+    with model.no_sync():
+        for x, y in batches(rank, 30):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@quiet
+def local_sgd_by_hand(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        if index % 6 == 5:
+            for param in model.parameters():
+                dist.all_reduce(param.data)
+                param.data /= size
+
+
+@quiet
+def post_local_sgd_of_torch(rank, size):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    for period in (4, 100):
+        averager = PeriodicModelAverager(period=period, warmup_steps=2)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), averager)
+        for index, (x, y) in enumerate(batches(rank, 30)):
+            optimizer.zero_grad()
+            with model.no_sync(enabled=index >= 2):
+                loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@quiet
+def some_local_steps_before_the_first_average(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        optimizer.zero_grad()
+        with model.no_sync(enabled=index % 16 != 15):
+            loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+# --- Windows of other lengths ---
+
+
+@quiet
+def last_batches_of_an_epoch_are_averaged(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        for index, (x, y) in enumerate(batches(rank, 19, epoch)):
+            last = (index + 1) % 2 == 0 or index == 18
+            with model.no_sync(enabled=not last):
+                loss_of(model(x), y).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@quiet
+def last_batches_of_an_epoch_are_averaged_by_hand(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        for index, (x, y) in enumerate(batches(rank, 26, epoch)):
+            with model.no_sync(enabled=(index + 1) % 3 != 0):
+                loss_of(model(x), y).backward()
+            if index == 25:
+                dpfuse.fused_allreduce_gradients(model.parameters())
+            if (index + 1) % 3 == 0 or index == 25:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@quiet
+def a_window_that_is_dropped_once(rank, size):
+    """All ranks have agreed that its loss is no number."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 60)):
+        last = index % 3 == 2
+        with model.no_sync(enabled=not last):
+            loss = loss_of(model(x), y)
+        if index == 37:
+            optimizer.zero_grad()
+            continue
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def longer_windows_later(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = batches(rank, 200)
+    for length in [4] * 10 + [2] * 10 + [8] * 4:
+        for index in range(length):
+            x, y = next(loader)
+            with model.no_sync(enabled=index + 1 < length):
+                loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@quiet
+def norms_of_single_batches_for_a_log(rank, size):
+    """Every few steps a batch has a backward of its own, whose gradient is read and zeroed."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 60)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            if index % 4 == 3:
+                with model.no_sync():
+                    loss_of(model(x), y).backward()
+                optimizer.zero_grad()
+
+
+# --- Gradients that are changed on purpose ---
+
+
+@quiet
+def clipping_after_each_batch_on_purpose(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp(), check_loop="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 4 != 0):
+            loss_of(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if (index + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def gradients_of_tasks_put_together(rank, size):
+    """PCGrad: each task has a backward of its own, and the gradients are put into `.grad` at the end."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        tasks = []
+        for place in range(3):
+            optimizer.zero_grad()
+            (model(x)[:, place] - y[:, place]).square().mean().backward()
+            tasks.append([param.grad.clone() for param in model.parameters()])
+        for param, *grads in zip(model.parameters(), *tasks, strict=True):
+            param.grad = torch.stack(grads).mean(0)
+        optimizer.step()
+
+
+@quiet
+def noise_of_each_rank(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = seeded(rank, 5)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x + torch.randn(x.shape, generator=generator)), y).backward()
+        if index % 2:
+            for param in model.parameters():
+                param.grad += 0.01
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def weights_kept_for_a_longer_memory(rank, size):
+    """Momentum by hand: gradients are not zeroed, but shrunk after each step."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)

@@ -152,3 +152,206 @@ def part_of_the_batch_in_no_sync_behind_the_rest(rank, size):
             loss_of(model(x[3:]), y[3:]).backward()
         optimizer.step()
         model.zero_grad()
+
+
+# --- DPF-L02: nothing was averaged ---
+
+
+@named("DPF-L02")
+def whole_training_in_no_sync(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for x, y in batches(rank, 24):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@named("DPF-L02")
+def switch_that_is_never_set_back(rank, size):
+    """The last batch of an epoch had set the switch, and the accumulation was removed since."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.require_backward_grad_sync = False
+    for x, y in batches(rank, 24):
+        loss = loss_of(model(x), y)
+        loss.backward()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@named("DPF-L02")
+def backward_outside_of_no_sync_but_forward_inside(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        with model.no_sync():
+            loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@named("DPF-L02")
+def trainer_whose_condition_is_inverted(rank, size):
+    class Trainer:
+        gradient_accumulation_steps = 1
+
+        def __init__(self):
+            self.model = dpfuse.DistributedDataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def training_step(self, inputs):
+            x, y = inputs
+            self.model.train()
+            loss = loss_of(self.model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        def train(self):
+            for step, inputs in enumerate(batches(rank, 24)):
+                last = (step + 1) % self.gradient_accumulation_steps == 0
+                with self.model.no_sync() if last else nullcontext():
+                    self.training_step(inputs)
+                if last:
+                    self.optimizer.step()
+                    self.model.zero_grad()
+
+    Trainer().train()
+
+
+@named("DPF-L02")
+def more_batches_to_accumulate_than_an_epoch_has(rank, size):
+    """Each epoch ends with a step, and the counter of batches begins again before one is synchronised."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(23):
+        for index, (x, y) in enumerate(batches(rank, 3, epoch)):
+            with nullcontext() if (index + 1) % 4 == 0 else model.no_sync():
+                loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- DPF-L03: a window cut short ---
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_stepped_on_but_not_averaged(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    length = 19
+    for epoch in range(2):
+        for index, (x, y) in enumerate(batches(rank, length, epoch)):
+            with model.no_sync(enabled=(index + 1) % 2 != 0):
+                loss_of(model(x), y).backward()
+            if (index + 1) % 2 == 0 or index + 1 == length:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_stepped_on_behind_it(rank, size):
+    """transformers' older `Trainer`: what is left is stepped on after the loop."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(2):
+        for index, (x, y) in enumerate(batches(rank, 26, epoch)):
+            model.require_backward_grad_sync = (index + 1) % 3 == 0
+            loss_of(model(x), y).backward()
+            if (index + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_zeroed(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        optimizer.zero_grad()
+        for index, (x, y) in enumerate(batches(rank, 17, epoch)):
+            with nullcontext() if (index + 1) % 2 == 0 else model.no_sync():
+                (loss_of(model(x), y) / 2).backward()
+            if (index + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_filled_with_zeros(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for epoch in range(3):
+        model.zero_grad(set_to_none=False)
+        for index, (x, y) in enumerate(batches(rank, 26, epoch)):
+            with model.no_sync(enabled=(index + 1) % 3 != 0):
+                loss_of(model(x), y).backward()
+            if (index + 1) % 3 == 0:
+                optimizer.step()
+                model.zero_grad(set_to_none=False)
+
+
+# --- DPF-L06: gradients changed inside a window ---
+
+
+@named("DPF-L06")
+def clipping_after_each_batch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 4 != 0):
+            loss_of(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if (index + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
+def division_of_what_is_accumulated_after_each_batch(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    accumulation = 2
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        model.require_backward_grad_sync = (index + 1) % accumulation == 0
+        loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad /= accumulation
+        if (index + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@named("DPF-L06")
+def unscaling_by_hand_after_each_batch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 3 != 0):
+            (1024 * loss_of(model(x), y)).backward()
+        torch._foreach_div_([param.grad for param in model.parameters()], 1024.0)
+        if (index + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
+def weight_decay_by_hand_after_each_batch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 12)):
+        with model.no_sync(enabled=(index + 1) % 2 != 0):
+            loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad.add_(param.detach(), alpha=0.01)
+        if (index + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,135 @@
+"""The rule of DPF-L02: an optimizer makes step after step on gradients of this rank alone."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from dpfuse.engine.streams import HostCopy
+from dpfuse.loop.findings import NOTHING_AVERAGED, findings
+from dpfuse.loop.watched_gradient import Sample, WatchedGradient, only_rescaled, rounding_of, sample_of, values_of
+
+__all__ = ["LocalSteps"]
+
+STEPS = 8  # in a row, before it looks closer
+LOOKS = 13  # steps for which it does
+
+AVERAGERS = "torch.distributed.algorithms.model_averaging.averagers"
+
+
+class LocalSteps:
+    """Counts steps on local gradients, then looks whether the program averages gradients or weights by itself.
+
+    An average by hand shows in the bits of a gradient between backward and step, or of a weight between steps. Clipping
+    does not. Where either is seen, nothing is said from then on.
+
+    Args:
+        watched: a gradient of the optimizer.
+        counts: returns how many backwards were synchronised so far, and how many were not, through an output.
+        hooked: returns whether a parameter of the model has a hook of the program.
+        rank: of this process.
+
+    Attributes:
+        looks: whether it looks at gradients and weights.
+    """
+
+    def __init__(
+        self, watched: WatchedGradient, counts: Callable[[], tuple[int, int]], hooked: Callable[[], bool], rank: int
+    ) -> None:
+        self._watched = watched
+        self._counts = counts
+        self._hooked = hooked
+        self._rank = rank
+        self._before = counts()  # at the last step
+        self._steps = 0
+        self._decided = False
+        self.looks = False
+        self._gradients: list[Sample] = []  # samples behind a backward and before the step, in turns
+        self._weights: list[Sample] = []  # samples behind a step and before the next backward, in turns
+        self._copies: tuple[HostCopy, HostCopy] | None = None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Count this step, and say what was found."""
+        if self._decided:
+            return
+        means, others = self._counts()
+        if means != self._before[0]:
+            self._start_again()
+        elif others != self._before[1] and self._watched.locals:
+            self._count(optimizer)
+        self._before = means, others
+
+    def after_step(self) -> None:
+        """Copy a few weights behind the step."""
+        if len(self._weights) % 2 == 0:
+            self._weights.append(sample_of(self._watched.param))
+
+    def backward_begins(self) -> None:
+        """Copy the same weights before the next backward."""
+        if len(self._weights) % 2:
+            self._weights.append(sample_of(self._watched.param))
+
+    def _start_again(self) -> None:
+        self._steps = 0
+        if self.looks:
+            self._decide()  # a program that averages now and then knows what it does
+
+    def _decide(self) -> None:
+        self._watched.keeps_bits -= self.looks
+        self._decided, self.looks = True, False
+        self._gradients, self._weights, self._copies = [], [], None
+
+    def _count(self, optimizer: Optimizer) -> None:
+        self._steps += 1
+        bits, grad = self._watched.bits, self._watched.param.grad
+        if self._copies is not None:
+            kept = self._were_kept(*self._copies)
+            self._decide()
+            if kept and not self._hooked() and not averages_weights():
+                findings.warn(NOTHING_AVERAGED, self._text(optimizer))
+        elif self._steps < STEPS:
+            return
+        elif not self.looks:
+            self.looks = True
+            self._watched.keeps_bits += 1
+        elif bits is None or grad is None or len(self._weights) % 2:
+            self._decide()  # what happens here is not known
+        else:
+            self._gradients += [bits, sample_of(grad)]
+            if len(self._gradients) >= 2 * LOOKS:
+                self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
+
+    def _copy_of(self, samples: list[Sample]) -> HostCopy:
+        dtype = self._watched.param.dtype
+        return HostCopy(torch.stack([values_of(sample, dtype) for sample in samples]).double())
+
+    def _were_kept(self, gradients: HostCopy, weights: HostCopy) -> bool:
+        tolerance = rounding_of(self._watched.param)
+        pairs = torch.tensor(gradients.read(), dtype=torch.float64).unflatten(0, (-1, 2))
+        if not all(only_rescaled(before, now, tolerance) for before, now in pairs):
+            return False
+        before, now = torch.tensor(weights.read(), dtype=torch.float64).unflatten(0, (-1, 2)).unbind(1)
+        return torch.equal(before, now)
+
+    def _text(self, optimizer: Optimizer) -> str:
+        name = type(optimizer).__name__
+        return (
+            f"rank {self._rank}: {name} made {self._steps} steps in a row on gradients of this rank alone. No backward "
+            f"was synchronised in this time. Neither was the gradient of {self._watched.name!r} averaged by other code "
+            f"between backward and step in the last {LOOKS} of them, nor were its weights changed between steps. "
+            "Expected a synchronised backward before a step: leave no_sync(), or set require_backward_grad_sync to "
+            "True, before the forward of the last batch. If the ranks are to train apart, pass "
+            'check_loop="off" to the wrapper.'
+        )
+
+
+def averages_weights() -> bool:
+    """Whether the program has an object of torch that averages weights every few steps."""
+    module = sys.modules.get(AVERAGERS)
+    if module is None:
+        return False
+    return any(issubclass(type(each), module.ModelAverager) for each in gc.get_objects())
