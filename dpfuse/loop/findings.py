@@ -7,11 +7,14 @@ import sys
 from dpfuse.engine.user_line import user_frame, warn_at_user
 from dpfuse.errors import DPFuseError, LoopWarning
 
-__all__ = ["CHANGED_IN_WINDOW", "CUT_WINDOW", "NOTHING_AVERAGED", "REST", "Findings", "findings", "user_line"]
+__all__ = [
+    "CHANGED_IN_WINDOW", "CUT_WINDOW", "NEVER_STEPPED", "NOTHING_AVERAGED", "REST", "Findings", "findings", "user_line",
+]  # fmt: skip
 
 REST = "DPF-L01"
 NOTHING_AVERAGED = "DPF-L02"
 CUT_WINDOW = "DPF-L03"
+NEVER_STEPPED = "DPF-L04"
 CHANGED_IN_WINDOW = "DPF-L06"
 
 PAGE = "The page guide/loops.md has a section on {code}."

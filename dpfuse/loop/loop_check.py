@@ -20,6 +20,7 @@ from dpfuse.loop.changed_gradients import ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.local_rest import check_rest
 from dpfuse.loop.local_steps import LocalSteps
+from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LoopCheck", "loop_features"]
@@ -67,6 +68,7 @@ class LoopCheck(Feature):
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
         self._counts = (0, 0)  # of backwards that were synchronised, and of others through an output
+        self._never_stepped: NeverStepped | None = None
         self._looking: list[LocalSteps] = []  # at weights, behind steps
         call_before_steps(self)
         call_after_steps(self)
@@ -98,6 +100,8 @@ class LoopCheck(Feature):
         """As `Feature.delivered`."""
         self._runs = False
         self._counts = self._counts[0] + 1, self._counts[1]
+        if self._never_stepped is not None:
+            self._never_stepped.averaged()
         for watched in self._watched:
             watched.mean_ends()
 
@@ -113,7 +117,13 @@ class LoopCheck(Feature):
         Raises:
             DPFuseError: the gradients are not the mean over the ranks.
         """
-        if self._runs or self._spares is None or capturing():
+        if self._spares is None or capturing():
+            return
+        if self._never_stepped is None:
+            self._never_stepped = NeverStepped(self._params(), self._grads().group.rank())
+        if not self._never_stepped.decided:
+            self._never_stepped.before_step(optimizer)
+        if self._runs:
             return
         known = self._of.get(optimizer)
         if known is None or known.watched.param.grad is None:
@@ -143,7 +153,7 @@ class LoopCheck(Feature):
         """Choose a gradient of this optimizer to watch, which must be there now; None if it owns none of the model."""
         if self._without.get(optimizer) == len(optimizer.param_groups):
             return None
-        names = self._names()
+        names = {id(param): name for name, param in self._params().items()}
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]} & names.keys()
         if not wanted:
             self._without[optimizer] = len(optimizer.param_groups)
@@ -165,17 +175,14 @@ class LoopCheck(Feature):
         fitting = [param for param in self._grads().params if id(param) in wanted and fits(param)]
         return WatchedGradient(fitting[-1], names[id(fitting[-1])]) if fitting else None
 
-    def _names(self) -> dict[int, str]:
+    def _params(self) -> dict[str, Tensor]:
         grads = self._grads()
-        return {id(param): name for param, name in zip(grads.params, names_of(grads.plan), strict=True)}
+        return dict(zip(names_of(grads.plan), grads.params, strict=True))
 
     def _first_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield a few parameters from all parts of the model, by name."""
-        grads = self._grads()
         pairs = [
-            (name, param)
-            for name, param in zip(names_of(grads.plan), grads.params, strict=True)
-            if param.numel() >= SMALL and not param.is_complex()
+            (name, param) for name, param in self._params().items() if param.numel() >= SMALL and not param.is_complex()
         ]
         yield from pairs[:: max(1, -(-len(pairs) // SPARES))]
 

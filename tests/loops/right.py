@@ -579,3 +579,156 @@ def weights_kept_for_a_longer_memory(rank, size):
         loss_of(model(x), y).backward()
         optimizer.step()
         torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
+
+
+# --- Weights that no optimizer has, and that change all the same, or need not ---
+
+
+@quiet
+def copies_in_float32(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp().bfloat16())
+    masters = [param.detach().float().requires_grad_() for param in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-7)
+    for x, y in batches(rank, 30):
+        model.zero_grad()
+        loss_of(model(x.bfloat16()), y).backward()
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad = param.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(masters, model.parameters(), strict=True):
+                param.copy_(master)
+
+
+@quiet
+def updates_by_hand(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    other = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([other], lr=0.01)
+    for x, y in batches(rank, 30):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.01 * param.grad
+        other.grad = torch.ones(3)
+        optimizer.step()
+
+
+@quiet
+def frozen_backbone(rank, size):
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = dpfuse.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD((param for param in model.parameters() if param.requires_grad), lr=0.01)
+    for x, y in batches(rank, 30):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def backbone_frozen_after_wrapping_and_back(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        model.module[0].requires_grad_(not 5 <= index < 20)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def learning_rate_of_zero_at_first(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step < 25 else 1.0)
+    for x, y in batches(rank, 30):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@quiet
+def parts_without_gradient(rank, size):
+    """A loss that does not need a layer gives it zeros, and no optimizer has it."""
+    module = mlp()
+    module.extra = nn.Linear(4, 3)
+    model = dpfuse.DataParallel(With(module))
+    optimizer = torch.optim.SGD([param for name, param in model.named_parameters() if "extra" not in name], lr=0.01)
+    for x, y in batches(rank, 30):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+class With(nn.Module):
+    """Adds a layer's outputs, times 0."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.extra = module.extra
+        del module.extra
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x) + 0 * self.extra(x)
+
+
+@quiet
+def sharded_optimizer(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    for index, (x, y) in enumerate(batches(rank, 50)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def steps_in_backward(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=True)
+    for x, y in batches(rank, 26):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@quiet
+def optimizers_in_backward_of_torch(rank, size):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.01})
+    model = dpfuse.DistributedDataParallel(module)
+    for x, y in batches(rank, 26):
+        loss_of(model(x), y).backward()
+
+
+@quiet
+def zero_redundancy_optimizer(rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
+    for x, y in batches(rank, 26):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def two_phases_with_an_optimizer_each(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    for layer in (model.module[0], model.module[2]):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+        for other in (model.module[0], model.module[2]):
+            other.requires_grad_(other is layer)
+        for x, y in batches(rank, 26):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()

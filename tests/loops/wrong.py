@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -355,3 +356,55 @@ def weight_decay_by_hand_after_each_batch(rank, size):
         if (index + 1) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
+
+
+# --- DPF-L04: averaged, never stepped ---
+
+
+@named("DPF-L04")
+def optimizer_of_the_head_alone(rank, size):
+    """The backbone was to be frozen."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.module[2].parameters())
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def optimizer_of_another_copy(rank, size):
+    """The model was copied, as by a move to another device, after the optimizer was made."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = dpfuse.DataParallel(copy.deepcopy(module))
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def second_optimizer_is_never_stepped(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim == 1]
+    optimizers = [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(others)]
+    for x, y in batches(rank, 24):
+        loss_of(model(x), y).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@named("DPF-L04")
+def layer_added_after_the_optimizer(rank, size):
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = dpfuse.DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)))
+    for index, (x, y) in enumerate(batches(rank, 48)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
