@@ -554,10 +554,12 @@ class Reducer:
 
     def _record(self, param: Any) -> None:
         """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
-        if self.phase in RESTING:
+        phase = self.phase
+        if phase is IDLE or phase is ABANDONED:  # `in` compares members by value, too: 0.1 us for each gradient
             self._open_unannounced()
+            phase = self.phase
         self._in_use.recorded.append(param)
-        if self.phase is LOCAL and self.accumulation.feeds:
+        if phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
             self._in_use.ready[order].entries.append(param)
             self._examine(order)
