@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from torch.optim import Optimizer
 
 from dpfuse.loop.findings import CUT_WINDOW, findings
@@ -26,7 +24,8 @@ class CutWindows:
     def __init__(self, watched: WatchedGradient, rank: int) -> None:
         self._watched = watched
         self._rank = rank
-        self._lengths: deque[int] = deque(maxlen=WINDOWS)  # of the last windows that ended with an average
+        self._length = 0  # of the last window that ended with an average
+        self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
         self._between = 0  # such windows since the last drop
         self._drops: list[int] = []  # lengths of windows that were zeroed, far from each other
@@ -37,9 +36,12 @@ class CutWindows:
         if watched.dropped:
             self._look_at_drops(optimizer)
         if watched.means and not watched.rest:
-            self._lengths.append(watched.length)
             self._between += 1
-            if self._usual() > 1 and not watched.param.is_cuda:
+            if watched.length == self._length:
+                self._same += 1
+            else:
+                self._length, self._same = watched.length, 1
+            if self._same == WINDOWS and self._length > 1 and not watched.param.is_cuda:
                 self._compare_bits()
         elif watched.locals == watched.length < self._usual():
             self._look_at_step(optimizer)
@@ -55,7 +57,7 @@ class CutWindows:
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
         elif not watched.was_kept:
-            self._lengths.clear()  # it does
+            self._same = 0  # it does
         else:
             findings.warn(
                 CUT_WINDOW,
@@ -68,8 +70,7 @@ class CutWindows:
 
     def _usual(self) -> int:
         """Return the length of the last windows, if they had the same; else 0."""
-        lengths = self._lengths
-        return lengths[0] if len(lengths) == WINDOWS and len(set(lengths)) == 1 else 0
+        return self._length if self._same >= WINDOWS else 0
 
     def _look_at_drops(self, optimizer: Optimizer) -> None:
         usual = self._usual()
@@ -83,7 +84,7 @@ class CutWindows:
             findings.warn(
                 CUT_WINDOW,
                 f"rank {self._rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "
-                f"each. {len(self._drops)} windows of {self._drops[0]} were zeroed without a step, and what their "
-                "batches had to teach was lost. Expected a step for each window: step at the end of an epoch, too, "
-                "behind a synchronised backward, or let an epoch have a whole number of windows.",
+                f"each. {len(self._drops)} windows, of {self._drops[0]} each, were zeroed without a step, so their "
+                "batches taught nothing. Expected a step for each window: step at the end of an epoch, too, behind a "
+                "synchronised backward, or let an epoch have a whole number of windows.",
             )

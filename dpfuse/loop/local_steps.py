@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
 
+from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.findings import NOTHING_AVERAGED, findings
+from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, WatchedGradient, only_rescaled, rounding_of, sample_of, values_of
 
 __all__ = ["LocalSteps"]
@@ -29,22 +31,17 @@ class LocalSteps:
 
     Args:
         watched: a gradient of the optimizer.
-        counts: returns how many backwards were synchronised so far, and how many were not, through an output.
-        hooked: returns whether a parameter of the model has a hook of the program.
-        rank: of this process.
+        model: whose gradients are averaged.
 
     Attributes:
         looks: whether it looks at gradients and weights.
     """
 
-    def __init__(
-        self, watched: WatchedGradient, counts: Callable[[], tuple[int, int]], hooked: Callable[[], bool], rank: int
-    ) -> None:
+    def __init__(self, watched: WatchedGradient, model: Model) -> None:
         self._watched = watched
-        self._counts = counts
-        self._hooked = hooked
-        self._rank = rank
-        self._before = counts()  # at the last step
+        self._model = model
+        self._before = model.averages, model.others  # at the last step
+        self._optimizer: ref[Optimizer] | None = None
         self._steps = 0
         self._decided = False
         self.looks = False
@@ -56,16 +53,21 @@ class LocalSteps:
         """Count this step, and say what was found."""
         if self._decided:
             return
-        means, others = self._counts()
+        means, others = self._model.averages, self._model.others
         if means != self._before[0]:
             self._start_again()
         elif others != self._before[1] and self._watched.locals:
             self._count(optimizer)
         self._before = means, others
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Copy a few weights behind the step."""
-        if len(self._weights) % 2 == 0:
+        if (
+            self.looks
+            and self._optimizer is not None
+            and self._optimizer() is optimizer
+            and len(self._weights) % 2 == 0
+        ):
             self._weights.append(sample_of(self._watched.param))
 
     def backward_begins(self) -> None:
@@ -73,13 +75,21 @@ class LocalSteps:
         if len(self._weights) % 2:
             self._weights.append(sample_of(self._watched.param))
 
+    def _look(self, optimizer: Optimizer) -> None:
+        self.looks, self._optimizer = True, ref(optimizer)
+        self._watched.keeps_bits += 1
+        self._model.looking.append(self)
+        call_after_steps(self)
+
     def _start_again(self) -> None:
         self._steps = 0
         if self.looks:
             self._decide()  # a program that averages now and then knows what it does
 
     def _decide(self) -> None:
-        self._watched.keeps_bits -= self.looks
+        if self.looks:
+            self._watched.keeps_bits -= 1
+            self._model.looking.remove(self)
         self._decided, self.looks = True, False
         self._gradients, self._weights, self._copies = [], [], None
 
@@ -89,13 +99,12 @@ class LocalSteps:
         if self._copies is not None:
             kept = self._were_kept(*self._copies)
             self._decide()
-            if kept and not self._hooked() and not averages_weights():
+            if kept and not self._model.hooked() and not averages_weights():
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
         elif self._steps < STEPS:
             return
         elif not self.looks:
-            self.looks = True
-            self._watched.keeps_bits += 1
+            self._look(optimizer)
         elif bits is None or grad is None or len(self._weights) % 2:
             self._decide()  # what happens here is not known
         else:
@@ -116,11 +125,11 @@ class LocalSteps:
         return torch.equal(before, now)
 
     def _text(self, optimizer: Optimizer) -> str:
-        name = type(optimizer).__name__
+        rank, name = self._model.rank, type(optimizer).__name__
         return (
-            f"rank {self._rank}: {name} made {self._steps} steps in a row on gradients of this rank alone. No backward "
-            f"was synchronised in this time. Neither was the gradient of {self._watched.name!r} averaged by other code "
-            f"between backward and step in the last {LOOKS} of them, nor were its weights changed between steps. "
+            f"rank {rank}: {name} made {self._steps} steps in a row on gradients of this rank alone. No backward was "
+            f"synchronised in this time. In the last {LOOKS} of them, other code has at most scaled the gradient of "
+            f"{self._watched.name!r} between backward and step, and has not changed the weight between steps. "
             "Expected a synchronised backward before a step: leave no_sync(), or set require_backward_grad_sync to "
             "True, before the forward of the last batch. If the ranks are to train apart, pass "
             'check_loop="off" to the wrapper.'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.findings import NEVER_STEPPED, findings
+from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, sample_of, values_of
 
 __all__ = ["NeverStepped"]
 
 BEGIN = 2  # averages, after which weights are copied
-END = 22  # averages, after which they are compared
+AVERAGES = 20  # after that, until they are compared
 COMPARED = 16  # parameters
 NAMED = 5  # parameters
 
@@ -28,26 +29,21 @@ class NeverStepped:
     loss does not need has no gradient, or zeros.
 
     Args:
-        params: of the model, that are averaged, by name.
-        rank: of this process.
+        model: whose gradients are averaged.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], rank: int) -> None:
+    def __init__(self, model: Model) -> None:
         self.decided = False
-        self._names = {id(param): name for name, param in params.items()}
-        self._params = params
-        self._rank = rank
+        self._model = model
+        self._params = model.params()
+        self._names = {id(param): name for name, param in self._params.items()}
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many each had when it was looked at
         self._owned: set[int] = set()  # ids of parameters of the model
         self._foreign: set[torch.dtype] = set()  # dtypes of other parameters that are stepped on
-        self._averages = 0
+        self._first = 0  # how many averages there were when weights were copied
         self._samples: list[Sample] = []
         self._compared: Sequence[Tensor] = ()
         self._moving: HostCopy | None = None  # for each of them whether its gradient is more than zeros
-
-    def averaged(self) -> None:
-        """Note a synchronised backward."""
-        self._averages += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what it steps on; say what was found."""
@@ -58,13 +54,13 @@ class NeverStepped:
             self._foreign |= {param.dtype for param in params if id(param) not in self._names}
         if self._moving is not None:
             self._say(self._moving)
-        elif self._averages >= END and self._samples:
+        elif self._samples and self._model.averages >= self._first + AVERAGES:
             self._compare()
-        elif self._averages >= BEGIN and not self._samples:
+        elif self._model.averages >= BEGIN and not self._samples:
             self._begin()
 
     def _begin(self) -> None:
-        self._averages = BEGIN
+        self._first = self._model.averages
         rest = self._rest(self._params.values())
         self._compared = rest[:: max(1, len(rest) // COMPARED)][:COMPARED]
         self._samples = [*map(sample_of, self._compared)]
@@ -103,7 +99,7 @@ class NeverStepped:
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
         findings.warn(
             NEVER_STEPPED,
-            f"rank {self._rank}: {END - BEGIN} backwards averaged gradients of {len(rest)} of {len(self._params)} "
+            f"rank {self._model.rank}: {AVERAGES} backwards averaged gradients of {len(rest)} of {len(self._params)} "
             f"parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that has stepped ({', '.join(stepped)}) "
             f"has them. Their weights did not change. That is {nbytes:,} bytes of each backward. Expected an optimizer "
             "of the parameters of this model: make it from the wrapped model, not from another copy, or call its "

@@ -95,7 +95,7 @@ class WatchedGradient:
         """
         grad = self.param.grad
         if grad is None:
-            if self.length:
+            if self.means or self.length:
                 self._zeroed()
             self._seen = None
         elif not self._is_as_marked(grad) and (announced or self._is_another(grad)):

@@ -1,0 +1,43 @@
+"""What all rules of one model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Looking", "Model"]
+
+
+class Looking(Protocol):
+    """Looks at weights before the next backward."""
+
+    def backward_begins(self) -> None:
+        """Look."""
+
+
+class Model:
+    """A model whose gradients are averaged, as the rules see it.
+
+    Args:
+        params: returns its parameters that are averaged, by name.
+        hooked: returns whether one of them has a hook of the program.
+        rank: of this process.
+        on_gpu: whether the parameters are on a GPU.
+
+    Attributes:
+        averages: how many backwards were synchronised so far.
+        others: how many were not, and went through an output of the wrapper.
+        looking: what is to be told of each backward.
+    """
+
+    def __init__(
+        self, params: Callable[[], Mapping[str, Tensor]], hooked: Callable[[], bool], rank: int, *, on_gpu: bool
+    ) -> None:
+        self.params = params
+        self.hooked = hooked
+        self.rank = rank
+        self.on_gpu = on_gpu
+        self.averages = self.others = 0
+        self.looking: list[Looking] = []
