@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class TorchHooks(TorchNames):
             if model is not None and model._sync is not None:
                 optimizers.step(model._sync.grads.params)
 
-        return replace(super()._face_parts(), after_delivery=[self._buffer_futures.wait, step])
+        return FaceParts([self._buffer_futures.wait, step])
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` communicate the gradients, in place of the all-reduce of their means.

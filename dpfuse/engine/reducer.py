@@ -62,7 +62,7 @@ class Calls:
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
         guard: called with the report if it is not read in the same backward.
-        answer: called on every rank, with all buckets landed, where a rank has asked for an exchange.
+        answer: called on every rank, with all buckets landed, where a rank has asked for an exchange, or one is due.
     """
 
     open_backward: Callable[[], None]
@@ -727,7 +727,8 @@ class Reducer:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
         outcome = self._run.outcome
         reading = report.read(outcome, wait=wait, gather=gather)
-        if report.asked:
+        if report.asked or self._wiring.window.due:
+            self._wiring.window.due = False
             try:
                 self._wiring.calls.answer()
             except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.watched_gradient import WatchedGradient
 
-__all__ = ["LoopCheck", "loop_features"]
+__all__ = ["LoopCheck"]
 
 SPARES = 8  # gradients that are watched until the optimizers are known
 KNOWN = 4  # steps, after which no more optimizer is expected
@@ -125,8 +125,3 @@ class LoopCheck(Feature):
             self._spares = []
         in_use = [*self._spares, *(each.watched for each in self._of.values() if each.watched is not None)]
         self._watched = list({id(each): each for each in in_use}.values())
-
-
-def loop_features(grads: Callable[[], GradSync], level: str) -> Sequence[Feature]:
-    """Return what checks the loop of one model at this level of `check_loop`."""
-    return () if level == "off" else (LoopCheck(grads, raises=level == "raise"),)

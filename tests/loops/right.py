@@ -196,14 +196,14 @@ def sam_of_each_rank(rank, size):
         with model.no_sync():
             loss_of(model(x), y).backward()
         with torch.no_grad():
-            shifts = [0.01 * param.grad / (param.grad.norm() + 1e-12) for param in model.parameters()]
-            for param, shift in zip(model.parameters(), shifts, strict=True):
-                param += shift
+            kept = [param.clone() for param in model.parameters()]
+            for param in model.parameters():
+                param += 0.01 * param.grad / (param.grad.norm() + 1e-12)
         model.zero_grad()
         loss_of(model(x), y).backward()
         with torch.no_grad():
-            for param, shift in zip(model.parameters(), shifts, strict=True):
-                param -= shift
+            for param, old in zip(model.parameters(), kept, strict=True):
+                param.copy_(old)
         optimizer.step()
         optimizer.zero_grad()
 
