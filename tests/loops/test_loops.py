@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 
 from dpfuse.errors import DPFuseError, DPFuseWarning
 from dpfuse.loop.findings import findings
+from tests.docs.pages import ROOT, blocks_of
 from tests.loops import right, wrong
+
+CODES = sorted({code for code, _ in wrong.PROGRAMS.values()})
+PAGE = ROOT / "docs/guide/loops.md"
 
 
 def heard(program, rank, size):
-    """The codes of what a program was told; an error ends it."""
+    """What a program was told, each as code and text; an error ends it."""
     findings.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -21,13 +26,9 @@ def heard(program, rank, size):
         except DPFuseError as error:
             if not error.code:
                 raise
-            return [error.code, str(error)]
-    return [
-        part
-        for each in caught
-        if isinstance(each.message, DPFuseWarning)
-        for part in (each.message.code, str(each.message))
-    ]
+            return [(error.code, str(error))]
+    told = [each.message for each in caught if isinstance(each.message, DPFuseWarning)]
+    return [(each.code, str(each)) for each in told]
 
 
 def run_wrong(rank, size, names):
@@ -38,14 +39,31 @@ def run_right(rank, size, names):
     return {name: heard(right.PROGRAMS[name], rank, size) for name in names}
 
 
-CODES = sorted({code for code, _ in wrong.PROGRAMS.values()})
+def shown(code):
+    """The messages that the page shows for a finding."""
+    blocks = (block.text for block in blocks_of(PAGE) if block.language == "text")
+    return [plain(text) for text in blocks if text.startswith(f"{code}:")]
+
+
+def plain(text):
+    """A message in one line, without the name of its program."""
+    return re.sub(r"\w+\.py:\d+", "train.py:1", " ".join(text.split()))
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_each_wrong_loop_is_named_on_every_rank(ranks, code):
+def test_each_wrong_loop_is_named_on_every_rank_as_the_page_shows(ranks, code):
     names = [name for name, (own, _) in wrong.PROGRAMS.items() if own == code]
     told = ranks(run_wrong, names, timeout=60)
-    assert {name: [one[name][:1] for one in told] for name in names} == {name: [[code]] * len(told) for name in names}
+    codes = {name: [[code for code, _ in one[name] if code.startswith("DPF-L")] for one in told] for name in names}
+    assert codes == {name: [[code]] * len(told) for name in names}
+    texts = {plain(text) for said in told[0].values() for _, text in said}
+    assert shown(code)
+    assert [text for text in shown(code) if text not in texts] == []
+
+
+def test_the_page_has_a_section_for_each_finding():
+    titles = re.findall(r"^## (DPF-L\d\d): ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert titles == CODES
 
 
 def test_nothing_is_said_of_right_loops(ranks):
