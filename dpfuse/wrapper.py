@@ -177,7 +177,7 @@ class SyncedModule(nn.Module):
         try:
             if tracer is not None:
                 sync.finish_parameters()
-            takes_part = sync.before_forward()
+            takes_part = sync.before_forward((inputs, kwargs))
             set_tracer(tracer)
             outputs = call(*inputs, **kwargs)
             set_tracer(None)

@@ -8,14 +8,18 @@ from dpfuse.engine.user_line import user_frame, warn_at_user
 from dpfuse.errors import DPFuseError, LoopWarning
 
 __all__ = [
-    "CHANGED_IN_WINDOW", "CUT_WINDOW", "NEVER_STEPPED", "NOTHING_AVERAGED", "REST", "Findings", "findings", "user_line",
+    "CHANGED_IN_WINDOW", "CUT_WINDOW", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES", "OTHER_RATES", "REST",
+    "SAME_BATCHES", "Findings", "findings", "user_line",
 ]  # fmt: skip
 
 REST = "DPF-L01"
 NOTHING_AVERAGED = "DPF-L02"
 CUT_WINDOW = "DPF-L03"
 NEVER_STEPPED = "DPF-L04"
+SAME_BATCHES = "DPF-L05"
 CHANGED_IN_WINDOW = "DPF-L06"
+OTHER_RATES = "DPF-L07"
+OTHER_MODES = "DPF-L08"
 
 PAGE = "The page guide/loops.md has a section on {code}."
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpfuse.engine.bucket_set import names_of
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
+from dpfuse.loop.comparison import Comparison
 from dpfuse.loop.model import Model
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
+from dpfuse.loop.rank_words import is_due
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LoopCheck"]
@@ -29,14 +36,17 @@ class LoopCheck(Feature):
     """Watches one gradient of each optimizer. Costs the same for 10 parameters and for 1,000.
 
     Args:
+        module: that is wrapped.
         grads: returns the synchronisation of the gradients, once there is one.
         raises: whether a step on gradients that only one rank has is an error.
     """
 
-    def __init__(self, grads: Callable[[], GradSync], *, raises: bool) -> None:
+    def __init__(self, module: nn.Module, grads: Callable[[], GradSync], *, raises: bool) -> None:
+        self._module = module
         self._grads = grads
         self._raises = raises
-        self._model: Model | None = None  # known in the first backward
+        self._model: Model | None = None  # known in the first backward, as is what follows
+        self._comparison: Comparison | None = None
         self._watched: list[WatchedGradient] = []
         self._spares: list[WatchedGradient] = []
         self._of: WeakKeyDictionary[Optimizer, OptimizerRules] = WeakKeyDictionary()
@@ -45,6 +55,20 @@ class LoopCheck(Feature):
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
         call_before_steps(self)
+
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
+        """As `Feature.step`."""
+        return None if report is None else _Tell(self, buffer, report)
+
+    def forward_begins(self, inputs: Any) -> None:
+        """Note the inputs of a forward that may have a backward."""
+        if self._model is not None and self._model.due and self._comparison is not None:
+            self._comparison.forward_begins(inputs)
+
+    def tell(self, report: Report, packed: Tensor) -> None:
+        """Write into the report, as it is packed, what the ranks are to have in common."""
+        if self._model is not None and self._model.due and self._comparison is not None:
+            self._comparison.write(report, packed)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`."""
@@ -73,8 +97,12 @@ class LoopCheck(Feature):
     def delivered(self) -> None:
         """As `Feature.delivered`."""
         self._runs = False
-        assert self._model is not None
-        self._model.averages += 1
+        model = self._model
+        assert model is not None
+        assert self._comparison is not None
+        model.averages += 1
+        self._comparison.delivered()
+        model.due = is_due(model.averages)
         for watched in self._watched:
             watched.mean_ends()
 
@@ -93,6 +121,8 @@ class LoopCheck(Feature):
                 self._never_stepped = None
         if self._runs:
             return
+        if self._comparison is not None:
+            self._comparison.before_step(optimizer)
         rules = self._of.get(optimizer)
         if rules is None:
             rules = self._of[optimizer] = OptimizerRules(model, raises=self._raises)
@@ -116,6 +146,7 @@ class LoopCheck(Feature):
         self._spares = [WatchedGradient(param, name) for name, param in names[:: max(1, -(-len(names) // SPARES))]]
         self._watched = list(self._spares)
         self._never_stepped = NeverStepped(model)
+        self._comparison = Comparison(self._module, model, grads.params[0].device.type, grads.group.size())
         return model
 
     def _choose_watched(self) -> None:
@@ -125,3 +156,15 @@ class LoopCheck(Feature):
             self._spares = []
         in_use = [*self._spares, *(each.watched for each in self._of.values() if each.watched is not None)]
         self._watched = list({id(each): each for each in in_use}.values())
+
+
+class _Tell(PackStep):
+    """Has the check write into the report, behind what the bucket packs."""
+
+    def __init__(self, check: LoopCheck, buffer: CommBuffer, report: Report) -> None:
+        self._check = check
+        self._buffer = buffer
+        self._report = report
+
+    def after(self, arguments: PackArguments) -> None:
+        self._check.tell(self._report, self._buffer.report)

@@ -29,6 +29,7 @@ class Model:
     Attributes:
         averages: how many backwards were synchronised so far.
         others: how many were not, and went through an output of the wrapper.
+        due: whether words travel with the next synchronised backward.
         looking: what is to be told of each backward.
     """
 
@@ -40,4 +41,5 @@ class Model:
         self.rank = rank
         self.on_gpu = on_gpu
         self.averages = self.others = 0
+        self.due = False
         self.looking: list[Looking] = []

@@ -31,6 +31,7 @@ from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.loop.loop_check import LoopCheck
+from dpfuse.loop.rank_words import LOOP_NUMBERS
 from dpfuse.measure.metrics import Metrics
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
@@ -161,7 +162,7 @@ class ModuleSync:
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.loop: LoopCheck | None = None
         if options.common["check_loop"] != "off" and group.size() > 1:
-            self.loop = LoopCheck(lambda: self.grads, raises=options.common["check_loop"] == "raise")
+            self.loop = LoopCheck(module, lambda: self.grads, raises=options.common["check_loop"] == "raise")
             features.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]
@@ -187,6 +188,7 @@ class ModuleSync:
             observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
             answer=self._answer,
             has_number=self.weights is not None,
+            extra_count=0 if self.loop is None else LOOP_NUMBERS,
         )
         let_threads_finish_at_exit()
         self._plan_residuals()
@@ -216,8 +218,11 @@ class ModuleSync:
             for module in self._module.modules()
         )
 
-    def before_forward(self) -> bool:
+    def before_forward(self, inputs: Any = ()) -> bool:
         """To be called before a forward that may have a backward.
+
+        Args:
+            inputs: of the forward.
 
         Returns:
             Whether its backward may reach parameters of the module. It cannot where `functional_call()` has put other
@@ -244,6 +249,8 @@ class ModuleSync:
         window.forward_begins(counts=idle and self._module.training)
         if self.before_collectives is not None:
             self.before_collectives()
+        if self.loop is not None and idle:
+            self.loop.forward_begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
         self.buffers.forward_begins(due=own_tensors and self.buffers.due)
         return True

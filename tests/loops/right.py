@@ -732,3 +732,367 @@ def two_phases_with_an_optimizer_each(rank, size):
             optimizer.zero_grad()
             loss_of(model(x), y).backward()
             optimizer.step()
+
+
+# --- Inputs, rates and modes ---
+
+
+@quiet
+def schedule_value_as_the_first_input(rank, size):
+    model = dpfuse.DistributedDataParallel(Timed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 20)):
+        optimizer.zero_grad()
+        loss_of(model(torch.tensor(step / 20), x), y).backward()
+        optimizer.step()
+
+
+class Timed(nn.Module):
+    """Knows how far the training is."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, time, x):
+        return self.net(x) * (1 + time)
+
+
+@quiet
+def images_with_a_black_border_and_a_time(rank, size):
+    """The first rows of each image are the same on all ranks."""
+    model = dpfuse.DistributedDataParallel(Timed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = seeded(rank)
+    for step in range(20):
+        images = torch.zeros(200, 4)
+        images[150:] = torch.randn(50, 4, generator=generator)
+        optimizer.zero_grad()
+        model(torch.tensor(step / 20), images).square().mean().backward()
+        optimizer.step()
+
+
+@quiet
+def data_that_is_no_tensor(rank, size):
+    """The batch lies in an object, beside the numbers of its rows, which are the same on all ranks."""
+    model = dpfuse.DistributedDataParallel(OfObjects())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 20)):
+        optimizer.zero_grad()
+        loss_of(model(torch.arange(5) + step, Rows(x)), y).backward()
+        optimizer.step()
+
+
+class Rows:
+    """A batch of some other library."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OfObjects(nn.Module):
+    """Takes rows, and their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, numbers, rows):
+        return self.net(rows.x) + numbers[:, None] * 0.01
+
+
+@quiet
+def gan_with_the_same_noise_on_all_ranks(rank, size):
+    generator = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    of_generator = torch.optim.Adam(generator.parameters())
+    of_critic = torch.optim.Adam(critic.parameters())
+    torch.manual_seed(999)
+    for _, y in batches(rank, 24):
+        noise = torch.randn(5, 4)
+        critic.zero_grad()
+        critic(y).mean().backward()
+        (-critic(generator(noise).detach()).mean()).backward()
+        of_critic.step()
+        generator.zero_grad()
+        critic(generator(noise)).mean().backward()
+        of_generator.step()
+
+
+@quiet
+def distributed_sampler_without_shuffling(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 192))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def integers_of_a_language_model(rank, size):
+    torch.manual_seed(1337)
+    data = torch.randint(0, 50, (2000,))
+    torch.manual_seed(1337 + rank)
+    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(20):
+        starts = torch.randint(len(data) - 9, (4,))
+        x = torch.stack([data[start : start + 8] for start in starts])
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@quiet
+def schedule_of_each_group(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.AdamW([{"params": [param]} for param in model.parameters()], lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@quiet
+def rate_in_a_tensor(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01))
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def each_rank_steps_on_its_own_part(rank, size):
+    """By hand what ZeRO does: the optimizer of a rank owns a part, and weights are sent from their owner."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params[rank::size], lr=0.01 * (1 + rank))
+    for x, y in batches(rank, 26):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        for place, param in enumerate(params):
+            dist.broadcast(param.data, place % size)
+
+
+@quiet
+def evaluation_on_rank_0_between_steps(rank, size):
+    model = dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        if rank == 0:
+            model.eval()
+            model(x)
+            model.train()
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def autocast_on_all_ranks(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 20)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
+            loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+@quiet
+def uneven_inputs_with_join(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.join():
+        for x, y in batches(rank, 12 + 6 * rank):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+# --- Ways to compute ---
+
+
+@quiet
+def checkpointing(rank, size):
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        model = dpfuse.DistributedDataParallel(Checkpointed(checkpoint, reentrant))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for index, (x, y) in enumerate(batches(rank, 20)):
+            with model.no_sync(enabled=index % 2 == 0):
+                loss_of(model(x.requires_grad_()), y).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Checkpointed(nn.Module):
+    """Computes its layers again in backward."""
+
+    def __init__(self, checkpoint, reentrant):
+        super().__init__()
+        self.net = mlp()
+        self._checkpoint = checkpoint
+        self._reentrant = reentrant
+
+    def forward(self, x):
+        return self._checkpoint(self.net, x, use_reentrant=self._reentrant)
+
+
+@quiet
+def bptt(rank, size):
+    model = dpfuse.DistributedDataParallel(nn.RNN(4, 3, batch_first=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = torch.zeros(1, 5, 3)
+    for x, y in batches(rank, 24):
+        outputs, state = model(x[:, None], state.detach())
+        optimizer.zero_grad()
+        loss_of(outputs[:, 0], y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+@quiet
+def parameters_that_are_not_always_used(rank, size):
+    model = dpfuse.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x, index % 3), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Branches(nn.Module):
+    """Uses one of three layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
+
+    def forward(self, x, branch):
+        return self.layers[branch](x)
+
+
+@quiet
+def sparse_embedding(rank, size):
+    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = seeded(rank)
+    for index in range(40):
+        with model.no_sync(enabled=index % 2 == 0):
+            model(torch.randint(0, 50, (5,), generator=generator)).square().mean().backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def one_encoder_in_two_wrappers(rank, size):
+    encoder, first, second = mlp(), nn.Linear(3, 2), nn.Linear(3, 1)
+    models = [dpfuse.DistributedDataParallel(nn.Sequential(encoder, head)) for head in (first, second)]
+    params = [*encoder.parameters(), *first.parameters(), *second.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.01)
+    for x, _y in batches(rank, 24):
+        optimizer.zero_grad()
+        for model in models:
+            model(x).square().mean().backward()
+        optimizer.step()
+
+
+@quiet
+def meta_learning(rank, size):
+    """Steps of an inner loop, on copies of the weights."""
+    from torch.func import functional_call
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        params = dict(model.module.named_parameters())
+        for _ in range(2):
+            loss = loss_of(functional_call(model.module, params, (x,)), y)
+            grads = torch.autograd.grad(loss, [*params.values()], create_graph=True)
+            params = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
+        loss_of(functional_call(model, {f"module.{name}": param for name, param in params.items()}, (x,)), y).backward()
+        optimizer.step()
+
+
+@quiet
+def ppo(rank, size):
+    """Several epochs over the same rollout, with a shuffled part of it in each step."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    generator = seeded(rank)
+    for _ in range(3):
+        with torch.no_grad():
+            x, y = batch(generator, 16)
+            old = model(x)
+        for _ in range(4):
+            for rows in torch.randperm(16, generator=generator).split(8):
+                optimizer.zero_grad()
+                (loss_of(model(x[rows]), y[rows]) + loss_of(model(x[rows]), old[rows])).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+
+@quiet
+def gradients_of_other_ranks_are_weighed(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = seeded(rank)
+    for index in range(24):
+        x, y = batch(generator, 3 + (index + rank) % 4)
+        model.set_gradient_weight(len(x))
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def a_communication_hook(rank, size):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    model.register_comm_hook(None, fp16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 48)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def sixteen_bits_on_the_wire(rank, size):
+    model = dpfuse.DataParallel(mlp(), wire_dtype=torch.bfloat16, error_feedback=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def deterministic_sums(rank, size):
+    model = dpfuse.DataParallel(mlp(), deterministic=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
 
@@ -19,6 +20,7 @@ PAGE = ROOT / "docs/guide/loops.md"
 def heard(program, rank, size):
     """What a program was told, each as code and text; an error ends it."""
     findings.forget()
+    gc.collect()  # the wrappers of the programs before
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dpfuse
-from tests.loops.nets import batches, loss_of, mlp
+from tests.loops.nets import batch, batches, loss_of, mlp, seeded
 
 __all__ = ["PROGRAMS"]
 
@@ -408,3 +408,155 @@ def layer_added_after_the_optimizer(rank, size):
         if index % 2:
             optimizer.step()
             model.zero_grad(set_to_none=False)
+
+
+# --- DPF-L05: the same batches on all ranks ---
+
+
+@named("DPF-L05")
+def loader_without_a_distributed_sampler(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 96))
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=seeded(0))
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L05")
+def sampler_with_the_rank_of_a_job_of_one(rank, size):
+    """As a launcher's variables are read that this launcher does not set."""
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 96))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L05")
+def random_batches_with_one_seed(rank, size):
+    """nanoGPT's get_batch(), without the offset of the seed."""
+    torch.manual_seed(1337)
+    data = torch.randint(0, 50, (2000,))
+    embedding = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.01)
+    for _ in range(20):
+        starts = torch.randint(len(data) - 9, (4,))
+        x = torch.stack([data[start : start + 8] for start in starts])
+        y = torch.stack([data[start + 1 : start + 9] for start in starts])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(embedding(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+
+
+@named("DPF-L05")
+def keyword_inputs_in_a_dict(rank, size):
+    model = dpfuse.DistributedDataParallel(Keywords(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(0, 20)):
+        inputs = {"x": x, "mask": None, "labels": y, "step": step}
+        optimizer.zero_grad()
+        model(**inputs).backward()
+        optimizer.step()
+
+
+class Keywords(nn.Module):
+    """Computes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, *, x, mask, labels, step):
+        return loss_of(self.net(x), labels)
+
+
+# --- DPF-L07: learning rates differ ---
+
+
+@named("DPF-L07")
+def schedule_that_sees_the_loss_of_its_rank(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step(loss.item())
+
+
+@named("DPF-L07")
+def rate_scaled_by_the_rank(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    groups = [{"params": [param], "lr": 0.1 / (rank + place + 1)} for place, param in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L07")
+def warmup_by_a_count_of_samples(rank, size):
+    """Ranks have batches of other sizes, and each counts its own."""
+    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator, seen = seeded(rank), 0
+    for _ in range(20):
+        x, y = batch(generator, 4 + rank)
+        seen += len(x)
+        optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, seen / 1000)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+# --- DPF-L08: modes differ ---
+
+
+@named("DPF-L08")
+def rank_0_stays_in_eval_mode_after_its_evaluation(rank, size):
+    model = dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 20)):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if index == 5 and rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+
+
+@named("DPF-L08")
+def autocast_on_one_rank(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+            loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@named("DPF-L08")
+def autocast_with_another_dtype_on_one_rank(rank, size):
+    """As where each rank asks its own device what that can do."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16 if rank else torch.float16):
+            loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
