@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from dpfuse.engine.user_line import user_frame, warn_at_user
 from dpfuse.errors import DPFuseError, LoopWarning
 
 __all__ = [
-    "CHANGED_IN_WINDOW", "CUT_WINDOW", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES", "OTHER_RATES", "REST",
-    "SAME_BATCHES", "Findings", "findings", "user_line",
+    "ALONE", "CHANGED_IN_WINDOW", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES",
+    "OTHER_RATES", "REST", "SAME_BATCHES", "Findings", "findings", "user_line",
 ]  # fmt: skip
 
 REST = "DPF-L01"
@@ -20,7 +21,10 @@ SAME_BATCHES = "DPF-L05"
 CHANGED_IN_WINDOW = "DPF-L06"
 OTHER_RATES = "DPF-L07"
 OTHER_MODES = "DPF-L08"
+ALONE = "DPF-L09"
+EACH_AVERAGED = "DPF-L10"
 
+log = logging.getLogger("dpfuse.loop")
 PAGE = "The page guide/loops.md has a section on {code}."
 
 
@@ -40,6 +44,12 @@ class Findings:
         if code not in self._said:
             self._said.add(code)
             warn_at_user(LoopWarning(f"{code}: {text} {PAGE.format(code=code)}", code))
+
+    def log(self, code: str, rank: int, text: str) -> None:
+        """Write into the log "dpfuse.loop" what may be meant so, unless this process has done so before."""
+        if code not in self._said:
+            self._said.add(code)
+            log.info("%s: %s %s", code, text, PAGE.format(code=code), extra={"rank": rank})
 
     def error(self, code: str, text: str) -> DPFuseError:
         """Return the error to raise. It is raised each time, since the step must not happen."""

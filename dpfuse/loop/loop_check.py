@@ -140,8 +140,8 @@ class LoopCheck(Feature):
         def hooked() -> bool:
             return any(map(has_hooks_of_others, grads.params))
 
-        rank, on_gpu = grads.group.rank(), grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, rank, on_gpu=on_gpu)
+        observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
+        self._model = model = Model(params, hooked, grads.group.rank(), observers, on_gpu=on_gpu)
         names = best_of(params())
         self._spares = [WatchedGradient(param, name) for name, param in names[:: max(1, -(-len(names) // SPARES))]]
         self._watched = list(self._spares)

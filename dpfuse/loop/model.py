@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dpfuse.engine.protocols import BucketObserver
+
 __all__ = ["Looking", "Model"]
 
 
@@ -24,6 +26,7 @@ class Model:
         params: returns its parameters that are averaged, by name.
         hooked: returns whether one of them has a hook of the program.
         rank: of this process.
+        observers: are told how each bucket travels; may grow and shrink.
         on_gpu: whether the parameters are on a GPU.
 
     Attributes:
@@ -34,11 +37,18 @@ class Model:
     """
 
     def __init__(
-        self, params: Callable[[], Mapping[str, Tensor]], hooked: Callable[[], bool], rank: int, *, on_gpu: bool
+        self,
+        params: Callable[[], Mapping[str, Tensor]],
+        hooked: Callable[[], bool],
+        rank: int,
+        observers: list[BucketObserver],
+        *,
+        on_gpu: bool,
     ) -> None:
         self.params = params
         self.hooked = hooked
         self.rank = rank
+        self.observers = observers
         self.on_gpu = on_gpu
         self.averages = self.others = 0
         self.due = False

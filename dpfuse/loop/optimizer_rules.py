@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.loop.changed_gradients import ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
+from dpfuse.loop.each_averaged import EachAveraged
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.model import Model
@@ -82,6 +83,7 @@ class OptimizerRules:
             LocalSteps(watched, self._model),
             CutWindows(watched, self._model.rank),
             ChangedGradients(watched, self._model.rank),
+            EachAveraged(watched, self._model),
         )
         return watched
 

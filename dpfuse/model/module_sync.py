@@ -30,6 +30,7 @@ from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
+from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.loop_check import LoopCheck
 from dpfuse.loop.rank_words import LOOP_NUMBERS
 from dpfuse.measure.metrics import Metrics
@@ -161,6 +162,8 @@ class ModuleSync:
             features.append(NormInBackward())
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.loop: LoopCheck | None = None
+        if options.common["check_loop"] != "off":
+            tell_of_group(group)
         if options.common["check_loop"] != "off" and group.size() > 1:
             self.loop = LoopCheck(module, lambda: self.grads, raises=options.common["check_loop"] == "raise")
             features.append(self.loop)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -46,7 +47,7 @@ def build_nanogpt_switch_behind_the_forward(rank, size):
             loss_accum += loss.detach()
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             loss.backward()
-        torch.distributed.all_reduce(loss_accum)
+        dist.all_reduce(loss_accum)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
 
@@ -179,7 +180,7 @@ def switch_that_is_never_set_back(rank, size):
         loss = loss_of(model(x), y)
         loss.backward()
         total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
+        dist.all_reduce(total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -560,3 +561,31 @@ def autocast_with_another_dtype_on_one_rank(rank, size):
             loss = loss_of(model(x), y)
         loss.backward()
         optimizer.step()
+
+
+# --- DPF-L09: a group of one rank ---
+
+
+@named("DPF-L09")
+def each_rank_wraps_with_a_group_of_its_own(rank, size):
+    groups = [dist.new_group([other]) for other in range(size)]
+    model = dpfuse.DataParallel(mlp(), group=groups[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 3):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+# --- DPF-L10: each micro-batch synchronised ---
+
+
+@named("DPF-L10")
+def accumulation_without_no_sync(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 72)):
+        (loss_of(model(x), y) / 4).backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
