@@ -18,7 +18,7 @@ from dpfuse.loop.watched_gradient import Sample, WatchedGradient, only_rescaled,
 __all__ = ["LocalSteps"]
 
 STEPS = 8  # in a row, before it looks closer
-LOOKS = 13  # steps for which it does
+LOOKS = 12  # steps for which it does
 
 AVERAGERS = "torch.distributed.algorithms.model_averaging.averagers"
 
@@ -45,7 +45,7 @@ class LocalSteps:
         self._steps = 0
         self._decided = False
         self.looks = False
-        self._gradients: list[Sample] = []  # samples behind a backward and before the step, in turns
+        self._gradients: list[Sample] = []  # samples behind a backward and behind the step, in turns
         self._weights: list[Sample] = []  # samples behind a step and before the next backward, in turns
         self._copies: tuple[HostCopy, HostCopy] | None = None
 
@@ -61,17 +61,20 @@ class LocalSteps:
         self._before = means, others
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Copy a few weights behind the step."""
-        if (
-            self.looks
-            and self._optimizer is not None
-            and self._optimizer() is optimizer
-            and len(self._weights) % 2 == 0
-        ):
-            self._weights.append(sample_of(self._watched.param))
+        """Copy some elements of weight and gradient behind the step, which may itself average."""
+        own = self._optimizer is not None and self._optimizer() is optimizer
+        if not (self.looks and own) or len(self._weights) % 2:
+            return
+        param, bits = self._watched.param, self._watched.bits
+        if bits is None or param.grad is None:
+            if self._gradients:  # else bits are copied from the next backward on
+                self._decide()  # what happens here is not known
+            return
+        self._gradients += [bits, sample_of(param.grad)]
+        self._weights.append(sample_of(param))
 
     def backward_begins(self) -> None:
-        """Copy the same weights before the next backward."""
+        """Copy the same elements of the weight before the next backward."""
         if len(self._weights) % 2:
             self._weights.append(sample_of(self._watched.param))
 
@@ -95,22 +98,15 @@ class LocalSteps:
 
     def _count(self, optimizer: Optimizer) -> None:
         self._steps += 1
-        bits, grad = self._watched.bits, self._watched.param.grad
         if self._copies is not None:
             kept = self._were_kept(*self._copies)
             self._decide()
             if kept and not self._model.hooked() and not averages_weights():
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
-        elif self._steps < STEPS:
-            return
-        elif not self.looks:
+        elif self._steps >= STEPS and not self.looks:
             self._look(optimizer)
-        elif bits is None or grad is None or len(self._weights) % 2:
-            self._decide()  # what happens here is not known
-        else:
-            self._gradients += [bits, sample_of(grad)]
-            if len(self._gradients) >= 2 * LOOKS:
-                self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
+        elif self.looks and len(self._weights) >= 2 * LOOKS:
+            self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
 
     def _copy_of(self, samples: list[Sample]) -> HostCopy:
         dtype = self._watched.param.dtype
@@ -129,7 +125,7 @@ class LocalSteps:
         return (
             f"rank {rank}: {name} made {self._steps} steps in a row on gradients of this rank alone. No backward was "
             f"synchronised in this time. In the last {LOOKS} of them, other code has at most scaled the gradient of "
-            f"{self._watched.name!r} between backward and step, and has not changed the weight between steps. "
+            f"{self._watched.name!r} behind backward, and has not changed the weight between steps. "
             "Expected a synchronised backward before a step: leave no_sync(), or set require_backward_grad_sync to "
             "True, before the forward of the last batch. If the ranks are to train apart, pass "
             'check_loop="off" to the wrapper.'

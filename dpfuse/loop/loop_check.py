@@ -19,6 +19,7 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
+from dpfuse.engine.window import Window
 from dpfuse.loop.comparison import Comparison
 from dpfuse.loop.model import Model
 from dpfuse.loop.never_stepped import NeverStepped
@@ -37,12 +38,14 @@ class LoopCheck(Feature):
 
     Args:
         module: that is wrapped.
+        window: knows whether this rank has inputs.
         grads: returns the synchronisation of the gradients, once there is one.
         raises: whether a step on gradients that only one rank has is an error.
     """
 
-    def __init__(self, module: nn.Module, grads: Callable[[], GradSync], *, raises: bool) -> None:
+    def __init__(self, module: nn.Module, window: Window, grads: Callable[[], GradSync], *, raises: bool) -> None:
         self._module = module
+        self._window = window
         self._grads = grads
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
@@ -67,8 +70,9 @@ class LoopCheck(Feature):
 
     def tell(self, report: Report, packed: Tensor) -> None:
         """Write into the report, as it is packed, what the ranks are to have in common."""
-        if self._model is not None and self._model.due and self._comparison is not None:
-            self._comparison.write(report, packed)
+        if self._model is None or self._comparison is None or not self._model.due or self._window.without_inputs:
+            return
+        self._comparison.write(report, packed)
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`."""

@@ -165,7 +165,9 @@ class ModuleSync:
         if options.common["check_loop"] != "off":
             tell_of_group(group)
         if options.common["check_loop"] != "off" and group.size() > 1:
-            self.loop = LoopCheck(module, lambda: self.grads, raises=options.common["check_loop"] == "raise")
+            self.loop = LoopCheck(
+                module, self.window, lambda: self.grads, raises=options.common["check_loop"] == "raise"
+            )
             features.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]

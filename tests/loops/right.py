@@ -1096,3 +1096,64 @@ def deterministic_sums(rank, size):
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@quiet
+def optimizer_that_averages_in_its_step(rank, size):
+    """As Horovod's does."""
+
+    class Averaging(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    dist.all_reduce(param.grad)
+                    param.grad /= size
+            return super().step(closure)
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = Averaging(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for x, y in batches(rank, 30):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@quiet
+def schedule_under_join(rank, size):
+    """A rank without inputs makes no more steps, so its learning rate stays."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with model.join():
+        for x, y in batches(rank, 10 + 10 * rank):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+
+
+@quiet
+def compiled(rank, size):
+    model = torch.compile(dpfuse.DistributedDataParallel(mlp()), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def patched(rank, size):
+    from torch.nn.parallel import DistributedDataParallel
+
+    with dpfuse.patch():
+        model = DistributedDataParallel(mlp())
+    assert model._options.common["check_loop"] == "warn"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
