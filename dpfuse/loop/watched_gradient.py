@@ -14,6 +14,7 @@ from dpfuse.loop.findings import user_line
 __all__ = ["Sample", "WatchedGradient", "only_rescaled", "rounding_of", "sample_of", "values_of"]
 
 ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
+TINY = 1e-30  # below which a product may have been rounded to nothing
 Sample = Tensor | bytes  # a copy of them: on a CPU their memory
 
 
@@ -223,7 +224,7 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
         return False
     place = int(sizes.argmax())
     factor = now[place] / before[place]
-    if factor > 0 and bool(((now - factor * before).abs() <= tolerance * factor * sizes[place]).all()):
+    if factor > 0 and bool(((now - factor * before).abs() <= tolerance * factor * sizes + TINY).all()):
         return True
     limit = new_sizes.max()
     cut = (new_sizes == limit) & (sizes >= limit) & (now.sign() == before.sign())
@@ -232,4 +233,4 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
 
 def rounding_of(tensor: Tensor) -> float:
     """Return how far, relatively, a multiplication of numbers of this dtype may round."""
-    return 8 * torch.finfo(tensor.dtype).eps
+    return 4 * torch.finfo(tensor.dtype).eps
