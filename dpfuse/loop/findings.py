@@ -10,7 +10,7 @@ from dpfuse.errors import DPFuseError, LoopWarning
 
 __all__ = [
     "ALONE", "CHANGED_IN_WINDOW", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES",
-    "OTHER_RATES", "REST", "SAME_BATCHES", "Findings", "findings", "user_line",
+    "OTHER_RATES", "REST", "SAME_BATCHES", "SAME_ORDER", "Findings", "findings", "user_line",
 ]  # fmt: skip
 
 REST = "DPF-L01"
@@ -23,6 +23,7 @@ OTHER_RATES = "DPF-L07"
 OTHER_MODES = "DPF-L08"
 ALONE = "DPF-L09"
 EACH_AVERAGED = "DPF-L10"
+SAME_ORDER = "DPF-L11"
 
 log = logging.getLogger("dpfuse.loop")
 PAGE = "The page guide/loops.md has a section on {code}."

@@ -25,6 +25,7 @@ from dpfuse.loop.model import Model
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.rank_words import is_due
+from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LoopCheck"]
@@ -54,6 +55,7 @@ class LoopCheck(Feature):
         self._spares: list[WatchedGradient] = []
         self._of: WeakKeyDictionary[Optimizer, OptimizerRules] = WeakKeyDictionary()
         self._steps = 0
+        self._order: RepeatedOrder | None = RepeatedOrder()  # until it has decided
         self._never_stepped: NeverStepped | None = None  # until it has decided
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
@@ -65,6 +67,8 @@ class LoopCheck(Feature):
 
     def forward_begins(self, inputs: Any) -> None:
         """Note the inputs of a forward that may have a backward."""
+        if self._order is not None:
+            self._order.forward_begins(inputs)
         if self._model is not None and self._model.due and self._comparison is not None:
             self._comparison.forward_begins(inputs)
 
@@ -123,6 +127,9 @@ class LoopCheck(Feature):
             self._never_stepped.before_step(optimizer)
             if self._never_stepped.decided:
                 self._never_stepped = None
+        if self._order is not None and self._order.decided:
+            self._order.tell(model.rank)
+            self._order = None
         if self._runs:
             return
         if self._comparison is not None:

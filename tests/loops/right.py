@@ -1157,3 +1157,53 @@ def patched(rank, size):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         optimizer.step()
+
+
+# --- The same order in each epoch, on purpose or not at all ---
+
+
+def with_sampler(rank, size, sampler, set_epoch):
+    """Three epochs over a data set."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        for x, y in torch.utils.data.DataLoader(DATA, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+DATA = torch.utils.data.TensorDataset(*batch(seeded(0), 72))
+
+
+@quiet
+def sampler_with_its_epoch(rank, size):
+    sampler = torch.utils.data.DistributedSampler(DATA, num_replicas=size, rank=rank, shuffle=True)
+    with_sampler(rank, size, sampler, set_epoch=True)
+
+
+@quiet
+def sampler_without_shuffling_in_three_epochs(rank, size):
+    sampler = torch.utils.data.DistributedSampler(DATA, num_replicas=size, rank=rank, shuffle=False)
+    with_sampler(rank, size, sampler, set_epoch=False)
+
+
+@quiet
+def time_series_in_their_order(rank, size):
+    with_sampler(rank, size, range(36 * rank, 36 * rank + 36), set_epoch=False)
+
+
+@quiet
+def images_with_a_border_from_a_shuffling_sampler_in_its_first_epoch(rank, size):
+    images = torch.zeros(96, 2000)
+    images[:, 900:901] = torch.randn(96, 1, generator=seeded(0))
+    data = torch.utils.data.TensorDataset(images, torch.arange(96.0))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
+    model = dpfuse.DistributedDataParallel(nn.Linear(2000, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for x, _y in torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()

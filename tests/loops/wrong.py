@@ -589,3 +589,35 @@ def accumulation_without_no_sync(rank, size):
         if index % 4 == 3:
             optimizer.step()
             optimizer.zero_grad()
+
+
+# --- DPF-L11: the same order in each epoch ---
+
+
+@named("DPF-L11")
+def epoch_of_the_sampler_is_not_set(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 40 * size))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for x, y in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@named("DPF-L11")
+def epoch_of_the_sampler_is_not_set_where_batches_are_accumulated(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 32 * size))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _epoch in range(3):
+        for index, (x, y) in enumerate(loader):
+            with model.no_sync(enabled=index % 2 == 0):
+                (loss_of(model(x), y) / 2).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
