@@ -7,9 +7,8 @@ from time import perf_counter
 from torch.optim import Optimizer
 
 from dpfuse.loop.findings import EACH_AVERAGED, findings
-from dpfuse.loop.model import Model
+from dpfuse.loop.model import Model, Times
 from dpfuse.loop.watched_gradient import WatchedGradient
-from dpfuse.measure.communication_times import CommunicationTimes
 
 __all__ = ["EachAveraged"]
 
@@ -33,7 +32,7 @@ class EachAveraged:
         self._model = model
         self._length = 0  # of the last window, if all of it was synchronised
         self._steps = 0  # in a row that had this length
-        self._times: CommunicationTimes | None = None
+        self._times: Times | None = None
         self._began = 0.0
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -47,12 +46,13 @@ class EachAveraged:
             return
         self._steps += 1
         if self._steps == COUNTED:
-            self._times, self._began = CommunicationTimes(), perf_counter()
-            self._model.observers.append(self._times)
+            times = self._times = self._model.times()
+            self._model.observers.append(times)
+            self._began = perf_counter()
         elif self._steps == COUNTED + MEASURED:
             self._say(optimizer)
 
-    def _stop(self) -> CommunicationTimes | None:
+    def _stop(self) -> Times | None:
         times, self._times = self._times, None
         others = [observer for observer in self._model.observers if observer is not times]
         if len(others) == len(self._model.observers):

@@ -21,7 +21,7 @@ from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
 from dpfuse.engine.window import Window
 from dpfuse.loop.comparison import Comparison
-from dpfuse.loop.model import Model
+from dpfuse.loop.model import Model, Times
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.rank_words import is_due
@@ -41,13 +41,23 @@ class LoopCheck(Feature):
         module: that is wrapped.
         window: knows whether this rank has inputs.
         grads: returns the synchronisation of the gradients, once there is one.
+        times: makes an observer that measures how buckets travel.
         raises: whether a step on gradients that only one rank has is an error.
     """
 
-    def __init__(self, module: nn.Module, window: Window, grads: Callable[[], GradSync], *, raises: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        window: Window,
+        grads: Callable[[], GradSync],
+        times: Callable[[], Times],
+        *,
+        raises: bool,
+    ) -> None:
         self._module = module
         self._window = window
         self._grads = grads
+        self._times = times
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: Comparison | None = None
@@ -152,7 +162,7 @@ class LoopCheck(Feature):
             return any(map(has_hooks_of_others, grads.params))
 
         observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, grads.group.rank(), observers, on_gpu=on_gpu)
+        self._model = model = Model(params, hooked, grads.group.rank(), observers, self._times, on_gpu=on_gpu)
         names = best_of(params())
         self._spares = [WatchedGradient(param, name) for name, param in names[:: max(1, -(-len(names) // SPARES))]]
         self._watched = list(self._spares)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpfuse.engine.protocols import BucketObserver
 
-__all__ = ["Looking", "Model"]
+__all__ = ["Looking", "Model", "Times"]
 
 
 class Looking(Protocol):
@@ -17,6 +17,16 @@ class Looking(Protocol):
 
     def backward_begins(self) -> None:
         """Look."""
+
+
+class Times(BucketObserver, Protocol):
+    """Measures how buckets travel."""
+
+    nbytes: int  # of what travels
+    exposed: float  # seconds in which backward had nothing left to do but wait
+
+    def finish(self) -> None:
+        """Complete the seconds; waits for the device."""
 
 
 class Model:
@@ -27,6 +37,7 @@ class Model:
         hooked: returns whether one of them has a hook of the program.
         rank: of this process.
         observers: are told how each bucket travels; may grow and shrink.
+        times: makes an observer that measures.
         on_gpu: whether the parameters are on a GPU.
 
     Attributes:
@@ -42,6 +53,7 @@ class Model:
         hooked: Callable[[], bool],
         rank: int,
         observers: list[BucketObserver],
+        times: Callable[[], Times],
         *,
         on_gpu: bool,
     ) -> None:
@@ -49,6 +61,7 @@ class Model:
         self.hooked = hooked
         self.rank = rank
         self.observers = observers
+        self.times = times
         self.on_gpu = on_gpu
         self.averages = self.others = 0
         self.due = False

@@ -33,6 +33,7 @@ from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.loop_check import LoopCheck
 from dpfuse.loop.rank_words import LOOP_NUMBERS
+from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.measure.metrics import Metrics
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
@@ -162,12 +163,12 @@ class ModuleSync:
             features.append(NormInBackward())
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.loop: LoopCheck | None = None
-        if options.common["check_loop"] != "off":
+        level = options.common["check_loop"]
+        if level != "off":
             tell_of_group(group)
-        if options.common["check_loop"] != "off" and group.size() > 1:
-            self.loop = LoopCheck(
-                module, self.window, lambda: self.grads, raises=options.common["check_loop"] == "raise"
-            )
+        if level != "off" and group.size() > 1:
+            raises = level == "raise"
+            self.loop = LoopCheck(module, self.window, lambda: self.grads, CommunicationTimes, raises=raises)
             features.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]

@@ -76,7 +76,9 @@ try:
             time.sleep(0.3)
             if sys.argv[1] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("the disk is full")
+            if sys.argv[1] == "raise":
+                raise ValueError("the disk is full")
+    print("went on")
 except dpfuse.DPFuseError as error:
     print("told", error.ranks, error)
 except ValueError as error:
@@ -85,12 +87,22 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("end", "reason"), [("raise", "ValueError: the disk is full"), ("kill", "ended suddenly")])
-def test_the_others_are_told_why_rank_0_could_not_finish(tmp_path, end, reason):
-    (tmp_path / "work.py").write_text(PROGRAM)
+def run(folder, end):
+    """What each rank of the program printed."""
+    (folder / "work.py").write_text(PROGRAM)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DPFUSE_BACKEND": "gloo"}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [start(tmp_path / "work.py", end, warm=end == "raise", RANK=str(rank), **common) for rank in (0, 1)]
-    told = ["".join(process.communicate(timeout=patience(60))) for process in ranks]
+    ranks = [start(folder / "work.py", end, warm=end != "kill", RANK=str(rank), **common) for rank in (0, 1)]
+    return ["".join(process.communicate(timeout=patience(60))) for process in ranks]
+
+
+def test_rank_0_may_end_right_after_its_work(tmp_path):
+    told = run(tmp_path, "end")
+    assert told[1].strip() == "went on", told
+
+
+@pytest.mark.parametrize(("end", "reason"), [("raise", "ValueError: the disk is full"), ("kill", "ended suddenly")])
+def test_the_others_are_told_why_rank_0_could_not_finish(tmp_path, end, reason):
+    told = run(tmp_path, end)
     assert "told (0,) rank 1 waits for the other ranks between steps, before step 2 and cannot go on" in told[1], told
     assert reason in told[1]
