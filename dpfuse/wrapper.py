@@ -242,7 +242,8 @@ class SyncedModule(nn.Module):
         Raises:
             DPFuseError: at the end of the context, on the other ranks: the first rank has raised in it, has ended, or
                 was silent for `stall_timeout` seconds; the text has its exception. Its exception is raised there, and
-                it has then left the group. And at the begin, on all ranks: the group has no heartbeat.
+                it has then left the group. And at the begin, on all ranks: the group has no heartbeat, or another such
+                context is open.
 
         Example:
             >>> import dpfuse, torch, torch.distributed as dist
@@ -268,7 +269,12 @@ class SyncedModule(nn.Module):
                 "that tells the others that the work is done. See why it could not start, or let rank 0 work between "
                 "two calls of torch.distributed.barrier()."
             )
-        board.sections += 1
+        if board.in_section:
+            raise DPFuseError(
+                f"rank {rank}: rank_zero_work() was called inside another one of the same group, expected it outside. "
+                "Do all of the work in one of them, or one after the other."
+            )
+        board.sections, board.in_section = board.sections + 1, True
         section = board.sections
         try:
             yield rank == 0
@@ -276,6 +282,8 @@ class SyncedModule(nn.Module):
             if rank == 0:
                 leave(board, error)
             raise
+        finally:
+            board.in_section = False
         if rank == 0:
             board.finished = section
         else:

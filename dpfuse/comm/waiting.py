@@ -118,6 +118,7 @@ class Board:
         self.gave_up = False  # whether a wait has ended because another rank failed
         self.progress: _DeviceProgress | None = None  # of the current CUDA device
         self.sections = 0  # that only the first rank runs, and that this rank has entered
+        self.in_section = False  # whether it is in one
         # Written by the thread that trains on the first rank, and by the heartbeat on all others.
         self.finished = 0  # of these sections: how many the first rank has finished
         # Written by the heartbeat.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
+from dpfuse.engine.streams import capturing
 from dpfuse.loop.findings import EACH_AVERAGED, findings
 from dpfuse.loop.model import Model, Times
 from dpfuse.loop.watched_gradient import WatchedGradient
@@ -32,7 +36,7 @@ class EachAveraged:
         self._model = model
         self._length = 0  # of the last window, if all of it was synchronised
         self._steps = 0  # in a row that had this length
-        self._times: Times | None = None
+        self._times: _OutsideCaptures | None = None
         self._began = 0.0
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -46,7 +50,7 @@ class EachAveraged:
             return
         self._steps += 1
         if self._steps == COUNTED:
-            times = self._times = self._model.times()
+            times = self._times = _OutsideCaptures(self._model.times())
             self._model.observers.append(times)
             self._began = perf_counter()
         elif self._steps == COUNTED + MEASURED:
@@ -54,11 +58,13 @@ class EachAveraged:
 
     def _stop(self) -> Times | None:
         times, self._times = self._times, None
+        if times is None:
+            return None
         others = [observer for observer in self._model.observers if observer is not times]
         if len(others) == len(self._model.observers):
             return None  # a call of `observe` has dropped it
         self._model.observers[:] = others
-        return times
+        return times.times
 
     def _say(self, optimizer: Optimizer) -> None:
         elapsed = (perf_counter() - self._began) / MEASURED
@@ -78,3 +84,29 @@ class EachAveraged:
             f"of {name}, and their gradients were added up. With the first {before} inside no_sync(), a step would "
             f"send {nbytes:,.0f} bytes less, and save up to {seconds * 1000:.3g} of {elapsed * 1000:.3g} ms.",
         )
+
+
+class _OutsideCaptures:
+    """Passes on what it is told, except while a CUDA graph is captured.
+
+    Args:
+        times: measures how buckets travel.
+    """
+
+    def __init__(self, times: Times) -> None:
+        self.times = times
+
+    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
+        """As `BucketObserver.sent`."""
+        if not capturing():
+            self.times.sent(tensors, work, is_last=is_last)
+
+    def wait_begins(self, flat: Tensor) -> None:
+        """As `BucketObserver.wait_begins`."""
+        if not capturing():
+            self.times.wait_begins(flat)
+
+    def wait_ends(self) -> None:
+        """As `BucketObserver.wait_ends`."""
+        if not capturing():
+            self.times.wait_ends()

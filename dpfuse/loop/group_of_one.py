@@ -17,7 +17,7 @@ def tell_of_group(group: dist.ProcessGroup) -> None:
     Args:
         group: over which gradients are averaged.
     """
-    if group.size() > 1 or not dist.is_initialized() or group.group_desc.startswith("mesh"):
+    if group.size() > 1 or not dist.is_initialized() or str(getattr(group, "group_desc", "")).startswith("mesh"):
         return
     ranks = dist.get_world_size()
     if ranks > 1:

@@ -39,7 +39,7 @@ class InputHash:
         leaves = leaves_in(inputs)
         tensors = [leaf for leaf in leaves if type(leaf) in TENSORS]
         plain = all(type(leaf) in (*TENSORS, *PLAIN) for leaf in leaves)
-        if not plain or any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+        if not plain or not all(map(can_be_read, tensors)):
             self._unknown = True
         if self._unknown or not tensors:
             return
@@ -62,6 +62,11 @@ class InputHash:
             return bits_of(self._host, BITS)
         number = self._device + self._host % PRIME
         return (number >> torch.arange(BITS, device=number.device) & 1).float()
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor are numbers at an address of a CPU or a GPU."""
+    return tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,8 +75,8 @@ class LoopCheck(Feature):
         """As `Feature.step`."""
         return None if report is None else _Tell(self, buffer, report)
 
-    def forward_begins(self, inputs: Any) -> None:
-        """Note the inputs of a forward that may have a backward."""
+    def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
+        """Note the arguments of a forward that may have a backward."""
         if self._order is not None:
             self._order.forward_begins(inputs)
         if self._model is not None and self._model.due and self._comparison is not None:

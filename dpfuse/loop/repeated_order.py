@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from ctypes import string_at
 from typing import Any
 
@@ -35,15 +36,16 @@ class RepeatedOrder:
         self._same = 0  # batches in a row that are those of the beginning
         self._repeats = False
 
-    def forward_begins(self, inputs: Any) -> None:
-        """Compare the first tensor of these inputs."""
+    def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
+        """Compare the first tensor of these arguments of a forward."""
         if self.decided:
             return
-        tensors = tensors_in(inputs)
-        if not tensors or not readable(tensors[0]):
+        args = inputs[0]
+        tensor = args[0] if args and type(args[0]) is Tensor else next(iter(tensors_in(inputs)), None)
+        if tensor is None or not readable(tensor):
             self.decided = True
             return
-        key, first = some_bytes(tensors[0]), self._first
+        key, first = some_bytes(tensor), self._first
         if len(first) < BATCHES:
             self.decided = key in first  # equal batches, or a part that is the same in all
             first.append(key)

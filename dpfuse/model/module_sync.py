@@ -224,11 +224,11 @@ class ModuleSync:
             for module in self._module.modules()
         )
 
-    def before_forward(self, inputs: Any = ()) -> bool:
+    def before_forward(self, inputs: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})) -> bool:
         """To be called before a forward that may have a backward.
 
         Args:
-            inputs: of the forward.
+            inputs: its arguments.
 
         Returns:
             Whether its backward may reach parameters of the module. It cannot where `functional_call()` has put other

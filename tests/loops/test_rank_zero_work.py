@@ -41,6 +41,15 @@ def test_sections_may_follow_each_other_at_once(rank, size):
     assert rank == 0 or board.finished >= 6
 
 
+def test_a_section_inside_another_one_is_refused_on_all_ranks(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(4, 2))
+    refused = pytest.raises(DPFuseError, match="inside another one of the same group")
+    with model.rank_zero_work(), refused, model.rank_zero_work():
+        pass
+    with model.rank_zero_work():
+        pass
+
+
 def test_one_rank_works_always(group):
     with dpfuse.DataParallel(nn.Linear(4, 2)).rank_zero_work() as mine:
         assert mine
