@@ -416,6 +416,21 @@ def local_sgd_by_hand(rank, size):
 
 
 @quiet
+def local_steps_between_averaged_ones(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 1):
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index % 4 < 2)
+        if index % 2:
+            for param in model.parameters():
+                dist.all_reduce(param.data)
+                param.data /= size
+
+
+@quiet
 def post_local_sgd_of_torch(rank, size):
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
@@ -1000,16 +1015,19 @@ def sparse_embedding(rank, size):
 
 
 @quiet
-def one_encoder_in_two_wrappers(rank, size):
-    encoder, first, second = mlp(), nn.Linear(3, 2), nn.Linear(3, 1)
-    models = [dpfuse.DistributedDataParallel(nn.Sequential(encoder, head)) for head in (first, second)]
-    params = [*encoder.parameters(), *first.parameters(), *second.parameters()]
+def one_decoder_in_two_wrappers(rank, size):
+    """The backward of one wrapper adds to gradients between two backwards of the other one."""
+    decoder, first, second = mlp(), nn.Linear(4, 4), nn.Linear(4, 4)
+    models = [dpfuse.DistributedDataParallel(nn.Sequential(own, decoder)) for own in (first, second)]
+    params = [*first.parameters(), *second.parameters(), *decoder.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.01)
-    for x, _y in batches(rank, 24):
-        optimizer.zero_grad()
+    for index, (x, y) in enumerate(batches(rank, 40)):
         for model in models:
-            model(x).square().mean().backward()
-        optimizer.step()
+            with model.no_sync(enabled=index % 2 == 0):
+                loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @quiet
