@@ -43,6 +43,7 @@ class WatchedGradient:
     __slots__ = (
         "_count",
         "_look",
+        "_nbytes",
         "_seen",
         "_stepped",
         "bits",
@@ -62,6 +63,7 @@ class WatchedGradient:
         self.param = param
         self.name = name
         self.keeps_bits = 0
+        self._nbytes = 0 if param.is_cuda else min(ELEMENTS, param.numel()) * param.element_size()
         self._seen: ref[Tensor] | None = None
         self._count = 0
         self._look: HostCopy | None = None  # whether it was more than zeros, on a GPU, where other code has written it
@@ -140,7 +142,8 @@ class WatchedGradient:
                 self.rest += 1
                 self.rest_line = user_line()
         if self.rest or self.keeps_bits:
-            self.bits = sample_of(grad)
+            plain = self._nbytes and grad.is_contiguous()  # as in `sample_of`, in half the time
+            self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
 
     def mean_ends(self) -> None:
         """Note the end of a synchronised backward."""
