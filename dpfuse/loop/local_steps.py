@@ -7,6 +7,7 @@ import sys
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.optimizer_step_hook import call_after_steps
@@ -45,8 +46,9 @@ class LocalSteps:
         self._steps = 0
         self._decided = False
         self.looks = False
-        self._gradients: list[Sample] = []  # samples behind a backward and behind the step, in turns
-        self._weights: list[Sample] = []  # samples behind a step and before the next backward, in turns
+        self._gradients: list[tuple[Sample, Sample]] = []  # behind a backward, and behind the step
+        self._weights: list[tuple[Sample, Sample]] = []  # behind a step, and before the next backward
+        self._stepped: Sample | None = None  # the weight behind a step, until the next backward
         self._copies: tuple[HostCopy, HostCopy] | None = None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -63,20 +65,21 @@ class LocalSteps:
     def after_step(self, optimizer: Optimizer) -> None:
         """Copy some elements of weight and gradient behind the step, which may itself average."""
         own = self._optimizer is not None and self._optimizer() is optimizer
-        if not (self.looks and own) or len(self._weights) % 2:
+        if not (self.looks and own) or self._stepped is not None:
             return
         param, bits = self._watched.param, self._watched.bits
         if bits is None or param.grad is None:
             if self._gradients:  # else bits are copied from the next backward on
                 self._decide()  # what happens here is not known
             return
-        self._gradients += [bits, sample_of(param.grad)]
-        self._weights.append(sample_of(param))
+        self._gradients.append((bits, sample_of(param.grad)))
+        self._stepped = sample_of(param)
 
     def backward_begins(self) -> None:
         """Copy the same elements of the weight before the next backward."""
-        if len(self._weights) % 2:
-            self._weights.append(sample_of(self._watched.param))
+        if self._stepped is not None:
+            self._weights.append((self._stepped, sample_of(self._watched.param)))
+            self._stepped = None
 
     def _look(self, optimizer: Optimizer) -> None:
         self.looks, self._optimizer = True, ref(optimizer)
@@ -94,7 +97,7 @@ class LocalSteps:
             self._watched.keeps_bits -= 1
             self._model.looking.remove(self)
         self._decided, self.looks = True, False
-        self._gradients, self._weights, self._copies = [], [], None
+        self._gradients, self._weights, self._stepped, self._copies = [], [], None, None
 
     def _count(self, optimizer: Optimizer) -> None:
         self._steps += 1
@@ -105,20 +108,18 @@ class LocalSteps:
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
         elif self._steps >= STEPS and not self.looks:
             self._look(optimizer)
-        elif self.looks and len(self._weights) >= 2 * LOOKS:
+        elif self.looks and len(self._weights) >= LOOKS:
             self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
 
-    def _copy_of(self, samples: list[Sample]) -> HostCopy:
+    def _copy_of(self, pairs: list[tuple[Sample, Sample]]) -> HostCopy:
         dtype = self._watched.param.dtype
-        return HostCopy(torch.stack([values_of(sample, dtype) for sample in samples]).double())
+        return HostCopy(torch.stack([values_of(sample, dtype) for pair in pairs for sample in pair]).double())
 
     def _were_kept(self, gradients: HostCopy, weights: HostCopy) -> bool:
         tolerance = rounding_of(self._watched.param)
-        pairs = torch.tensor(gradients.read(), dtype=torch.float64).unflatten(0, (-1, 2))
-        if not all(only_rescaled(before, now, tolerance) for before, now in pairs):
+        if not all(only_rescaled(before, now, tolerance) for before, now in pairs_in(gradients)):
             return False
-        before, now = torch.tensor(weights.read(), dtype=torch.float64).unflatten(0, (-1, 2)).unbind(1)
-        return torch.equal(before, now)
+        return all(torch.equal(before, now) for before, now in pairs_in(weights))
 
     def _text(self, optimizer: Optimizer) -> str:
         rank, name = self._model.rank, type(optimizer).__name__
@@ -130,6 +131,12 @@ class LocalSteps:
             "True, before the forward of the last batch. If the ranks are to train apart, pass "
             'check_loop="off" to the wrapper.'
         )
+
+
+def pairs_in(copy: HostCopy) -> Tensor:
+    """Return what was copied, [pairs, 2, elements] float64."""
+    numbers = torch.tensor(copy.read(), dtype=torch.float64)
+    return numbers.view(-1, 2, numbers.shape[-1])
 
 
 def averages_weights() -> bool:

@@ -1225,3 +1225,28 @@ def images_with_a_border_from_a_shuffling_sampler_in_its_first_epoch(rank, size)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+
+
+@quiet
+def closures_as_lightning_has_them(rank, size):
+    """The last backward of a window runs inside the step, behind the hooks before steps."""
+    for accumulated in (1, 3):
+        model = dpfuse.DistributedDataParallel(mlp())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for index, (x, y) in enumerate(batches(rank, 20 * accumulated)):
+            place = index % accumulated
+
+            def closure(x=x, y=y, place=place, last=accumulated - 1, model=model, optimizer=optimizer):
+                loss = loss_of(model(x), y)
+                if place == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+                if place == last:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                return loss
+
+            if place == accumulated - 1:
+                optimizer.step(closure)
+            else:
+                with model.no_sync():
+                    closure()

@@ -621,3 +621,19 @@ def epoch_of_the_sampler_is_not_set_where_batches_are_accumulated(rank, size):
             if index % 2:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@named("DPF-L02")
+def closures_in_no_sync(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss = loss_of(model(x), y)
+                loss.backward()
+            return loss
+
+        optimizer.step(closure)
