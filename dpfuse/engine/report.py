@@ -238,7 +238,8 @@ class Report:
         """
         place = self._places.extras + start
         late = packed.is_cuda and not values.is_cuda
-        packed[place : place + len(values)].copy_(values.pin_memory() if late else values, non_blocking=late)
+        values = values.to(packed.dtype).pin_memory() if late else values
+        packed[place : place + len(values)].copy_(values, non_blocking=late)
 
     def extras(self) -> Tensor:
         """Return the sums of these numbers over the ranks, [extra_count], on the device, without waiting."""

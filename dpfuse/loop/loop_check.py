@@ -26,7 +26,7 @@ from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.rank_words import is_due
 from dpfuse.loop.repeated_order import RepeatedOrder
-from dpfuse.loop.watched_gradient import WatchedGradient
+from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
 __all__ = ["LoopCheck"]
 
@@ -163,7 +163,7 @@ class LoopCheck(Feature):
 
         observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
         self._model = model = Model(params, hooked, grads.group.rank(), observers, self._times, on_gpu=on_gpu)
-        names = best_of(params())
+        names = best_of({name: param for name, param in params().items() if is_plain(param)})
         self._spares = [WatchedGradient(param, name) for name, param in names[:: max(1, -(-len(names) // SPARES))]]
         self._watched = list(self._spares)
         self._never_stepped = NeverStepped(model)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.findings import NEVER_STEPPED, findings
 from dpfuse.loop.model import Model
-from dpfuse.loop.watched_gradient import Sample, sample_of, values_of
+from dpfuse.loop.watched_gradient import Sample, is_plain, sample_of, values_of
 
 __all__ = ["NeverStepped"]
 
@@ -71,6 +71,7 @@ class NeverStepped:
             param
             for param in params
             if id(param) not in self._owned
+            and is_plain(param)
             and param.grad is not None
             and param.grad.layout is torch.strided
             # A copy in float32 may change a weight of 16 bits after many steps only.

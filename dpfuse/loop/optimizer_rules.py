@@ -16,7 +16,7 @@ from dpfuse.loop.each_averaged import EachAveraged
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.model import Model
-from dpfuse.loop.watched_gradient import WatchedGradient
+from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
 __all__ = ["OptimizerRules", "best_of"]
 
@@ -91,7 +91,9 @@ class OptimizerRules:
 def fits(param: Tensor) -> bool:
     """Whether the gradient of `param` is there, and can be watched: dense, and averaged by one wrapper only."""
     grad = param.grad
-    return grad is not None and grad.layout is torch.strided and not grad.is_complex() and len(hooks_on(param)) == 1
+    if grad is None or not (is_plain(param) and is_plain(grad)):
+        return False
+    return grad.layout is torch.strided and not grad.is_complex() and len(hooks_on(param)) == 1
 
 
 def best_of(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

@@ -6,12 +6,12 @@ from ctypes import string_at
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.loop.findings import user_line
 
-__all__ = ["Sample", "WatchedGradient", "only_rescaled", "rounding_of", "sample_of", "values_of"]
+__all__ = ["Sample", "WatchedGradient", "is_plain", "only_rescaled", "rounding_of", "sample_of", "values_of"]
 
 ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
 TINY = 1e-30  # below which a product may have been rounded to nothing
@@ -63,7 +63,8 @@ class WatchedGradient:
         self.param = param
         self.name = name
         self.keeps_bits = 0
-        self._nbytes = 0 if param.is_cuda else min(ELEMENTS, param.numel()) * param.element_size()
+        # Of a sample of its memory; 0 where the host must not read it.
+        self._nbytes = min(ELEMENTS, param.numel()) * param.element_size() if param.device.type == "cpu" else 0
         self._seen: ref[Tensor] | None = None
         self._count = 0
         self._look: HostCopy | None = None  # whether it was more than zeros, on a GPU, where other code has written it
@@ -80,7 +81,7 @@ class WatchedGradient:
 
     def _mark(self) -> None:
         grad = self.param.grad
-        if grad is None:
+        if grad is None or grad.is_inference():  # which has no count of writes
             self._seen = None
         else:
             self._seen, self._count = ref(grad), grad._version
@@ -109,7 +110,7 @@ class WatchedGradient:
         in_window = self.length > 0 and not self._stepped
         if self._is_another(grad):
             self._restart()  # another tensor, of which nothing is known
-        elif not grad.is_cuda:
+        elif self._nbytes:
             if not grad.any():
                 self._zeroed()
             else:
@@ -117,7 +118,7 @@ class WatchedGradient:
         else:
             # Its values would have to be waited for. They are read after the next step.
             if in_window and not capturing():
-                self._look = HostCopy(grad.any())
+                self._look = HostCopy(grad.any().view(1))
             self._restart()
 
     def _zeroed(self) -> None:
@@ -172,7 +173,7 @@ class WatchedGradient:
         self.dropped.clear()
         if self._look is not None:
             look, self._look = self._look, None
-            self.changes += bool(look.read())
+            self.changes += any(look.read())
 
     @property
     def was_kept(self) -> bool:
@@ -185,6 +186,11 @@ class WatchedGradient:
             return False
         before, now = (values_of(each, grad.dtype).cpu() for each in (bits, sample_of(grad)))
         return only_rescaled(before, now)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is torch's own class: another one may have its elements elsewhere, or on several ranks."""
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def sample_of(tensor: Tensor) -> Sample:

@@ -1250,3 +1250,19 @@ def closures_as_lightning_has_them(rank, size):
             else:
                 with model.no_sync():
                     closure()
+
+
+@quiet
+def gradients_of_inference_mode(rank, size):
+    """They have no count of writes."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            with torch.inference_mode():
+                for param in model.parameters():
+                    param.grad = param.grad * 0.5
+            optimizer.step()
+            optimizer.zero_grad()
