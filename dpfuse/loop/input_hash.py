@@ -44,9 +44,12 @@ class InputHash:
         if self._unknown or not tensors:
             return
         self._empty = False
-        with torch.no_grad():
-            for tensor in tensors:
-                self._add(bytes_of(tensor))
+        try:
+            with torch.no_grad():
+                for tensor in tensors:
+                    self._add(bytes_of(tensor))
+        except (RuntimeError, TypeError):  # a forward may get any tensor, also one of a dtype without bytes
+            self._unknown = True
 
     def _add(self, sample: Tensor) -> None:
         if not sample.is_cuda:
@@ -76,4 +79,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
         steps = [max(1, size // 16) for size in tensor.shape]
         tensor = tensor[tuple(slice(None, None, step) for step in steps)].contiguous()
     flat = tensor.view(-1)
-    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].contiguous().view(torch.uint8)
+    some = flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
+    # One element is contiguous with any stride, but has bytes only with the usual one.
+    return some.clone(memory_format=torch.contiguous_format).view(torch.uint8)

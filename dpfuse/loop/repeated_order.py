@@ -73,7 +73,7 @@ class RepeatedOrder:
 def readable(tensor: Tensor) -> bool:
     """Whether the bytes of a tensor can be read at its address."""
     plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return plain and tensor.is_contiguous() and tensor.numel() > 0
+    return plain and tensor.is_contiguous() and tensor.numel() > 0 and tensor.data_ptr() != 0
 
 
 def some_bytes(tensor: Tensor) -> bytes:
