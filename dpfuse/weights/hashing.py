@@ -155,7 +155,7 @@ class Hashing:
         return torch.empty_strided(shape, self._strides[place], dtype=dtype, device=self._device).copy_(tensor)
 
 
-_bytes_as_pairs: dict[torch.dtype, Tensor] = {}  # [256, 16]: of each byte, its bits as pairs
+_bytes_as_pairs: dict[torch.dtype, list[Tensor]] = {}  # of each byte, its bits as pairs, [16]
 
 
 def write_number(number: int, pairs: Tensor) -> None:
@@ -169,11 +169,9 @@ def write_number(number: int, pairs: Tensor) -> None:
     """
     table = _bytes_as_pairs.get(pairs.dtype)
     if table is None:
-        rows = torch.zeros((256, 8, 2), dtype=pairs.dtype)
+        table = _bytes_as_pairs[pairs.dtype] = []
         for byte in range(256):
             whole = torch.zeros((BITS, 2), dtype=pairs.dtype)
             write_bits(torch.tensor(byte), whole)
-            rows[byte] = whole[:8]
-        table = _bytes_as_pairs[pairs.dtype] = rows.view(256, 16)
-    places = torch.frombuffer(bytearray(number.to_bytes(4, "little")), dtype=torch.uint8).int()
-    torch.index_select(table, 0, places, out=pairs.view(4, 16))
+            table.append(whole[:8].flatten())
+    torch.cat([table[byte] for byte in number.to_bytes(4, "little")], out=pairs.view(-1))
