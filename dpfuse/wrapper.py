@@ -19,6 +19,7 @@ from dpfuse.comm import votes
 from dpfuse.comm.abilities import abilities_of, backend_of
 from dpfuse.comm.collective import resolve_group
 from dpfuse.comm.registered_memory import can_register
+from dpfuse.comm.waiting import board_of, leave, wait_for_first_rank
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
@@ -177,7 +178,7 @@ class SyncedModule(nn.Module):
         try:
             if tracer is not None:
                 sync.finish_parameters()
-            takes_part = sync.before_forward()
+            takes_part = sync.before_forward((inputs, kwargs))
             set_tracer(tracer)
             outputs = call(*inputs, **kwargs)
             set_tracer(None)
@@ -226,6 +227,67 @@ class SyncedModule(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @contextmanager
+    def rank_zero_work(self) -> Iterator[bool]:
+        """Let only the first rank of the group work, such as evaluate or save, while the others wait for it at the end.
+
+        Every rank enters the context, equally often and in the same order. The others wait as long as the first rank is
+        alive. No collective waits, so the time limit of the process group does not matter. Inside, the first rank must
+        call no collective; it may run the model under `torch.no_grad()`.
+
+        Returns:
+            A context, whose value is True on the first rank, and where there is no group.
+
+        Raises:
+            DPFuseError: at the end of the context, on the other ranks: the first rank has raised in it, has ended, or
+                was silent for `stall_timeout` seconds; the text has its exception. Its exception is raised there, and
+                it has then left the group. And at the begin, on all ranks: the group has no heartbeat, or another such
+                context is open.
+
+        Example:
+            >>> import dpfuse, torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> with model.rank_zero_work() as mine:
+            ...     if mine:
+            ...         print("evaluates and saves")
+            evaluates and saves
+            >>> dist.destroy_process_group()
+
+        Source: the trouble of huggingface/accelerate#3512.
+        """
+        group = self._group
+        board = None if group is None else board_of(group)
+        if group is None or group.size() == 1 or board is None:
+            yield True
+            return
+        rank = group.rank()
+        if board.heartbeat is None:
+            raise DPFuseError(
+                f"rank {rank}: rank_zero_work() was called for a group without a heartbeat, expected one, since only "
+                "that tells the others that the work is done. See why it could not start, or let rank 0 work between "
+                "two calls of torch.distributed.barrier()."
+            )
+        if board.in_section:
+            raise DPFuseError(
+                f"rank {rank}: rank_zero_work() was called inside another one of the same group, expected it outside. "
+                "Do all of the work in one of them, or one after the other."
+            )
+        board.sections, board.in_section = board.sections + 1, True
+        section = board.sections
+        try:
+            yield rank == 0
+        except BaseException as error:
+            if rank == 0:
+                leave(board, error)
+            raise
+        finally:
+            board.in_section = False
+        if rank == 0:
+            board.finished = section
+        else:
+            wait_for_first_rank(board, section)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from enum import IntEnum
 from math import inf
 from threading import get_ident
+from time import sleep
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,9 +44,11 @@ __all__ = [
     "interruptible_devices",
     "leave",
     "put_board",
+    "wait_for_first_rank",
 ]
 
 SLICE = timedelta(seconds=0.5)  # a wait lasts this long before the board is read again
+POLL = 0.02  # seconds between two looks at the board
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
 NO_LIMIT = timedelta(0)  # as torch says it; a work written in Python may want the argument
 
@@ -114,6 +117,10 @@ class Board:
         self.error = ""  # the error that last ended a forward
         self.gave_up = False  # whether a wait has ended because another rank failed
         self.progress: _DeviceProgress | None = None  # of the current CUDA device
+        self.sections = 0  # that only the first rank runs, and that this rank has entered
+        self.in_section = False  # whether it is in one
+        # Written by the thread that trains on the first rank, and by the heartbeat on all others.
+        self.finished = 0  # of these sections: how many the first rank has finished
         # Written by the heartbeat.
         self.peer_failure: PeerFailure | None = None
         self.heartbeat: GroupHeartbeat | None = None  # while its thread runs
@@ -206,6 +213,35 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         if failure is None:
             raise
         raise _error_of(failure, board) from error
+    finally:
+        board.waits += 1
+
+
+def wait_for_first_rank(board: Board, section: int) -> None:
+    """Wait until the first rank of the group has finished this many sections of its own, however long that takes.
+
+    Only the heartbeat tells of it, up to half a second later. No collective waits meanwhile, so none runs into its
+    time limit.
+
+    Args:
+        board: of the group.
+        section: their number.
+
+    Raises:
+        DPFuseError: the first rank has ended, has left the group, or was silent for too long.
+    """
+    board.waits += 1
+    try:
+        while board.finished < section:
+            failure = board.peer_failure  # read once: the heartbeat may take it back
+            if failure is not None and failure.waits in (None, board.waits):
+                raise _error_of(failure, board)
+            if board.heartbeat is None:
+                raise DPFuseError(
+                    f"rank {board.rank} waits for work of the first rank and cannot go on: the heartbeat, which tells "
+                    "that it is done, has ended. Look for its message on stderr."
+                )
+            sleep(POLL)
     finally:
         board.waits += 1
 

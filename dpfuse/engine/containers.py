@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["tensors_in"]
+__all__ = ["leaves_in", "tensors_in"]
 
 BUILT_IN: tuple[type[Iterable[Any]], ...] = (tuple, list, set, frozenset)
 
@@ -28,14 +28,25 @@ def tensors_in(value: Any) -> list[Tensor]:
         >>> tensors_in(tree)
         [tensor([1.]), tensor([0.])]
     """
-    found: list[Tensor] = []
+    return [leaf for leaf in leaves_in(value) if issubclass(type(leaf), Tensor)]
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """Return what lies in such containers and is none itself: tensors, and objects that are not looked into.
+
+    Example:
+        >>> from dpfuse.engine.containers import leaves_in
+        >>> leaves_in({"size": 3, "names": ["a", None]})
+        [3, 'a', None]
+    """
+    found: list[Any] = []
     seen: set[int] = set()
     containers: list[Iterable[Any]] = [(value,)]
     for items in containers:  # which grow meanwhile
         for item in items:
-            if issubclass(type(item), Tensor):
+            if issubclass(type(item), Tensor) or (inside := _items_of(item)) is None:
                 found.append(item)
-            elif (inside := _items_of(item)) is not None and id(item) not in seen:
+            elif id(item) not in seen:
                 seen.add(id(item))
                 containers.append(inside)
     return found

@@ -61,6 +61,9 @@ class Feature:
     def opened(self, *, sync: bool, announced: bool) -> None:
         """Note that a backward begins. An error raised here comes before anything is sent."""
 
+    def left(self, *, added: bool) -> None:
+        """Note that a backward has ended without averaging. `added` says whether it has added to gradients."""
+
     def delivered(self) -> None:
         """Note that all gradients of a synchronised backward are delivered."""
 

@@ -458,6 +458,7 @@ class Reducer:
         last = self._in_use.ready[-1]  # usually something in it is ready
         if not (run.next or last.entries or self._any_ready() or reached_leaves()):
             self._enter(IDLE)
+            self._tell_of_end(added=False)
             return
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
@@ -669,6 +670,11 @@ class Reducer:
                 self.accumulation.finish(orders)
         finally:
             self._enter(IDLE)
+        self._tell_of_end(added=bool(orders))
+
+    def _tell_of_end(self, *, added: bool) -> None:
+        for feature in self._wiring.features:
+            feature.left(added=added)
 
     def _learn_of_change(self) -> None:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""

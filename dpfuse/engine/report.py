@@ -122,6 +122,7 @@ class Report:
         dtype: the dtype in which it is packed: float32, float64, or that of gradients that travel as one of these.
         device: the device on which it is packed.
         has_number: whether a number of a feature is compared.
+        extra_count: how many further numbers a feature has added up.
 
     Attributes:
         numel: the number of its elements.
@@ -144,6 +145,7 @@ class Report:
         device: torch.device,
         *,
         has_number: bool = False,
+        extra_count: int = 0,
     ) -> None:
         self.group = group
         self._fields = list(fields)
@@ -153,10 +155,11 @@ class Report:
         compared = 3 + sum(each.bits for each in fields) + HASH_BITS
         number = 2 * (compared + RANK_BITS)
         slots = number + 2 * NUMBER_BITS * has_number
-        self._places = _Places(compared, number, slots, slots + len(SLOTS))
+        extras = slots + len(SLOTS)
+        self._places = _Places(compared, number, slots, extras, extras + extra_count)
         self.numel = self._places.flags + param_count
         self._values: list[object] = [*[0] * len(fields), False, False, frozenset()]  # what `_source` tells
-        nothing = [0.0] * (2 * RANK_BITS + slots - number + len(SLOTS))
+        nothing = [0.0] * (2 * RANK_BITS + self._places.flags - number)
         start = [*self._pairs_of(self._values), *nothing, *[1.0] * param_count]
         self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
         self.number = self._source[number:slots].view(-1, 2) if has_number else None
@@ -218,12 +221,30 @@ class Report:
     def slots(self) -> Tensor:
         """Return the sums of the numbers of all slots over the ranks, [slots], on the device, without waiting."""
         assert self._sums is not None
-        return self._sums.view[self._places.slots : self._places.flags]
+        return self._sums.view[self._places.slots : self._places.extras]
 
     def slot(self, name: str) -> Tensor:
         """Return the sum of that number over the ranks, [], on the device, without waiting."""
         assert self._sums is not None
         return self._sums.view[self._places.slots + SLOTS.index(name)]
+
+    def write_extras(self, packed: Tensor, values: Tensor, start: int = 0) -> None:
+        """Write into what is packed, [numel], some of the further numbers of a feature, unscaled. Nothing waits.
+
+        Args:
+            packed: the report, as it is packed.
+            values: [n], on its device or on the CPU.
+            start: which of the numbers is the first.
+        """
+        place = self._places.extras + start
+        late = packed.is_cuda and not values.is_cuda
+        values = values.to(packed.dtype).pin_memory() if late else values
+        packed[place : place + len(values)].copy_(values, non_blocking=late)
+
+    def extras(self) -> Tensor:
+        """Return the sums of these numbers over the ranks, [extra_count], on the device, without waiting."""
+        assert self._sums is not None
+        return self._sums.view[self._places.extras : self._places.flags]
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
@@ -394,6 +415,7 @@ class _Places(NamedTuple):
     ranks: int  # the bits of a rank's number, as a place among the pairs
     number: int  # the bits of a feature's number, as an element
     slots: int  # the numbers of features, as an element
+    extras: int  # further numbers of one feature, as an element
     flags: int  # one element for each parameter
 
 

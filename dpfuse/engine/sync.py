@@ -52,6 +52,7 @@ class GradSync:
         answer: called on every rank in the backward in which all have heard that one asks, by `window.asks`, and where
             `window.due` is set on all ranks.
         has_number: whether the report compares a number of a feature.
+        extra_count: how many further numbers of a feature the report adds up.
 
     Attributes:
         source: the rank whose ready order all ranks take.
@@ -72,6 +73,7 @@ class GradSync:
         observers: Sequence[BucketObserver] = (),
         answer: Callable[[], None] = lambda: None,
         has_number: bool = False,
+        extra_count: int = 0,
     ) -> None:
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
@@ -87,7 +89,7 @@ class GradSync:
             settings,
             features=list(features),
             make_report=lambda count, dtype, device: Report(
-                group, count, compared, window, dtype, device, has_number=has_number
+                group, count, compared, window, dtype, device, has_number=has_number, extra_count=extra_count
             ),
         )
         params = list(params)

@@ -18,6 +18,7 @@ __all__ = [
     "EndOfCompiledBackward",
     "Hooks",
     "compiled_backward",
+    "has_hooks_of_others",
     "holders_of",
     "is_private",
     "leave_untraced",
@@ -165,6 +166,11 @@ class Hooks:
 
 
 NOTHING = nullcontext()  # one for all uses: making a context costs more than entering it
+
+
+def has_hooks_of_others(param: Any) -> bool:
+    """Whether `param`, on which one wrapper has its hook, has a hook besides: of a user, for its gradient."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:

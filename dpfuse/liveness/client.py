@@ -81,6 +81,8 @@ class HeartbeatClient(Heartbeat):
         match message:
             case ["beat", parts]:
                 self._server_status, self._heard = Status.from_message(parts), now
+            case ["finished", int(count)]:
+                self._board.finished = count
             case ["fatal", list(ranks), str(text)]:
                 self._heard = now
                 finding = Finding(True, tuple(int(rank) for rank in ranks), 0.0, printable(text, lines=True))

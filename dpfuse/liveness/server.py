@@ -33,6 +33,7 @@ class _Peer:
         self.end: End | None = None
         self.ended = 0.0  # when
         self.asks = False  # whether it wants to know of every end
+        self.finished = 0  # sections of the first rank, of whose end it was told
 
 
 class HeartbeatServer(Heartbeat):
@@ -174,6 +175,7 @@ class HeartbeatServer(Heartbeat):
             finding = judge(self._states(now), whole_job=self._whole_job)
         for peer in list(self._peers.values()):
             self._send(peer, beat)
+            self._send_finished(peer)
             if finding is not None and finding.fatal:
                 self._send(peer, ["fatal", list(finding.ranks[:MAX_FAILURES]), finding.text[:8000]])
         if finding is not None:
@@ -182,7 +184,14 @@ class HeartbeatServer(Heartbeat):
     def _send_end(self, end: End) -> None:
         message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self._own.status.message()]
         for peer in list(self._peers.values()):
+            self._send_finished(peer)  # else a rank would wait for what is done
             self._send(peer, message)
+
+    def _send_finished(self, peer: _Peer) -> None:
+        finished = self._board.finished
+        if finished != peer.finished:
+            peer.finished = finished
+            self._send(peer, ["finished", finished])
 
     def _discount(self, seconds: float) -> None:
         now = monotonic()

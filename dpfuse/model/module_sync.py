@@ -30,6 +30,10 @@ from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
+from dpfuse.loop.group_of_one import tell_of_group
+from dpfuse.loop.loop_check import LoopCheck
+from dpfuse.loop.rank_words import LOOP_NUMBERS
+from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.measure.metrics import Metrics
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
@@ -101,6 +105,7 @@ class ModuleSync:
         error_feedback: what a narrow wire rounds away, if that is kept.
         buffers: when they are sent.
         weights: compares the weights of the ranks, if that was asked for.
+        loop: looks at the training loop, if that was asked for.
         metrics: measures synchronised backwards, if that was asked for.
         before_collectives: called in `before_forward`, once all is well.
     """
@@ -157,6 +162,14 @@ class ModuleSync:
         if options.common["grad_norm_in_backward"]:
             features.append(NormInBackward())
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        self.loop: LoopCheck | None = None
+        level = options.common["check_loop"]
+        if level != "off":
+            tell_of_group(group)
+        if level != "off" and group.size() > 1:
+            raises = level == "raise"
+            self.loop = LoopCheck(module, self.window, lambda: self.grads, CommunicationTimes, raises=raises)
+            features.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]
         if level != "off" and group.size() > 1:
@@ -181,6 +194,7 @@ class ModuleSync:
             observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
             answer=self._answer,
             has_number=self.weights is not None,
+            extra_count=0 if self.loop is None else LOOP_NUMBERS,
         )
         let_threads_finish_at_exit()
         self._plan_residuals()
@@ -210,8 +224,11 @@ class ModuleSync:
             for module in self._module.modules()
         )
 
-    def before_forward(self) -> bool:
+    def before_forward(self, inputs: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})) -> bool:
         """To be called before a forward that may have a backward.
+
+        Args:
+            inputs: its arguments.
 
         Returns:
             Whether its backward may reach parameters of the module. It cannot where `functional_call()` has put other
@@ -238,6 +255,8 @@ class ModuleSync:
         window.forward_begins(counts=idle and self._module.training)
         if self.before_collectives is not None:
             self.before_collectives()
+        if self.loop is not None and idle:
+            self.loop.forward_begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
         self.buffers.forward_begins(due=own_tensors and self.buffers.due)
         return True

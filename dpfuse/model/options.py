@@ -142,6 +142,16 @@ class CommonOptions(TypedDict, total=False):
             _one_of("deferred", "strict", remedy="strict waits for the GPU in each backward"),
         ),
     ]
+    check_loop: Annotated[
+        Literal["raise", "warn", "off"],
+        Option(
+            "raise",
+            'what happens where a training loop is wrong on every rank in the same way. "raise" makes a step on '
+            "gradients that only one rank has an error before that step, and warns of the other findings. "
+            '"warn" only warns, "off" looks at nothing. Each finding is said once in a process.',
+            _one_of("raise", "warn", "off", remedy='leave it out to hear of loops that are wrong, or pass "off"'),
+        ),
+    ]
     check_weights: Annotated[
         Literal["raise", "warn", "off"],
         Option(

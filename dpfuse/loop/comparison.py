@@ -1,0 +1,73 @@
+"""What ranks must have in common, though a difference fails no backward: batches that differ, rates, modes.
+
+It is compared in a few backwards only: in the first ones, and in two of each 128 from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpfuse.engine.report import Report
+from dpfuse.loop.input_hash import InputHash
+from dpfuse.loop.model import Model
+from dpfuse.loop.rank_words import RankWords, Word
+from dpfuse.loop.same_batches import SameBatches
+from dpfuse.loop.same_modes import SameModes
+from dpfuse.loop.same_rates import SameRates
+
+__all__ = ["Comparison"]
+
+
+class Comparison:
+    """Collects the words of this rank from forwards and steps, and hands the sums of all ranks to the rules.
+
+    Args:
+        module: that is wrapped.
+        model: whose gradients are averaged.
+        device: of the parameters, such as "cpu".
+        size: number of ranks.
+    """
+
+    def __init__(self, module: nn.Module, model: Model, device: str, size: int) -> None:
+        self._model = model
+        self._words = RankWords(size)
+        self._inputs = InputHash()
+        self._batches = SameBatches(model.rank)
+        self._modes = SameModes(module, device, model.rank)
+        self._rates = SameRates(model)
+        self._heard = False  # whether a rule has heard something since the last step
+
+    def forward_begins(self, inputs: Any) -> None:
+        """Note a forward, whose backward may be compared."""
+        self._modes.forward_begins()
+        if not self._batches.decided:
+            self._inputs.add(inputs)
+
+    def write(self, report: Report, packed: Tensor) -> None:
+        """Write the words of this rank into the report, as it is packed."""
+        words: dict[str, Word] = {"there": [1.0], **self._modes.words(), **self._rates.words()}
+        if self._inputs.known and not self._batches.decided:
+            words |= {"hashed": [1.0], "inputs": self._inputs.word()}
+        self._words.tell(report, packed, words)
+        self._inputs = InputHash()
+
+    def delivered(self) -> None:
+        """Hand what is known by now to the rules."""
+        sums = self._words.delivered()
+        if sums is None or not sums.all_set("there"):
+            return
+        self._heard = True
+        for rule in (self._batches, self._modes, self._rates):
+            rule.heard(sums)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Say what the rules have found, and note what this step uses."""
+        if self._heard:
+            self._heard = False
+            for rule in (self._batches, self._modes, self._rates):
+                rule.tell()
+        if self._model.due:
+            self._rates.before_step(optimizer)

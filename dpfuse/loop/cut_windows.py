@@ -1,0 +1,90 @@
+"""The rule of DPF-L03: a window of batches, shorter than all before it, is lost or is not averaged."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from dpfuse.loop.findings import CUT_WINDOW, findings
+from dpfuse.loop.watched_gradient import WatchedGradient
+
+__all__ = ["CutWindows"]
+
+WINDOWS = 8  # of the same length, which show how long a window is meant to be
+DROPS = 2  # of the same length: one may be a batch that was skipped on purpose
+
+
+class CutWindows:
+    """Compares the lengths of windows: how many backwards have written a gradient before a step.
+
+    Args:
+        watched: a gradient of the optimizer.
+        rank: of this process.
+    """
+
+    def __init__(self, watched: WatchedGradient, rank: int) -> None:
+        self._watched = watched
+        self._rank = rank
+        self._length = 0  # of the last window that ended with an average
+        self._same = 0  # such windows in a row that had this length
+        self._compares = False  # whether the bits of local gradients are copied
+        self._between = 0  # such windows since the last drop
+        self._drops: list[int] = []  # lengths of windows that were zeroed, far from each other
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Compare the window that ends with this step, and those that were zeroed since the last one."""
+        watched = self._watched
+        if watched.dropped:
+            self._look_at_drops(optimizer)
+        if watched.means and not watched.rest:
+            self._between += 1
+            if watched.length == self._length:
+                self._same += 1
+            else:
+                self._length, self._same = watched.length, 1
+            if self._same == WINDOWS and self._length > 1 and not watched.param.is_cuda:
+                self._compare_bits()
+        elif watched.locals == watched.length < self._usual():
+            self._look_at_step(optimizer)
+
+    def _compare_bits(self) -> None:
+        """Let the bits of local gradients be copied from now on. On a GPU that takes a kernel each time."""
+        if not self._compares:
+            self._compares = True
+            self._watched.keeps_bits += 1
+
+    def _look_at_step(self, optimizer: Optimizer) -> None:
+        watched = self._watched
+        if watched.bits is None:
+            self._compare_bits()  # the next time will tell whether the program averages by itself
+        elif not watched.was_kept:
+            self._same = 0  # it does
+        else:
+            findings.warn(
+                CUT_WINDOW,
+                f"rank {self._rank}: the last {WINDOWS} windows of {type(optimizer).__name__} that were averaged had "
+                f"{self._usual()} backwards each. This one has {watched.length}, and none of them was synchronised, so "
+                "this step uses gradients of this rank alone. Expected the last batch before each step to be "
+                "synchronised, also that of an epoch: "
+                "`model.no_sync(enabled=not (last_of_window or last_of_epoch))`.",
+            )
+
+    def _usual(self) -> int:
+        """Return the length of the last windows, if they had the same; else 0."""
+        return self._length if self._same >= WINDOWS else 0
+
+    def _look_at_drops(self, optimizer: Optimizer) -> None:
+        usual = self._usual()
+        # A program that drops a window between any two steps does so on purpose: its gradients are for another use.
+        if len(self._watched.dropped) > 1 or self._watched.dropped[0] >= usual or self._between < WINDOWS // 2:
+            self._drops.clear()
+        else:
+            self._drops += self._watched.dropped
+        self._between = 0
+        if len(self._drops) >= DROPS and len(set(self._drops)) == 1:
+            findings.warn(
+                CUT_WINDOW,
+                f"rank {self._rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "
+                f"each. {len(self._drops)} windows, of {self._drops[0]} each, were zeroed without a step, so their "
+                "batches taught nothing. Expected a step for each window: step at the end of an epoch, too, behind a "
+                "synchronised backward, or let an epoch have a whole number of windows.",
+            )

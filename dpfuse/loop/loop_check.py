@@ -1,0 +1,191 @@
+"""Watches the gradients of one model from backward to step, and has the rules look before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpfuse.engine.bucket_set import names_of
+from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.report import Report
+from dpfuse.engine.streams import capturing
+from dpfuse.engine.sync import GradSync
+from dpfuse.engine.torch_private import has_hooks_of_others
+from dpfuse.engine.window import Window
+from dpfuse.loop.comparison import Comparison
+from dpfuse.loop.model import Model, Times
+from dpfuse.loop.never_stepped import NeverStepped
+from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
+from dpfuse.loop.rank_words import is_due
+from dpfuse.loop.repeated_order import RepeatedOrder
+from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
+
+__all__ = ["LoopCheck"]
+
+SPARES = 8  # gradients that are watched until the optimizers are known
+KNOWN = 4  # steps, after which no more optimizer is expected
+
+
+class LoopCheck(Feature):
+    """Watches one gradient of each optimizer. Costs the same for 10 parameters and for 1,000.
+
+    Args:
+        module: that is wrapped.
+        window: knows whether this rank has inputs.
+        grads: returns the synchronisation of the gradients, once there is one.
+        times: makes an observer that measures how buckets travel.
+        raises: whether a step on gradients that only one rank has is an error.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        window: Window,
+        grads: Callable[[], GradSync],
+        times: Callable[[], Times],
+        *,
+        raises: bool,
+    ) -> None:
+        self._module = module
+        self._window = window
+        self._grads = grads
+        self._times = times
+        self._raises = raises
+        self._model: Model | None = None  # known in the first backward, as is what follows
+        self._comparison: Comparison | None = None
+        self._watched: list[WatchedGradient] = []
+        self._spares: list[WatchedGradient] = []
+        self._of: WeakKeyDictionary[Optimizer, OptimizerRules] = WeakKeyDictionary()
+        self._steps = 0
+        self._order: RepeatedOrder | None = RepeatedOrder()  # until it has decided
+        self._never_stepped: NeverStepped | None = None  # until it has decided
+        self._runs = False  # whether a backward was opened and has not ended
+        self._announced = False
+        call_before_steps(self)
+
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
+        """As `Feature.step`."""
+        return None if report is None else _Tell(self, buffer, report)
+
+    def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
+        """Note the arguments of a forward that may have a backward."""
+        if self._order is not None:
+            self._order.forward_begins(inputs)
+        if self._model is not None and self._model.due and self._comparison is not None:
+            self._comparison.forward_begins(inputs)
+
+    def tell(self, report: Report, packed: Tensor) -> None:
+        """Write into the report, as it is packed, what the ranks are to have in common."""
+        if self._model is None or self._comparison is None or not self._model.due or self._window.without_inputs:
+            return
+        self._comparison.write(report, packed)
+
+    def opened(self, *, sync: bool, announced: bool) -> None:
+        """As `Feature.opened`."""
+        model = self._model
+        if model is None:
+            model = self._begin()
+        elif self._runs:  # the one before has died, after it had added to some gradients
+            for watched in self._watched:
+                watched.forget()
+        self._runs, self._announced = True, announced
+        for watched in self._watched:
+            watched.backward_begins(announced=announced)
+        for rule in model.looking:
+            rule.backward_begins()
+
+    def left(self, *, added: bool) -> None:
+        """As `Feature.left`."""
+        self._runs = False
+        if not added:
+            return
+        assert self._model is not None
+        self._model.others += self._announced
+        for watched in self._watched:
+            watched.local_ends(announced=self._announced)
+
+    def delivered(self) -> None:
+        """As `Feature.delivered`."""
+        self._runs = False
+        model = self._model
+        assert model is not None
+        assert self._comparison is not None
+        model.averages += 1
+        self._comparison.delivered()
+        model.due = is_due(model.averages)
+        for watched in self._watched:
+            watched.mean_ends()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Have the rules look, unless it is a step inside a backward.
+
+        Raises:
+            DPFuseError: the gradients are not the mean over the ranks.
+        """
+        model = self._model
+        if model is None or (model.on_gpu and capturing()):
+            return
+        if self._never_stepped is not None:
+            self._never_stepped.before_step(optimizer)
+            if self._never_stepped.decided:
+                self._never_stepped = None
+        if self._order is not None and self._order.decided:
+            self._order.tell(model.rank)
+            self._order = None
+        if self._runs:
+            return
+        if self._comparison is not None:
+            self._comparison.before_step(optimizer)
+        rules = self._of.get(optimizer)
+        if rules is None:
+            rules = self._of[optimizer] = OptimizerRules(model, raises=self._raises)
+        before = rules.watched
+        rules.before_step(optimizer, self._spares)
+        if self._spares or rules.watched is not before:
+            self._choose_watched()
+
+    def _begin(self) -> Model:
+        grads = self._grads()
+
+        def params() -> dict[str, Tensor]:
+            return dict(zip(names_of(grads.plan), grads.params, strict=True))
+
+        def hooked() -> bool:
+            return any(map(has_hooks_of_others, grads.params))
+
+        observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
+        self._model = model = Model(params, hooked, grads.group.rank(), observers, self._times, on_gpu=on_gpu)
+        names = best_of({name: param for name, param in params().items() if is_plain(param)})
+        self._spares = [WatchedGradient(param, name) for name, param in names[:: max(1, -(-len(names) // SPARES))]]
+        self._watched = list(self._spares)
+        self._never_stepped = NeverStepped(model)
+        self._comparison = Comparison(self._module, model, grads.params[0].device.type, grads.group.size())
+        return model
+
+    def _choose_watched(self) -> None:
+        """Watch the gradients of the optimizers, and at first those that one of them may turn out to own."""
+        self._steps += 1
+        if self._steps >= KNOWN:
+            self._spares = []
+        in_use = [*self._spares, *(each.watched for each in self._of.values() if each.watched is not None)]
+        self._watched = list({id(each): each for each in in_use}.values())
+
+
+class _Tell(PackStep):
+    """Has the check write into the report, behind what the bucket packs."""
+
+    def __init__(self, check: LoopCheck, buffer: CommBuffer, report: Report) -> None:
+        self._check = check
+        self._buffer = buffer
+        self._report = report
+
+    def after(self, arguments: PackArguments) -> None:
+        self._check.tell(self._report, self._buffer.report)

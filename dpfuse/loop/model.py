@@ -1,0 +1,68 @@
+"""What all rules of one model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from dpfuse.engine.protocols import BucketObserver
+
+__all__ = ["Looking", "Model", "Times"]
+
+
+class Looking(Protocol):
+    """Looks at weights before the next backward."""
+
+    def backward_begins(self) -> None:
+        """Look."""
+
+
+class Times(BucketObserver, Protocol):
+    """Measures how buckets travel."""
+
+    nbytes: int  # of what travels
+    exposed: float  # seconds in which backward had nothing left to do but wait
+
+    def finish(self) -> None:
+        """Complete the seconds; waits for the device."""
+
+
+class Model:
+    """A model whose gradients are averaged, as the rules see it.
+
+    Args:
+        params: returns its parameters that are averaged, by name.
+        hooked: returns whether one of them has a hook of the program.
+        rank: of this process.
+        observers: are told how each bucket travels; may grow and shrink.
+        times: makes an observer that measures.
+        on_gpu: whether the parameters are on a GPU.
+
+    Attributes:
+        averages: how many backwards were synchronised so far.
+        others: how many were not, and went through an output of the wrapper.
+        due: whether words travel with the next synchronised backward.
+        looking: what is to be told of each backward.
+    """
+
+    def __init__(
+        self,
+        params: Callable[[], Mapping[str, Tensor]],
+        hooked: Callable[[], bool],
+        rank: int,
+        observers: list[BucketObserver],
+        times: Callable[[], Times],
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self.params = params
+        self.hooked = hooked
+        self.rank = rank
+        self.observers = observers
+        self.times = times
+        self.on_gpu = on_gpu
+        self.averages = self.others = 0
+        self.due = False
+        self.looking: list[Looking] = []

@@ -1,0 +1,113 @@
+"""The rule of DPF-L04: gradients are averaged step after step for parameters that no optimizer steps on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpfuse.engine.streams import HostCopy
+from dpfuse.loop.findings import NEVER_STEPPED, findings
+from dpfuse.loop.model import Model
+from dpfuse.loop.watched_gradient import Sample, is_plain, sample_of, values_of
+
+__all__ = ["NeverStepped"]
+
+BEGIN = 2  # averages, after which weights are copied
+AVERAGES = 20  # after that, until they are compared
+COMPARED = 16  # parameters
+NAMED = 5  # parameters
+
+
+class NeverStepped:
+    """Notes which parameters optimizers step on, and looks at the rest once: in the first steps of a model.
+
+    Of a parameter that other code updates, such as from a copy in float32, the weight changes. A parameter that the
+    loss does not need has no gradient, or zeros.
+
+    Args:
+        model: whose gradients are averaged.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.decided = False
+        self._model = model
+        self._params = model.params()
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many each had when it was looked at
+        self._owned: set[int] = set()  # ids of parameters of the model
+        self._foreign: set[torch.dtype] = set()  # dtypes of other parameters that are stepped on
+        self._first = 0  # how many averages there were when weights were copied
+        self._samples: list[Sample] = []
+        self._compared: Sequence[Tensor] = ()
+        self._moving: HostCopy | None = None  # for each of them whether its gradient is more than zeros
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note what it steps on; say what was found."""
+        if self._groups.get(optimizer) != len(optimizer.param_groups):
+            self._groups[optimizer] = len(optimizer.param_groups)
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._owned |= {id(param) for param in params} & self._names.keys()
+            self._foreign |= {param.dtype for param in params if id(param) not in self._names}
+        if self._moving is not None:
+            self._say(self._moving)
+        elif self._samples and self._model.averages >= self._first + AVERAGES:
+            self._compare()
+        elif self._model.averages >= BEGIN and not self._samples:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._first = self._model.averages
+        rest = self._rest(self._params.values())
+        self._compared = rest[:: max(1, len(rest) // COMPARED)][:COMPARED]
+        self._samples = [*map(sample_of, self._compared)]
+        self.decided = not rest
+
+    def _rest(self, params: Iterable[Tensor]) -> list[Tensor]:
+        return [
+            param
+            for param in params
+            if id(param) not in self._owned
+            and is_plain(param)
+            and param.grad is not None
+            and param.grad.layout is torch.strided
+            # A copy in float32 may change a weight of 16 bits after many steps only.
+            and (param.dtype.itemsize > 2 or torch.float32 not in self._foreign)
+        ]
+
+    def _compare(self) -> None:
+        kept = self._rest(self._compared)
+        samples = {id(param): sample for param, sample in zip(self._compared, self._samples, strict=True)}
+        if not kept:
+            self.decided = True
+            return
+        self._compared = kept
+        same = [same_values(samples[id(param)], sample_of(param), param.dtype) for param in kept]
+        moving = [param.grad.any() for param in kept if param.grad is not None]
+        self._moving = HostCopy(torch.stack(same) & torch.stack(moving))
+
+    def _say(self, moving: HostCopy) -> None:
+        self.decided = True
+        if not all(moving.read()):
+            return
+        rest = self._rest(self._params.values())
+        names = [repr(self._names[id(param)]) for param in rest]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        nbytes = sum(param.numel() * param.element_size() for param in rest)
+        stepped = [type(optimizer).__name__ for optimizer in self._groups]
+        findings.warn(
+            NEVER_STEPPED,
+            f"rank {self._model.rank}: {AVERAGES} backwards averaged gradients of {len(rest)} of {len(self._params)} "
+            f"parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that has stepped ({', '.join(stepped)}) "
+            f"has them. Their weights did not change. That is {nbytes:,} bytes of each backward. Expected an optimizer "
+            "of the parameters of this model: make it from the wrapped model, not from another copy, or call its "
+            "step(). Freeze what is not to be trained (requires_grad=False).",
+        )
+
+
+def same_values(before: Sample, now: Sample, dtype: torch.dtype) -> Tensor:
+    """Return whether two samples are equal, [] bool, on their device, without waiting."""
+    return (values_of(before, dtype) == values_of(now, dtype)).all()

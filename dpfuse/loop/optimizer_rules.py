@@ -1,0 +1,106 @@
+"""What is known of one optimizer: which of its gradients is watched, and the rules that look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpfuse.engine.autograd import hooks_on
+from dpfuse.loop.changed_gradients import ChangedGradients
+from dpfuse.loop.cut_windows import CutWindows
+from dpfuse.loop.each_averaged import EachAveraged
+from dpfuse.loop.local_rest import LocalRest
+from dpfuse.loop.local_steps import LocalSteps
+from dpfuse.loop.model import Model
+from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
+
+__all__ = ["OptimizerRules", "best_of"]
+
+SMALL = 8  # elements, of which fewer can hardly tell how they have changed
+
+
+class Rule(Protocol):
+    """Looks at a gradient before each step of one optimizer."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Say what it sees, if that is wrong."""
+
+
+class OptimizerRules:
+    """Chooses the gradient of one optimizer, and has the rules look at it.
+
+    Args:
+        model: whose gradients are averaged.
+        raises: whether a step on gradients that only one rank has is an error.
+
+    Attributes:
+        watched: the gradient; None if the optimizer has none of the model.
+    """
+
+    def __init__(self, model: Model, *, raises: bool) -> None:
+        self.watched: WatchedGradient | None = None
+        self._model = model
+        self._raises = raises
+        self._rules: Sequence[Rule] = ()
+        self._missed = 0  # steps without a gradient to look at
+
+    def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
+        """Have the rules look.
+
+        Args:
+            optimizer: is about to step.
+            spares: gradients that were watched so far, of which it may own some.
+
+        Raises:
+            DPFuseError: the gradients are not the mean over the ranks.
+        """
+        watched = self.watched
+        if watched is None or watched.param.grad is None:
+            self._missed += 1
+            if self._missed & (self._missed - 1):  # searching takes time, so it is done at powers of two
+                return
+            watched = self._choose(optimizer, spares)
+        if watched is None or not watched.is_new:
+            return
+        for rule in self._rules:
+            rule.before_step(optimizer)
+        watched.stepped()
+
+    def _choose(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> WatchedGradient | None:
+        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        fitting = {name: param for name, param in self._model.params().items() if id(param) in wanted and fits(param)}
+        if not fitting:
+            return self.watched
+        own = {spare.name: spare for spare in spares if spare.name in fitting}
+        name, param = best_of({name: fitting[name] for name in own or fitting})[-1]
+        watched = self.watched = own[name] if own else WatchedGradient(param, name)
+        self._rules = (
+            LocalRest(watched, self._model.rank, raises=self._raises),
+            LocalSteps(watched, self._model),
+            CutWindows(watched, self._model.rank),
+            ChangedGradients(watched, self._model.rank),
+            EachAveraged(watched, self._model),
+        )
+        return watched
+
+
+def fits(param: Tensor) -> bool:
+    """Whether the gradient of `param` is there, and can be watched: dense, and averaged by one wrapper only."""
+    grad = param.grad
+    if grad is None or not (is_plain(param) and is_plain(grad)):
+        return False
+    return grad.layout is torch.strided and not grad.is_complex() and len(hooks_on(param)) == 1
+
+
+def best_of(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the parameters, by name, whose gradients can tell most: matrices, else all but small ones, else all."""
+    ways: list[Callable[[Tensor], bool]] = [lambda param: param.ndim > 1, lambda param: True]
+    for way in ways:
+        found = [(name, param) for name, param in params.items() if way(param) and param.numel() >= SMALL]
+        if found:
+            return found
+    return list(params.items())

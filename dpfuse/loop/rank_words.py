@@ -1,0 +1,137 @@
+"""Short words that the ranks add up beside the gradients, in a few backwards: they tell whether all ranks do the same.
+
+Each word is some bits. A sum of bits that is neither 0 nor the number of ranks shows a difference. Every rank reads the
+same sums, so all ranks find the same. A sum does not say which rank differs, and a difference fails no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpfuse.engine.report import Report
+from dpfuse.engine.streams import HostCopy, capturing
+
+__all__ = ["LOOP_NUMBERS", "RankWords", "Sums", "Word", "bits_of", "is_due"]
+
+Word = Sequence[float] | Tensor
+WIDTHS = {
+    "there": 1,  # the rank takes part
+    "hashed": 1,  # its inputs have a hash
+    "inputs": 8,  # that hash
+    "training": 1,  # the training flag of the module
+    "float16": 1,  # the dtype of autocast
+    "bfloat16": 1,
+    "rated": 1,  # all learning rates are numbers of the host
+    "owned": 8,  # a hash of which parameters its optimizers step on
+    "rates": 8,  # a hash of their learning rates
+    "rate": 1,  # the mean of these, a number
+}
+LOOP_NUMBERS = sum(WIDTHS.values())
+PLACES = {name: sum(list(WIDTHS.values())[:place]) for place, name in enumerate(WIDTHS)}
+FIRST, LAST = 3, 20  # synchronised backwards, counted from 0, in which words are sent
+EVERY, RUNNING = 128, 2  # later: two backwards out of so many
+
+
+def is_due(averages: int) -> bool:
+    """Whether words travel with the synchronised backward that follows `averages` others. The same on all ranks.
+
+    Example:
+        >>> [number for number in range(300) if is_due(number)]
+        [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 128, 129, 256, 257]
+    """
+    return FIRST <= averages < LAST or (averages >= EVERY and averages % EVERY < RUNNING)
+
+
+class Sums:
+    """What the ranks have added up.
+
+    Args:
+        numbers: the sums over the ranks, of all words.
+        own: the words of this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, numbers: Sequence[float], own: Sequence[float], size: int) -> None:
+        self._numbers = numbers
+        self._own = own
+        self.size = size
+
+    def total(self, name: str) -> float:
+        """Return the sum of a word of one number: of one bit, how many ranks have set it."""
+        return self._numbers[PLACES[name]]
+
+    def own(self, name: str) -> list[float]:
+        """Return the word of this rank."""
+        return list(self._own[PLACES[name] : PLACES[name] + WIDTHS[name]])
+
+    def all_set(self, name: str) -> bool:
+        """Whether all ranks have set this bit."""
+        return round(self.total(name)) == self.size
+
+    def same(self, name: str) -> bool:
+        """Whether all ranks have sent the same bits."""
+        numbers = self._numbers[PLACES[name] : PLACES[name] + WIDTHS[name]]
+        return all(round(number) in (0, self.size) for number in numbers)
+
+
+class RankWords:
+    """Writes the words of this rank into the report, and reads the sums: on a GPU one backward later.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._own: list[float] = []
+        self._on_gpu: Tensor | None = None  # the hash of the inputs, where only the device knows it
+        self._report: Report | None = None  # into which they were written
+        self._copy: tuple[HostCopy, list[float]] | None = None  # of the sums, and the words of this rank
+
+    def tell(self, report: Report, packed: Tensor, words: Mapping[str, Word]) -> None:
+        """Write words into what is packed, [numel]; those that are left out are zeros."""
+        if capturing():
+            return
+        own, self._on_gpu = [0.0] * LOOP_NUMBERS, None
+        for name, word in words.items():
+            if isinstance(word, Tensor):
+                self._on_gpu = word
+            else:
+                own[PLACES[name] : PLACES[name] + WIDTHS[name]] = word
+        self._own, self._report = own, report
+        report.write_extras(packed, torch.tensor(own, dtype=torch.float64))
+        if self._on_gpu is not None:
+            report.write_extras(packed, self._on_gpu, PLACES["inputs"])
+
+    def delivered(self) -> Sums | None:
+        """Return sums that have become known, if there are any. To be called behind each synchronised backward."""
+        known = None if self._copy is None else self._read(*self._copy)
+        self._copy = None
+        report, self._report = self._report, None
+        if report is None:
+            return known
+        sums = report.extras()
+        if not sums.is_cuda:
+            return Sums(sums.tolist(), self._own, self._size)
+        sums = sums if self._on_gpu is None else torch.cat([sums, self._on_gpu.to(sums.dtype)])
+        self._copy = HostCopy(sums), self._own
+        return known
+
+    def _read(self, copy: HostCopy, own: list[float]) -> Sums:
+        numbers = copy.read()
+        if len(numbers) > LOOP_NUMBERS:
+            own[PLACES["inputs"] : PLACES["inputs"] + WIDTHS["inputs"]] = numbers[LOOP_NUMBERS:]
+        return Sums(numbers[:LOOP_NUMBERS], own, self._size)
+
+
+def bits_of(number: int, count: int) -> list[float]:
+    """Return the lowest bits of a number, as floats.
+
+    Example:
+        >>> bits_of(6, 4)
+        [0.0, 1.0, 1.0, 0.0]
+    """
+    return [float(number >> place & 1) for place in range(count)]

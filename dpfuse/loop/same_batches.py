@@ -1,0 +1,61 @@
+"""The rule of DPF-L05: all ranks compute on the same batches."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+from dpfuse.loop.findings import SAME_BATCHES, findings
+from dpfuse.loop.rank_words import Sums
+
+__all__ = ["SameBatches"]
+
+STEPS = 8  # in a row, in which the hashes of all ranks were equal, and other ones than in the step before
+
+
+class SameBatches:
+    """Compares the hashes of the inputs, until the ranks have shown different ones.
+
+    A generator of images may get the same noise on every rank, while the real images differ. So nothing is said where
+    another wrapper of this process has seen different inputs, or has not seen enough.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.decided = False
+        self._differ = False
+        self._rank = rank
+        self._before: list[float] = []
+        self._steps = 0
+        _all.add(self)
+
+    def heard(self, sums: Sums) -> None:
+        """Take what the ranks have sent."""
+        if not sums.all_set("hashed"):
+            self._steps = 0
+            return
+        own = sums.own("inputs")
+        if not sums.same("inputs"):
+            self.decided = self._differ = True
+        self._steps = 0 if own == self._before else self._steps + 1
+        self._before = own
+
+    def tell(self) -> None:
+        """Say what was found."""
+        if self._steps < STEPS or self.decided:
+            return
+        if any(other._differ or other._steps < STEPS for other in tuple(_all)):
+            return
+        self.decided = True
+        findings.warn(
+            SAME_BATCHES,
+            f"rank {self._rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal on all "
+            "ranks, and other ones than in the step before. Every rank computes on the same batches, so more ranks do "
+            "not mean more data. Expected other batches on each rank: give the loader a DistributedSampler, or let the "
+            "rank be part of the seed with which samples are drawn. If equal inputs are meant, pass "
+            'check_loop="off" to the wrapper.',
+        )
+
+
+_all: WeakSet[SameBatches] = WeakSet()  # of this process

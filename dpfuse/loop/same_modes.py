@@ -1,0 +1,62 @@
+"""The rule of DPF-L08: ranks differ in the training flag of the model, or in the dtype of autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from dpfuse.loop.findings import OTHER_MODES, findings
+from dpfuse.loop.rank_words import Sums, Word
+
+__all__ = ["SameModes"]
+
+BACKWARDS = 2  # running
+
+
+class SameModes:
+    """Notes in which mode the forwards run, and compares that of the last one before a backward.
+
+    Args:
+        module: that is wrapped.
+        device: of its parameters, such as "cpu".
+        rank: of this process.
+    """
+
+    def __init__(self, module: nn.Module, device: str, rank: int) -> None:
+        self._module = module
+        self._device = device
+        self._rank = rank
+        self._mode = (False, False, False)
+        self._backwards = 0
+        self._text = ""
+
+    def forward_begins(self) -> None:
+        """Note the mode."""
+        dtype = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
+        self._mode = self._module.training, dtype is torch.float16, dtype is torch.bfloat16
+
+    def words(self) -> Mapping[str, Word]:
+        """Return what is compared."""
+        return {name: [float(bit)] for name, bit in zip(("training", "float16", "bfloat16"), self._mode, strict=True)}
+
+    def heard(self, sums: Sums) -> None:
+        """Take what the ranks have sent."""
+        differs = not all(map(sums.same, ("training", "float16", "bfloat16")))
+        self._backwards = self._backwards + 1 if differs else 0
+        if self._backwards >= BACKWARDS:
+            counts = {name: round(sums.total(name)) for name in ("training", "float16", "bfloat16")}
+            self._text = (
+                f"rank {self._rank}: in {BACKWARDS} backwards running, the {sums.size} ranks had run their forwards in "
+                f"different modes: {counts['training']} in training mode, {counts['float16']} under autocast with "
+                f"float16, {counts['bfloat16']} with bfloat16. On this rank training was {self._mode[0]}. Expected the "
+                "same on every rank: call train() and eval() on all ranks, train() also after an evaluation on one of "
+                "them, and enter autocast with the same dtype."
+            )
+
+    def tell(self) -> None:
+        """Say what was found."""
+        if self._text:
+            findings.warn(OTHER_MODES, self._text)
+            self._text = ""

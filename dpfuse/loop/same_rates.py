@@ -1,0 +1,93 @@
+"""The rule of DPF-L07: optimizers of the ranks step on the same parameters with other learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+from torch.optim import Optimizer
+
+from dpfuse.loop.findings import OTHER_RATES, findings
+from dpfuse.loop.model import Model
+from dpfuse.loop.rank_words import Sums, Word, bits_of
+
+__all__ = ["SameRates"]
+
+BITS = 8
+BACKWARDS = 2  # running
+
+
+class SameRates:
+    """Notes the learning rates of optimizers that step, where they are numbers of the host, and compares them.
+
+    Args:
+        model: whose gradients are averaged.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._owned: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # number of groups, a hash
+        self._rates: dict[tuple[str, int], list[float]] = {}  # by name of an optimizer, and that hash
+        self._known = True
+        self._backwards = 0
+        self._text = ""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note the rates of this optimizer."""
+        owned = self._hash_of(optimizer)
+        if not owned:
+            return
+        rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+        if all(type(rate) in (int, float) for rate in rates):
+            self._rates[type(optimizer).__name__, owned] = rates
+        else:
+            self._known = False
+
+    def _hash_of(self, optimizer: Optimizer) -> int:
+        """Return a hash of which parameters of the model it steps on; 0 if there is none."""
+        count, owned = self._owned.get(optimizer, (0, 0))
+        if count != len(optimizer.param_groups):
+            names = {id(param): name for name, param in self._model.params().items()}
+            groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
+            found = any(name is not None for group in groups for name in group)
+            owned = crc32(repr(groups).encode()) | 1 if found else 0
+            self._owned[optimizer] = len(groups), owned
+        return owned
+
+    def words(self) -> Mapping[str, Word]:
+        """Return what is compared."""
+        rates = sorted(self._rates.items())
+        return {
+            "rated": [float(self._known and bool(rates))],
+            "owned": bits_of(crc32(repr([key for key, _ in rates]).encode()), BITS),
+            "rates": bits_of(crc32(repr([values for _, values in rates]).encode()), BITS),
+            "rate": [self._mean()],
+        }
+
+    def _mean(self) -> float:
+        rates = [rate for values in self._rates.values() for rate in values]
+        return sum(rates) / max(1, len(rates))
+
+    def heard(self, sums: Sums) -> None:
+        """Take what the ranks have sent."""
+        comparable = sums.all_set("rated") and sums.same("owned")
+        differs = comparable and not sums.same("rates")
+        self._backwards = self._backwards + 1 if differs else 0
+        if self._backwards < BACKWARDS:
+            return
+        here = ", ".join(f"{name} {', '.join(map(str, rates))}" for (name, _), rates in sorted(self._rates.items()))
+        everywhere = sums.total("rate") / sums.size
+        self._text = (
+            f"rank {self._model.rank}: in {BACKWARDS} steps running, the learning rates were not the same on all "
+            f"{sums.size} ranks, for the same parameters. Here they are {here}, with a mean of {self._mean():.6g}; the "
+            f"mean over all ranks is {everywhere:.6g}. Expected equal ones; the weights of the ranks drift apart. Step "
+            "each schedule equally often on every rank, and let one that depends on a loss see the mean over the ranks."
+        )
+
+    def tell(self) -> None:
+        """Say what was found."""
+        if self._text:
+            findings.warn(OTHER_RATES, self._text)
+            self._text = ""

@@ -1,0 +1,245 @@
+"""What has happened to the gradient of one parameter since it was zero. It is hardly ever read, only looked at."""
+
+from __future__ import annotations
+
+from ctypes import string_at
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from dpfuse.engine.streams import HostCopy, capturing
+from dpfuse.loop.findings import user_line
+
+__all__ = ["Sample", "WatchedGradient", "is_plain", "only_rescaled", "rounding_of", "sample_of", "values_of"]
+
+ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
+TINY = 1e-30  # below which a product may have been rounded to nothing
+Sample = Tensor | bytes  # a copy of them: on a CPU their memory
+
+
+class WatchedGradient:
+    """Counts the backwards that have written one gradient, and notices when other code zeroes or changes it.
+
+    Which tensor `.grad` is, and torch's count of writes, tell that without a look at a value.
+
+    Args:
+        param: whose gradient is watched, dense.
+        name: of the parameter.
+
+    Attributes:
+        means: how many synchronised backwards have written it since it was zero.
+        locals: how many others have, through an output of the wrapper.
+        rest: how many of these came behind the last synchronised one.
+        rest_line: the user's line of the last of them.
+        keeps_bits: how many rules want a copy of a few elements behind each backward that was not averaged. Without
+            any there is one where `rest` is above 0.
+        bits: that copy.
+        length: how many backwards have written it since the last step, or since it was zero.
+        changes: how often other code has changed it between two backwards, since the last step.
+        dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
+    """
+
+    __slots__ = (
+        "_count",
+        "_look",
+        "_nbytes",
+        "_seen",
+        "_stepped",
+        "bits",
+        "changes",
+        "dropped",
+        "keeps_bits",
+        "length",
+        "locals",
+        "means",
+        "name",
+        "param",
+        "rest",
+        "rest_line",
+    )
+
+    def __init__(self, param: Tensor, name: str) -> None:
+        self.param = param
+        self.name = name
+        self.keeps_bits = 0
+        # Of a sample of its memory; 0 where the host must not read it.
+        self._nbytes = min(ELEMENTS, param.numel()) * param.element_size() if param.device.type == "cpu" else 0
+        self._seen: ref[Tensor] | None = None
+        self._count = 0
+        self._look: HostCopy | None = None  # whether it was more than zeros, on a GPU, where other code has written it
+        self.forget()
+
+    def forget(self) -> None:
+        """Count from now on, since what happened is not known."""
+        self.means = self.locals = self.rest = self.changes = self.length = 0
+        self.dropped: list[int] = []
+        self.rest_line = ""
+        self.bits: Sample | None = None
+        self._stepped = False
+        self._mark()
+
+    def _mark(self) -> None:
+        grad = self.param.grad
+        if grad is None or grad.is_inference():  # which has no count of writes
+            self._seen = None
+        else:
+            self._seen, self._count = ref(grad), grad._version
+
+    def _is_as_marked(self, grad: Tensor) -> bool:
+        return self._seen is not None and self._seen() is grad and grad._version == self._count
+
+    def _is_another(self, grad: Tensor) -> bool:
+        return self._seen is None or self._seen() is not grad
+
+    def backward_begins(self, *, announced: bool) -> None:
+        """Look what other code has done since the last backward.
+
+        A backward that no output has `announced` may have written the gradient before this is called.
+        """
+        grad = self.param.grad
+        if grad is None:
+            if self.means or self.length:
+                self._zeroed()
+            self._seen = None
+        elif not self._is_as_marked(grad) and (announced or self._is_another(grad)):
+            self._written_by_others(grad)
+            self._mark()
+
+    def _written_by_others(self, grad: Tensor) -> None:
+        in_window = self.length > 0 and not self._stepped
+        if self._is_another(grad):
+            self._restart()  # another tensor, of which nothing is known
+        elif self._nbytes:
+            if not grad.any():
+                self._zeroed()
+            else:
+                self.changes += in_window
+        else:
+            # Its values would have to be waited for. They are read after the next step.
+            if in_window and not capturing():
+                self._look = HostCopy(grad.any().view(1))
+            self._restart()
+
+    def _zeroed(self) -> None:
+        if not self._stepped:
+            self.dropped.append(self.length)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.means = self.locals = self.rest = self.length = 0
+        self.bits = None
+
+    def local_ends(self, *, announced: bool) -> None:
+        """Note the end of a backward that was not averaged; `announced` says that it went through an output."""
+        grad = self.param.grad
+        if grad is None or self._is_as_marked(grad):
+            return
+        self._mark()
+        self._count_backward()
+        if announced:
+            self.locals += 1
+            if self.means:
+                self.rest += 1
+                self.rest_line = user_line()
+        if self.rest or self.keeps_bits:
+            plain = self._nbytes and grad.is_contiguous()  # as in `sample_of`, in half the time
+            self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
+
+    def mean_ends(self) -> None:
+        """Note the end of a synchronised backward."""
+        self._mark()
+        if self._seen is None:
+            return
+        self._count_backward()
+        self.means += 1
+        self.rest = 0
+        self.bits = None
+
+    def _count_backward(self) -> None:
+        if self._stepped:
+            self._stepped, self.length = False, 0
+        self.length += 1
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a backward has written it since the last step."""
+        return self.length > 0 and not self._stepped
+
+    def stepped(self) -> None:
+        """Note that an optimizer steps on it, once the rules have looked."""
+        self._stepped = True
+        self.changes = 0
+        self.dropped.clear()
+        if self._look is not None:
+            look, self._look = self._look, None
+            self.changes += any(look.read())
+
+    @property
+    def was_kept(self) -> bool:
+        """Whether its values are those of the last backward, or these times one number, or cut at one value.
+
+        An average over the ranks, or noise, is another change. It waits for the device.
+        """
+        grad, bits = self.param.grad, self.bits
+        if grad is None or bits is None:
+            return False
+        before, now = (values_of(each, grad.dtype).cpu() for each in (bits, sample_of(grad)))
+        return only_rescaled(before, now)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is torch's own class: another one may have its elements elsewhere, or on several ranks."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def sample_of(tensor: Tensor) -> Sample:
+    """Return a copy of some elements, at most 64, of a dense tensor. The host does not wait."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():  # ten times as fast as a copy by torch
+        return string_at(tensor.data_ptr(), min(ELEMENTS, tensor.numel()) * tensor.element_size())
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone()
+
+
+def values_of(sample: Sample, dtype: torch.dtype) -> Tensor:
+    """Return the elements, [at most 64], of a sample of a tensor with this dtype, on its device."""
+    return sample if isinstance(sample, Tensor) else torch.frombuffer(bytearray(sample), dtype=dtype)
+
+
+def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -> bool:
+    """Whether `now` is `before`, or that times one number, or that cut at one absolute value: what clipping does.
+
+    Args:
+        before, now: [n], on the CPU.
+        tolerance: of the factor, relative; None is that of their dtype.
+
+    Returns:
+        False where the values cannot tell that from an average over ranks, since few of them differ.
+
+    Example:
+        >>> import torch
+        >>> before = torch.tensor([1.0, -2.0, 4.0, 0.0])
+        >>> only_rescaled(before, before / 3), only_rescaled(before, before.clamp(-1.5, 1.5))
+        (True, True)
+        >>> only_rescaled(before, (before + torch.tensor([4.0, -2.0, 1.0, 0.0])) / 2)
+        False
+    """
+    if torch.equal(before, now):
+        return True
+    tolerance = tolerance or rounding_of(now)
+    before, now = before.double(), now.double()
+    sizes, new_sizes = before.abs(), now.abs()
+    if len(sizes[sizes > 0].unique()) < 3 or not (new_sizes.isfinite().all() and new_sizes.any()):
+        return False
+    place = int(sizes.argmax())
+    factor = now[place] / before[place]
+    if factor > 0 and bool(((now - factor * before).abs() <= tolerance * factor * sizes + TINY).all()):
+        return True
+    limit = new_sizes.max()
+    cut = (new_sizes == limit) & (sizes >= limit) & (now.sign() == before.sign())
+    return bool((cut | (now == before)).all())
+
+
+def rounding_of(tensor: Tensor) -> float:
+    """Return how far, relatively, a multiplication of numbers of this dtype may round."""
+    return 4 * torch.finfo(tensor.dtype).eps

@@ -1,0 +1,38 @@
+"""Small models and batches for the programs of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["batch", "batches", "loss_of", "mlp", "seeded"]
+
+
+def seeded(rank: int, number: int = 0) -> torch.Generator:
+    """A generator of this rank."""
+    return torch.Generator().manual_seed(1000 * number + rank + 1)
+
+
+def mlp() -> nn.Module:
+    """Two layers, of 8 and 3 outputs, for inputs of 4 numbers."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(generator: torch.Generator, count: int = 5) -> tuple[Tensor, Tensor]:
+    """Inputs [count, 4] and targets [count, 3]."""
+    return torch.randn(count, 4, generator=generator), torch.randn(count, 3, generator=generator)
+
+
+def batches(rank: int, length: int, number: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """`length` batches of this rank, other ones for another number."""
+    generator = seeded(rank, number)
+    for _ in range(length):
+        yield batch(generator)
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean of the squared errors."""
+    return (outputs - targets).square().mean()

@@ -1,0 +1,136 @@
+"""What `check_loop` does at each level, what it costs, and what tells an average by hand from clipping."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfuse
+from dpfuse.errors import DPFuseError, LoopWarning
+from dpfuse.loop.findings import findings
+from dpfuse.loop.watched_gradient import only_rescaled
+from tests.loops.nets import batches, loss_of, mlp
+from tests.operations import Operations
+
+
+def late_switch(model, rank, steps):
+    """The loop of DPF-L01; returns its optimizer's steps, the errors, and the warnings."""
+    findings.forget()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader, errors = batches(rank, 2 * steps), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LoopWarning)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for micro in range(2):
+                x, y = next(loader)
+                loss = loss_of(model(x), y)
+                model.require_backward_grad_sync = micro == 1
+                loss.backward()
+            try:
+                optimizer.step()
+            except DPFuseError as error:
+                errors.append(error)
+    return errors, [each for each in caught if isinstance(each.message, LoopWarning)]
+
+
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+def test_the_default_is_an_error_before_each_such_step(rank, size, face):
+    model = face(mlp())
+    before = [param.clone() for param in model.parameters()]
+    errors, warned = late_switch(model, rank, 3)
+    assert [error.code for error in errors] == ["DPF-L01"] * 3
+    assert warned == []
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_warn_goes_on_and_warns_once_at_the_line_of_the_step(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="off")
+    errors, warned = late_switch(model, rank, 3)
+    assert errors == []
+    assert [each.message.code for each in warned] == ["DPF-L01"]
+    assert warned[0].filename == __file__
+    with open(__file__) as source:
+        assert source.readlines()[warned[0].lineno - 1].strip() == "optimizer.step()"
+
+
+def test_off_looks_at_nothing(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_loop="off", check_weights="off")
+    assert model._sync.loop is None
+    assert late_switch(model, rank, 3) == ([], [])
+
+
+def test_patch_warns_unless_it_is_told_otherwise(rank, size):
+    for options, level in (({}, "warn"), ({"check_loop": "raise"}, "raise"), ({"check_loop": "off"}, "off")):
+        with dpfuse.patch(**options):
+            assert DistributedDataParallel(mlp())._options.common["check_loop"] == level
+    with dpfuse.patch():
+        assert DistributedDataParallel(mlp(), check_loop="off")._options.common["check_loop"] == "off"
+
+
+def test_one_rank_has_no_check(group):
+    assert dpfuse.DataParallel(mlp())._sync.loop is None
+
+
+def test_another_level_is_refused():
+    with pytest.raises(ValueError, match="check_loop must be one of 'raise', 'warn', 'off', got True"):
+        dpfuse.DataParallel(mlp(), check_loop=True)
+
+
+def operations_of(count, level):
+    """Torch operations of a step, behind the steps in which ranks compare something."""
+    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]), check_loop=level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(30):
+        with Operations() as done:
+            model(torch.full((2, 3), float(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(done.names)
+
+
+def test_a_settled_step_has_no_operation_more(rank, size):
+    for count in (5, 20):
+        assert operations_of(count, "raise") == operations_of(count, "off")
+
+
+def test_what_the_ranks_compare_adds_few_bytes_to_the_report(rank, size):
+    numels = [dpfuse.DataParallel(mlp(), check_loop=level).reducer.in_use.report.numel for level in ("raise", "off")]
+    assert 0 < 4 * (numels[0] - numels[1]) <= 256
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+BEFORE = torch.randn(64, generator=GENERATOR)
+OTHER = torch.randn(64, generator=GENERATOR)
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (BEFORE, True),
+        (BEFORE * 0.37, True),
+        (BEFORE / 65536, True),
+        (BEFORE.clamp(-0.5, 0.5), True),
+        ((BEFORE + OTHER) / 2, False),
+        (BEFORE + OTHER, False),
+        (BEFORE + 0.01 * OTHER, False),
+        (BEFORE.abs(), False),
+        (-BEFORE, False),
+        (torch.zeros(64), False),
+        (BEFORE * torch.nan, False),
+    ],
+    ids=["same", "clipped", "unscaled", "cut", "mean", "sum", "noise", "sizes", "turned", "zeroed", "nan"],
+)
+def test_scaling_is_told_from_an_average(now, expected):
+    assert only_rescaled(BEFORE, now) is expected
+    assert only_rescaled(BEFORE.bfloat16(), now.bfloat16()) is expected
+
+
+def test_values_that_are_all_the_same_tell_nothing():
+    """As gradients of a sum often are: a mean over ranks scales them, too."""
+    assert not only_rescaled(torch.ones(8), torch.full((8,), 1.5))
+    assert not only_rescaled(torch.ones(1), torch.full((1,), 0.5))

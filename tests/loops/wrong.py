@@ -1,0 +1,639 @@
+"""Training loops that are wrong on every rank, in the styles of public programs. Each takes at most 24 steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+
+__all__ = ["PROGRAMS"]
+
+Loop = Callable[[int, int], None]  # gets rank and number of ranks
+PROGRAMS: dict[str, tuple[str, Loop]] = {}  # the code of the finding, and the program, by its name
+
+
+def named(code: str) -> Callable[[Loop], Loop]:
+    """Add a program that is to be named with this code."""
+
+    def add(program: Loop) -> Loop:
+        PROGRAMS[program.__name__] = (code, program)
+        return program
+
+    return add
+
+
+# --- DPF-L01: local gradients in a step ---
+
+
+@named("DPF-L01")
+def build_nanogpt_switch_behind_the_forward(rank, size):
+    """karpathy/build-nanogpt#30: the flag is set between forward and backward, and acts on the next forward."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=False)
+    grad_accum_steps, loader = 4, batches(rank, 96)
+    for _step in range(24):
+        optimizer.zero_grad()
+        loss_accum = 0.0
+        for micro_step in range(grad_accum_steps):
+            x, y = next(loader)
+            loss = loss_of(model(x), y) / grad_accum_steps
+            loss_accum += loss.detach()
+            model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+            loss.backward()
+        dist.all_reduce(loss_accum)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+@named("DPF-L01")
+def build_nanogpt_with_private_gradients_that_are_filled_with_zeros(rank, size):
+    model = dpfuse.DataParallel(mlp(), gradient_as_bucket_view=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = batches(rank, 48)
+    for _step in range(24):
+        optimizer.zero_grad(set_to_none=False)
+        for micro_step in range(2):
+            x, y = next(loader)
+            loss = loss_of(model(x), y)
+            model.require_backward_grad_sync = micro_step == 1
+            loss.backward()
+        optimizer.step()
+
+
+@named("DPF-L01")
+def funasr_step_one_batch_behind_the_average(rank, size):
+    """modelscope/FunASR#3472: no_sync() counts from the next batch, and the step from this one."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    accum_grad = 3
+    for batch_idx, (x, y) in enumerate(batches(rank, 72)):
+        my_context = nullcontext if (batch_idx + 1) % accum_grad == 0 else model.no_sync
+        with my_context():
+            (loss_of(model(x), y) / accum_grad).backward()
+        if batch_idx % accum_grad == 0:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def average_of_the_first_batch_only(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 4 != 0):
+            loss_of(model(x), y).backward()
+        if (index + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def forward_outside_and_second_backward_inside_no_sync(rank, size):
+    """The auxiliary loss has its backward in no_sync(), for it was to save an average."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 10):
+        optimizer.zero_grad()
+        outputs = model(x)
+        loss_of(outputs, y).backward(retain_graph=True)
+        with model.no_sync():
+            outputs.square().mean().backward()
+        optimizer.step()
+
+
+@named("DPF-L01")
+def accelerate_flag_of_the_batch_before(rank, size):
+    """`sync_gradients` is computed at the end of an iteration, so it belongs to the batch before."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    sync_gradients, steps = True, 4
+    for step, (x, y) in enumerate(batches(rank, 96)):
+        with nullcontext() if sync_gradients else model.no_sync():
+            (loss_of(model(x), y) / steps).backward()
+        sync_gradients = (step + 1) % steps == 0
+        if sync_gradients:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def scaler_and_two_optimizers(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    layers = [model.module[0], model.module[2]]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in layers]
+    for index, (x, y) in enumerate(batches(rank, 20)):
+        with model.no_sync(enabled=index % 2 == 1):
+            scaler.scale(loss_of(model(x), y)).backward()
+        if index % 2:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def part_of_the_batch_in_no_sync_behind_the_rest(rank, size):
+    """A memory-saving split of a batch, whose last part is not averaged."""
+    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 3)))
+    optimizer = torch.optim.RMSprop(model.parameters())
+    for x, y in batches(rank, 8):
+        loss_of(model(x[:3]), y[:3]).backward()
+        with model.no_sync():
+            loss_of(model(x[3:]), y[3:]).backward()
+        optimizer.step()
+        model.zero_grad()
+
+
+# --- DPF-L02: nothing was averaged ---
+
+
+@named("DPF-L02")
+def whole_training_in_no_sync(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for x, y in batches(rank, 24):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@named("DPF-L02")
+def switch_that_is_never_set_back(rank, size):
+    """The last batch of an epoch had set the switch, and the accumulation was removed since."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.require_backward_grad_sync = False
+    for x, y in batches(rank, 24):
+        loss = loss_of(model(x), y)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@named("DPF-L02")
+def backward_outside_of_no_sync_but_forward_inside(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        with model.no_sync():
+            loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@named("DPF-L02")
+def trainer_whose_condition_is_inverted(rank, size):
+    class Trainer:
+        gradient_accumulation_steps = 1
+
+        def __init__(self):
+            self.model = dpfuse.DistributedDataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def training_step(self, inputs):
+            x, y = inputs
+            self.model.train()
+            loss = loss_of(self.model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        def train(self):
+            for step, inputs in enumerate(batches(rank, 24)):
+                last = (step + 1) % self.gradient_accumulation_steps == 0
+                with self.model.no_sync() if last else nullcontext():
+                    self.training_step(inputs)
+                if last:
+                    self.optimizer.step()
+                    self.model.zero_grad()
+
+    Trainer().train()
+
+
+@named("DPF-L02")
+def more_batches_to_accumulate_than_an_epoch_has(rank, size):
+    """Each epoch ends with a step, and the counter of batches begins again before one is synchronised."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(23):
+        for index, (x, y) in enumerate(batches(rank, 3, epoch)):
+            with nullcontext() if (index + 1) % 4 == 0 else model.no_sync():
+                loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- DPF-L03: a window cut short ---
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_stepped_on_but_not_averaged(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    length = 19
+    for epoch in range(2):
+        for index, (x, y) in enumerate(batches(rank, length, epoch)):
+            with model.no_sync(enabled=(index + 1) % 2 != 0):
+                loss_of(model(x), y).backward()
+            if (index + 1) % 2 == 0 or index + 1 == length:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_stepped_on_behind_it(rank, size):
+    """transformers' older `Trainer`: what is left is stepped on after the loop."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(2):
+        for index, (x, y) in enumerate(batches(rank, 26, epoch)):
+            model.require_backward_grad_sync = (index + 1) % 3 == 0
+            loss_of(model(x), y).backward()
+            if (index + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_zeroed(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        optimizer.zero_grad()
+        for index, (x, y) in enumerate(batches(rank, 17, epoch)):
+            with nullcontext() if (index + 1) % 2 == 0 else model.no_sync():
+                (loss_of(model(x), y) / 2).backward()
+            if (index + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@named("DPF-L03")
+def last_batches_of_an_epoch_are_filled_with_zeros(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for epoch in range(3):
+        model.zero_grad(set_to_none=False)
+        for index, (x, y) in enumerate(batches(rank, 26, epoch)):
+            with model.no_sync(enabled=(index + 1) % 3 != 0):
+                loss_of(model(x), y).backward()
+            if (index + 1) % 3 == 0:
+                optimizer.step()
+                model.zero_grad(set_to_none=False)
+
+
+# --- DPF-L06: gradients changed inside a window ---
+
+
+@named("DPF-L06")
+def clipping_after_each_batch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 4 != 0):
+            loss_of(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if (index + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
+def division_of_what_is_accumulated_after_each_batch(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    accumulation = 2
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        model.require_backward_grad_sync = (index + 1) % accumulation == 0
+        loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad /= accumulation
+        if (index + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@named("DPF-L06")
+def unscaling_by_hand_after_each_batch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 3 != 0):
+            (1024 * loss_of(model(x), y)).backward()
+        torch._foreach_div_([param.grad for param in model.parameters()], 1024.0)
+        if (index + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
+def weight_decay_by_hand_after_each_batch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 12)):
+        with model.no_sync(enabled=(index + 1) % 2 != 0):
+            loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad.add_(param.detach(), alpha=0.01)
+        if (index + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- DPF-L04: averaged, never stepped ---
+
+
+@named("DPF-L04")
+def optimizer_of_the_head_alone(rank, size):
+    """The backbone was to be frozen."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.module[2].parameters())
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def optimizer_of_another_copy(rank, size):
+    """The model was copied, as by a move to another device, after the optimizer was made."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = dpfuse.DataParallel(copy.deepcopy(module))
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def second_optimizer_is_never_stepped(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim == 1]
+    optimizers = [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(others)]
+    for x, y in batches(rank, 24):
+        loss_of(model(x), y).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@named("DPF-L04")
+def layer_added_after_the_optimizer(rank, size):
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = dpfuse.DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)))
+    for index, (x, y) in enumerate(batches(rank, 48)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
+
+
+# --- DPF-L05: the same batches on all ranks ---
+
+
+@named("DPF-L05")
+def loader_without_a_distributed_sampler(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 96))
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=seeded(0))
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L05")
+def sampler_with_the_rank_of_a_job_of_one(rank, size):
+    """As a launcher's variables are read that this launcher does not set."""
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 96))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L05")
+def random_batches_with_one_seed(rank, size):
+    """nanoGPT's get_batch(), without the offset of the seed."""
+    torch.manual_seed(1337)
+    data = torch.randint(0, 50, (2000,))
+    embedding = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.01)
+    for _ in range(20):
+        starts = torch.randint(len(data) - 9, (4,))
+        x = torch.stack([data[start : start + 8] for start in starts])
+        y = torch.stack([data[start + 1 : start + 9] for start in starts])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(embedding(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+
+
+@named("DPF-L05")
+def keyword_inputs_in_a_dict(rank, size):
+    model = dpfuse.DistributedDataParallel(Keywords(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(0, 20)):
+        inputs = {"x": x, "mask": None, "labels": y, "step": step}
+        optimizer.zero_grad()
+        model(**inputs).backward()
+        optimizer.step()
+
+
+class Keywords(nn.Module):
+    """Computes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, *, x, mask, labels, step):
+        return loss_of(self.net(x), labels)
+
+
+# --- DPF-L07: learning rates differ ---
+
+
+@named("DPF-L07")
+def schedule_that_sees_the_loss_of_its_rank(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step(loss.item())
+
+
+@named("DPF-L07")
+def rate_scaled_by_the_rank(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    groups = [{"params": [param], "lr": 0.1 / (rank + place + 1)} for place, param in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L07")
+def warmup_by_a_count_of_samples(rank, size):
+    """Ranks have batches of other sizes, and each counts its own."""
+    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator, seen = seeded(rank), 0
+    for _ in range(20):
+        x, y = batch(generator, 4 + rank)
+        seen += len(x)
+        optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, seen / 1000)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+# --- DPF-L08: modes differ ---
+
+
+@named("DPF-L08")
+def rank_0_stays_in_eval_mode_after_its_evaluation(rank, size):
+    model = dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 20)):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if index == 5 and rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+
+
+@named("DPF-L08")
+def autocast_on_one_rank(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+            loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@named("DPF-L08")
+def autocast_with_another_dtype_on_one_rank(rank, size):
+    """As where each rank asks its own device what that can do."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16 if rank else torch.float16):
+            loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+# --- DPF-L09: a group of one rank ---
+
+
+@named("DPF-L09")
+def each_rank_wraps_with_a_group_of_its_own(rank, size):
+    groups = [dist.new_group([other]) for other in range(size)]
+    model = dpfuse.DataParallel(mlp(), group=groups[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 3):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+# --- DPF-L10: each micro-batch synchronised ---
+
+
+@named("DPF-L10")
+def accumulation_without_no_sync(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 72)):
+        (loss_of(model(x), y) / 4).backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- DPF-L11: the same order in each epoch ---
+
+
+@named("DPF-L11")
+def epoch_of_the_sampler_is_not_set(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 40 * size))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for x, y in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@named("DPF-L11")
+def epoch_of_the_sampler_is_not_set_where_batches_are_accumulated(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 32 * size))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _epoch in range(3):
+        for index, (x, y) in enumerate(loader):
+            with model.no_sync(enabled=index % 2 == 0):
+                (loss_of(model(x), y) / 2).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@named("DPF-L02")
+def closures_in_no_sync(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss = loss_of(model(x), y)
+                loss.backward()
+            return loss
+
+        optimizer.step(closure)
