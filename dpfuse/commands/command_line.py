@@ -55,6 +55,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from dpfuse.commands.env_command import show_environment
 
         return show_environment(as_json=options.json)
+    if options.command == "run":
+        from dpfuse.commands.run_command import run
+
+        return run(_program(options), options.ranks)
     if options.command == "tune":
         return _tune(options, arguments)
     from dpfuse.commands.bench_command import Effort, bench
@@ -92,7 +96,7 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: show, tune, measure.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="plan | tune | bench | env")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | plan | tune | bench | env")
     plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
@@ -114,10 +118,32 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tell torch's DDP that some parameters get no gradient",
     )
+    text = "run a program as it is, with dpfuse in place of torch's DDP"
+    run = commands.add_parser("run", help=text, description=f"{text}.", allow_abbrev=False)
+    text = "ranks to start on this machine (default: none, this process is a rank, or the program starts them)"
+    run.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
+    _program_of_the_user(run)
     text = "print machine and versions, for the report of a bug; starts nothing"
     env = commands.add_parser("env", help=text, description=f"{text}.", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
+
+
+def _program_of_the_user(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    kinds.add_argument(
+        *_spellings("no_python"), action="store_true", help="the program is a command, such as `accelerate`"
+    )
+    parser.add_argument("program", metavar="train.py", help="a script, with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
+
+
+def _program(options: argparse.Namespace) -> Any:
+    from dpfuse.commands.run_command import Program
+
+    kind = "module" if options.module else "command" if options.no_python else "script"
+    return Program(options.program, tuple(options.arguments), kind)
 
 
 def _simulation(parser: argparse.ArgumentParser) -> None:

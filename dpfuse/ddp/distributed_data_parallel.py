@@ -355,7 +355,7 @@ def _buffer_options(broadcast_buffers: bool | None, forward_sync_buffers: bool |
         text = "broadcast_buffers is deprecated, use forward_sync_buffers (which still sends buffers at construction)"
         if forward_sync_buffers is not None:
             text = "broadcast_buffers is deprecated and ignored, since forward_sync_buffers is given"
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        warn_at_user(FutureWarning(text))
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     value = broadcast_buffers is not False
