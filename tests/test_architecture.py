@@ -75,11 +75,15 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"measure"}, {"comm", "engine", "gradients", "kernels"} | OPEN_TO_ALL),
         ({"model"}, {"comm", "engine", "gradients", "liveness", "measure"} | OPEN_TO_ALL),
+        ({"trace"}, {"engine"} | OPEN_TO_ALL),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
-        (FACES, {"comm", "engine", "gradients", "measure", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
+        (
+            FACES,
+            {"comm", "engine", "gradients", "measure", "model", "trace", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL,
+        ),
         ({"sharded"}, {"comm", "engine", "gradients", "measure", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],
-    ids=["kernels", "comm", "engine", "gradients", "measure", "model", "liveness and job", "faces", "sharded"],
+    ids=["kernels", "comm", "engine", "gradients", "measure", "model", "trace", "liveness and job", "faces", "sharded"],
 )
 def test_a_layer_imports_only_what_lies_below(layers, allowed):
     found = [breach for layer in sorted(layers) for breach in breaches(layer, allowed)]

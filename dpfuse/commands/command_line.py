@@ -55,6 +55,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from dpfuse.commands.env_command import show_environment
 
         return show_environment(as_json=options.json)
+    if options.command == "diff":
+        from dpfuse.commands.diff_command import diff
+
+        return diff(options.one, options.other, as_json=options.json)
     if options.command == "run":
         from dpfuse.commands.run_command import run
 
@@ -96,7 +100,7 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: show, tune, measure.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | plan | tune | bench | env")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | diff | plan | tune | bench | env")
     plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
@@ -123,6 +127,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "ranks to start on this machine (default: none, this process is a rank, or the program starts them)"
     run.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
     _program_of_the_user(run)
+    text = "find where two runs part, which DPFUSE_TRACE has traced"
+    diff = commands.add_parser("diff", help=text, description=f"{text}.", allow_abbrev=False)
+    for name in ("one", "other"):
+        diff.add_argument(name, type=Path, metavar="FOLDER", help="a folder that DPFUSE_TRACE has named")
+    diff.add_argument("--json", action="store_true", help="as JSON")
     text = "print machine and versions, for the report of a bug; starts nothing"
     env = commands.add_parser("env", help=text, description=f"{text}.", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")

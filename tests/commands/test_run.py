@@ -98,8 +98,8 @@ def test_a_program_that_starts_its_own_ranks():
 
 SEEN = """
 import json, os, sys
-print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec__.name, sys.flags.dev_mode, sys.flags.optimize,
-                  [path for path in sys.path if path.endswith("at_startup")], os.getcwd(), sorted(globals())]))
+print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec__.name, sys.flags.dev_mode,
+                  sys.flags.optimize, [path for path in sys.path if path.endswith("at_startup")], os.getcwd(), sorted(globals())]))
 print("torch" in sys.modules, "dpfuse" in sys.modules, "sitecustomize of the user" in os.environ.get("SEEN", ""))
 sys.stderr.write("on stderr")
 """
@@ -154,7 +154,7 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
     assert REPLACED.findall(done.stderr) == ["Linear"]
-    assert "(replacing.py:10): 2 parameters" in done.stderr
+    assert "(replacing.py:11): 2 parameters" in done.stderr
     variables = startup_variables("dpfuse.commands.replacement", clean_environment())
     done = python("replacing.py", "none", folder=tmp_path, **variables)
     assert done.stderr == (
