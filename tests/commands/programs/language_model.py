@@ -14,7 +14,8 @@ from weights import show
 
 steps, micro_steps, width, lr = 5, 3, 16, 1e-3
 if len(sys.argv) > 1:
-    globals().update(runpy.run_path(sys.argv[1]))
+    settings = runpy.run_path(sys.argv[1])
+    globals().update({name: value for name, value in settings.items() if not name.startswith("_")})
 
 
 class Block(nn.Module):
