@@ -324,6 +324,27 @@ class SyncedModule(nn.Module):
         if self._sync is not None:
             self._sync.grads.reducer.discard_accumulated()
 
+    def synchronize_weights(self) -> None:
+        """Overwrite parameters and buffers with those of rank 0; to be called on all ranks, between backwards.
+
+        After that, a difference of which a `WeightsWarning` or an error of `check_weights` has told is gone. States of
+        the optimizer stay as they are: if they differ, the weights become different again.
+
+        Raises:
+            DPFuseError: a backward is running; the ranks' parameters or buffers have other names, shapes or dtypes,
+                which is raised on every rank.
+
+        Example:
+            >>> import dpfuse, torch
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> model.synchronize_weights()
+            >>> dist.destroy_process_group()
+        """
+        if self._sync is not None:
+            self._sync.synchronize_weights()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
         super().zero_grad(set_to_none)
@@ -450,6 +471,7 @@ class SyncedModule(nn.Module):
             averaged gradients, `nonfinite_values` how many NaN and infinite values all ranks sent.
             `gradient_square` and `gradient_variance` are estimates without bias, and `noise_scale` is their ratio,
             infinite if the first is not positive. These three are NaN on one rank, and with a communication hook.
+            `weights_differ_since` is there only while the ranks' weights are known to differ, and counts as `step`.
             Empty before the first synchronised backward, and without a process group.
 
         Raises:
@@ -473,7 +495,10 @@ class SyncedModule(nn.Module):
                 "metrics() was called on a model that was wrapped with metrics=False, expected True: nothing was "
                 "measured. Pass metrics=True where the model is wrapped."
             )
-        return {} if self._sync is None or self._sync.metrics is None else self._sync.metrics.read()
+        if self._sync is None or self._sync.metrics is None:
+            return {}
+        known = self._sync.differing_weights
+        return self._sync.metrics.read() | ({"weights_differ_since": min(known.values())} if known else {})
 
     def _gradients(self) -> Measurable:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()

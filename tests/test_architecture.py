@@ -74,8 +74,9 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"engine"}, {"comm", "kernels"} | OPEN_TO_ALL),
         ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"measure"}, {"comm", "engine", "gradients", "kernels"} | OPEN_TO_ALL),
-        ({"model"}, {"comm", "engine", "gradients", "liveness", "measure"} | OPEN_TO_ALL),
         ({"trace"}, {"engine"} | OPEN_TO_ALL),
+        ({"weights"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
+        ({"model"}, {"comm", "engine", "gradients", "liveness", "measure", "weights"} | OPEN_TO_ALL),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
         (
             FACES,
@@ -83,7 +84,19 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ),
         ({"sharded"}, {"comm", "engine", "gradients", "measure", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],
-    ids=["kernels", "comm", "engine", "gradients", "measure", "model", "trace", "liveness and job", "faces", "sharded"],
+    ids=[
+        "kernels",
+        "comm",
+        "engine",
+        "gradients",
+        "measure",
+        "trace",
+        "weights",
+        "model",
+        "liveness and job",
+        "faces",
+        "sharded",
+    ],
 )
 def test_a_layer_imports_only_what_lies_below(layers, allowed):
     found = [breach for layer in sorted(layers) for breach in breaches(layer, allowed)]

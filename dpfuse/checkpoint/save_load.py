@@ -31,7 +31,9 @@ from dpfuse.checkpoint.training_state import (
     set_sampler_state,
 )
 from dpfuse.comm import collective, votes
-from dpfuse.errors import DPFuseError
+from dpfuse.engine.user_line import warn_at_user
+from dpfuse.errors import DPFuseError, WeightsWarning
+from dpfuse.weights.finding import CODE, tell_known
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -104,6 +106,9 @@ def save_checkpoint(
     """
     what = "save_checkpoint"
     group = _group_of(model, group)
+    sync = model._sync if isinstance(model, SyncedModule) else None
+    if sync is not None and (known := sync.differing_weights):
+        warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), CODE))
 
     def own_part() -> tuple[int, bytes]:
         number = _integer("step", step, 0)

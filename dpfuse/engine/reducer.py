@@ -62,7 +62,7 @@ class Calls:
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
         guard: called with the report if it is not read in the same backward.
-        answer: called on every rank, with all buckets landed, where a rank has asked for an exchange.
+        answer: called on every rank, with all buckets landed, where a rank has asked for an exchange, or one is due.
     """
 
     open_backward: Callable[[], None]
@@ -553,10 +553,12 @@ class Reducer:
 
     def _record(self, param: Any) -> None:
         """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
-        if self.phase in RESTING:
+        phase = self.phase
+        if phase is IDLE or phase is ABANDONED:  # `in` compares members by value, too: 0.1 us for each gradient
             self._open_unannounced()
+            phase = self.phase
         self._in_use.recorded.append(param)
-        if self.phase is LOCAL and self.accumulation.feeds:
+        if phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
             self._in_use.ready[order].entries.append(param)
             self._examine(order)
@@ -719,7 +721,8 @@ class Reducer:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
         outcome = self._run.outcome
         reading = report.read(outcome, wait=wait, gather=gather)
-        if report.asked:
+        if report.asked or self._wiring.window.due:
+            self._wiring.window.due = False
             try:
                 self._wiring.calls.answer()
             except BaseException:

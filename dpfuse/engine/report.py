@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from dpfuse_kernels.spoil import any_pair
 __all__ = ["ALL_WELL", "SLOTS", "Outcome", "Reading", "Report"]
 
 RANK_BITS = 16  # of the number of a rank that failed or has changed
+NUMBER_BITS = 32  # of a number that only the device may know
 HASH_BITS = 16  # of the set of frozen parameters
 SLOTS = (
     "nonfinite",
@@ -62,6 +64,7 @@ class Reading:
         any_failed, any_well: whether a rank failed, and whether a rank did not.
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
         any_asks: whether a rank asks for an exchange.
+        any_number: whether the ranks' numbers of a feature differ, which is no failure.
         differing: names of the fields in which ranks differ.
         rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
         rows: for each rank whether it failed, whether its model has changed, and its value of each field, which is -1
@@ -76,6 +79,7 @@ class Reading:
     differing: tuple[str, ...] = ()
     rank: int | None = None
     rows: tuple[tuple[int, ...], ...] = ()
+    any_number: bool = False
 
     @property
     def all_well(self) -> bool:
@@ -107,6 +111,9 @@ class Report:
     exchange. No rank answers no to the last question, so it is no difference. A rank sends the bits of its number only
     if it failed or has changed.
 
+    A feature may have a number of 32 bits compared that only the device knows. A difference in it is no failure: the
+    feature decides what follows.
+
     Args:
         group: the ranks.
         param_count: number of parameters of the plan.
@@ -114,9 +121,14 @@ class Report:
         window: knows whether this rank has inputs.
         dtype: the dtype in which it is packed: float32, float64, or that of gradients that travel as one of these.
         device: the device on which it is packed.
+        has_number: whether a number of a feature is compared.
 
     Attributes:
         numel: the number of its elements.
+        number: where the bits of that number are, as pairs, [32, 2], in what is packed; zeros are no number. None
+            where none is compared.
+        differs: whether the ranks' numbers differed in the backward of which every rank has heard by now: on a CPU
+            this backward, on CUDA the one before.
         is_on_cpu: whether it lies on the CPU, where every rank reads it as soon as it has landed.
         asked: whether a rank has asked for an exchange of which every rank has heard by now: on a CPU in this
             backward, on CUDA in the one before.
@@ -130,6 +142,8 @@ class Report:
         window: Window,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        has_number: bool = False,
     ) -> None:
         self.group = group
         self._fields = list(fields)
@@ -137,12 +151,17 @@ class Report:
         self.asked = False
         self._asked_early = False  # on CUDA, in this backward, since this rank has waited for its report
         compared = 3 + sum(each.bits for each in fields) + HASH_BITS
-        slots = 2 * (compared + RANK_BITS)
-        self._places = _Places(compared, slots, slots + len(SLOTS))
+        number = 2 * (compared + RANK_BITS)
+        slots = number + 2 * NUMBER_BITS * has_number
+        self._places = _Places(compared, number, slots, slots + len(SLOTS))
         self.numel = self._places.flags + param_count
         self._values: list[object] = [*[0] * len(fields), False, False, frozenset()]  # what `_source` tells
-        start = [*self._pairs_of(self._values), *[0.0] * (2 * RANK_BITS + len(SLOTS)), *[1.0] * param_count]
+        nothing = [0.0] * (2 * RANK_BITS + slots - number + len(SLOTS))
+        start = [*self._pairs_of(self._values), *nothing, *[1.0] * param_count]
         self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
+        self.number = self._source[number:slots].view(-1, 2) if has_number else None
+        self.differs = False
+        self._differed_early = False  # on CUDA, in this backward, since this rank has waited for its report
         self.is_on_cpu = self._source.is_cpu
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
@@ -210,8 +229,12 @@ class Report:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
         before = self._latest
         # It is usually where the one before was, and making a slice takes a microsecond.
-        states = before.states if before is not None and before.view is view else view[: self._places.slots]
-        self._latest = self._sums = _Sums(view, states)
+        if before is not None and before.view is view:
+            self._latest = self._sums = _Sums(view, before.told, before.states, before.ones, before.zeros)
+            return
+        states, number = view[: self._places.number], view[self._places.number : self._places.slots]
+        ones, zeros = (number[::2], number[1::2]) if number.numel() else (None, None)
+        self._latest = self._sums = _Sums(view, view[: self._places.slots], states, ones, zeros)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
@@ -247,24 +270,27 @@ class Report:
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self.group.size() == 1 and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything
-        states = sums.states
         if not (wait or self.is_on_cpu):
-            return self._read_later(states)
+            return self._read_later(sums)
+        states = sums.states
         before = self._read_pending() if self._pending else ALL_WELL
-        self.asked, self._asked_early = before.any_asks or self._asked_early, False
+        self._tell_of(before)
         if not before.all_well and outcome.well:
             return before
+        if self.is_on_cpu and sums.ones is not None:
+            # Both sums of a pair are 0 or above, so the products add up to 0 only if all of them are 0.
+            self.differs = torch.dot(sums.ones, sums.zeros).item() != 0  # type: ignore[arg-type]
         if self._well is not None and torch.equal(states, self._well):
             return ALL_WELL
-        numbers = states.tolist()
+        numbers = sums.told.tolist()
         reading = self._interpret(numbers)
         if self.is_on_cpu:
             self.asked = reading.any_asks
         else:
-            self._asked_early = reading.any_asks
+            self._asked_early, self._differed_early = reading.any_asks, reading.any_number
         if reading.all_well:
             if self.is_on_cpu and not reading.any_asks:
-                self._well = torch.tensor(numbers, dtype=states.dtype, device=states.device)
+                self._well = states.clone()
         elif gather:
             sums.reading = self._with_rows(reading, outcome)
             return sums.reading
@@ -305,7 +331,7 @@ class Report:
     def _interpret(self, states: list[float]) -> Reading:
         pairs = [(one != 0, other != 0) for one, other in zip(states[::2], states[1::2], strict=True)]
         differing = [name for name, (one, other) in zip(self._names(), pairs, strict=False) if one and other]
-        numbers = pairs[self._places.ranks :]
+        numbers, told = pairs[self._places.ranks :][:RANK_BITS], pairs[self._places.number // 2 :]
         single = all(one != other for one, other in numbers)
         return Reading(
             *pairs[0],
@@ -313,6 +339,7 @@ class Report:
             pairs[2][0],
             tuple(name for name in dict.fromkeys(differing) if name),
             sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
+            any_number=any(one and other for one, other in told),
         )
 
     def _names(self) -> Iterator[str]:
@@ -331,13 +358,18 @@ class Report:
         rows = tuple(tuple(map(int, each.tolist())) for each in collective.all_gather(row, self.group))
         return replace(reading, rows=rows)
 
-    def _read_later(self, states: Tensor) -> Reading:
-        before = self._read_pending() if self._pending else ALL_WELL
+    def _tell_of(self, before: Reading) -> None:
+        """Note what every rank has heard by now of the backward before."""
         self.asked, self._asked_early = before.any_asks or self._asked_early, False
+        self.differs, self._differed_early = before.any_number or self._differed_early, False
+
+    def _read_later(self, sums: _Sums) -> Reading:
+        before = self._read_pending() if self._pending else ALL_WELL
+        self._tell_of(before)
         if self._copy is None:
-            self._copy = HostCopy(states)
+            self._copy = HostCopy(sums.told)
         else:
-            self._copy.take(states)
+            self._copy.take(sums.told)
         self._pending = True
         return before
 
@@ -345,11 +377,13 @@ class Report:
         assert self._copy is not None
         self._pending = False
         numbers = self._copy.read()
-        if numbers == self._usual:
+        usual = numbers[: self._places.number]
+        any_number = any(map(mul, numbers[self._places.number :: 2], numbers[self._places.number + 1 :: 2]))
+        if usual == self._usual and not any_number:
             return ALL_WELL  # as in nearly every backward
         reading = self._interpret(numbers)
         if reading.all_well and not reading.any_asks:
-            self._usual = numbers
+            self._usual = usual
         return reading
 
 
@@ -357,6 +391,7 @@ class _Places(NamedTuple):
     """Where the parts of a report begin."""
 
     ranks: int  # the bits of a rank's number, as a place among the pairs
+    number: int  # the bits of a feature's number, as an element
     slots: int  # the numbers of features, as an element
     flags: int  # one element for each parameter
 
@@ -366,7 +401,10 @@ class _Sums:
     """The summed report of one backward."""
 
     view: Tensor
-    states: Tensor  # its pairs
+    told: Tensor  # its pairs, those of a feature's number among them
+    states: Tensor  # its pairs without those
+    ones: Tensor | None  # of the pairs of that number the first elements, [32]
+    zeros: Tensor | None  # and the second ones, [32]
     reading: Reading | None = None
 
 

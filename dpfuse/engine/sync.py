@@ -49,7 +49,9 @@ class GradSync:
         fields: what the report compares besides the window; the most important first.
         wrap: puts a listener of the face in front of the reducer.
         observers: are told how each bucket travels.
-        answer: called on every rank in the backward in which all have heard that one asks, by `window.asks`.
+        answer: called on every rank in the backward in which all have heard that one asks, by `window.asks`, and where
+            `window.due` is set on all ranks.
+        has_number: whether the report compares a number of a feature.
 
     Attributes:
         source: the rank whose ready order all ranks take.
@@ -69,6 +71,7 @@ class GradSync:
         wrap: Wrap = lambda reducer: reducer,
         observers: Sequence[BucketObserver] = (),
         answer: Callable[[], None] = lambda: None,
+        has_number: bool = False,
     ) -> None:
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
@@ -83,7 +86,9 @@ class GradSync:
             Surroundings(board_of(group), self.listening.observers, self._leave),
             settings,
             features=list(features),
-            make_report=lambda count, dtype, device: Report(group, count, compared, window, dtype, device),
+            make_report=lambda count, dtype, device: Report(
+                group, count, compared, window, dtype, device, has_number=has_number
+            ),
         )
         params = list(params)
         self._spoiler = guard_of(params, group.size())

@@ -44,6 +44,7 @@ class Window:
     Attributes:
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
         asks: whether this rank asks all ranks for an exchange of their own, once they have heard of it.
+        due: whether all ranks know that they make an exchange of their own in the next synchronised backward.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -52,6 +53,7 @@ class Window:
     def __init__(self, *, counts_forwards: bool = True) -> None:
         self.without_inputs = False
         self.asks = False
+        self.due = False
         self.compares_backwards = True
         self.died = False
         self.began = NEVER

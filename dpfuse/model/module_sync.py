@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS
 from dpfuse.engine.bucket_set import names_of
@@ -37,6 +38,7 @@ from dpfuse.model.check import tensors_of
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.weights.check import WeightsCheck
 
 __all__ = ["Dividing", "FaceParts", "Measurable", "ModuleSync"]
 
@@ -98,6 +100,7 @@ class ModuleSync:
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
         buffers: when they are sent.
+        weights: compares the weights of the ranks, if that was asked for.
         metrics: measures synchronised backwards, if that was asked for.
         before_collectives: called in `before_forward`, once all is well.
     """
@@ -154,6 +157,18 @@ class ModuleSync:
         if options.common["grad_norm_in_backward"]:
             features.append(NormInBackward())
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        self.weights: WeightsCheck | None = None
+        level = options.common["check_weights"]
+        if level != "off" and group.size() > 1:
+            self.weights = WeightsCheck(
+                lambda: tensors_of(module, options)[0],
+                lambda: signature.looks,
+                group,
+                lambda: self.grads.reducer,
+                self.window,
+                raises=level == "raise",
+            )
+            features.append(self.weights)  # last, since it may raise in `delivered`
         self.grads = GradSync(
             plan,
             params,
@@ -164,7 +179,8 @@ class ModuleSync:
             fields=[self.factors.field()],
             wrap=face.wrap,
             observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
-            answer=self._settle_buffers,
+            answer=self._answer,
+            has_number=self.weights is not None,
         )
         let_threads_finish_at_exit()
         self._plan_residuals()
@@ -245,6 +261,24 @@ class ModuleSync:
         """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""
         params, others = tensors_of(self._module, self.options)
         send_tensors([*params.values(), *(others.values() if buffers else ())], self.grads.group, self.grads.source)
+        if self.weights is not None:
+            self.weights.synchronized()
+
+    def synchronize_weights(self) -> None:
+        """As that of the wrapper."""
+        group = self.grads.group
+        refuse_running(self.grads.reducer, group.rank(), "synchronize_weights() was called")
+        params, buffers = tensors_of(self._module, self.options)
+        named = {**params, **buffers}
+        lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
+        remedy = "Change the module in the same way on every rank."
+        votes.agree_on_text("\n".join(lines), group, "the weights to be synchronized", remedy)
+        self.send_model(buffers=True)
+
+    @property
+    def differing_weights(self) -> dict[str, int]:
+        """Parameters in which the ranks are known to differ, each with the averaged backward of which that is known."""
+        return {} if self.weights is None else self.weights.known
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
@@ -304,6 +338,8 @@ class ModuleSync:
                 "since. Register it before the change, or after that backward."
             )
         self.grads.set_hook(hook)
+        if self.weights is not None:
+            self.weights.turn_off("a communication hook may give each rank other gradients")
 
     def check_divisible(self, *, in_backward: bool = False) -> None:
         """Raise ValueError if gradients cannot be divided among the ranks, or be used up when a backward returns."""
@@ -356,8 +392,12 @@ class ModuleSync:
         self.grads.remove_hooks()
         self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
 
-    def _settle_buffers(self) -> None:
-        self.buffers.refusal = self._follower.settle_buffers()
+    def _answer(self) -> None:
+        """Make the exchanges that are due: on every rank, in the same backward."""
+        if self._follower.compare_buffers:
+            self.buffers.refusal = self._follower.settle_buffers()
+        if self.weights is not None and self.weights.due:
+            self.weights.examine()
 
     def _plan_residuals(self) -> None:
         if self.error_feedback is not None:

@@ -9,7 +9,7 @@ import inspect
 import os
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -36,11 +36,17 @@ class Option:
         default: its value if it is left out.
         text: what it does, for the docstrings of the wrappers.
         check: raises TypeError or ValueError for a value that cannot be used; gets the option's name and the value.
+        other_defaults: by the name of a wrapper, where its default differs.
     """
 
     default: Any
     text: str
     check: Callable[[str, Any], None] = lambda name, value: None
+    other_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def default_of(self, face: type) -> Any:
+        """Return the default of a wrapper."""
+        return self.other_defaults.get(face.__name__, self.default)
 
 
 def _every(name: str, value: Any) -> None:
@@ -134,6 +140,18 @@ class CommonOptions(TypedDict, total=False):
             'backward at the latest, and until then this one\'s gradients are NaN. "strict" waits for the GPU in each '
             "backward and raises in the same one. On the CPU that is always so.",
             _one_of("deferred", "strict", remedy="strict waits for the GPU in each backward"),
+        ),
+    ]
+    check_weights: Annotated[
+        Literal["raise", "warn", "off"],
+        Option(
+            "raise",
+            "what happens where the weights of the ranks differ after a step of the optimizer, though training keeps "
+            'them equal. "raise" makes it an error of `backward()` on every rank, "warn" a `WeightsWarning`. Both name '
+            "the parameters, the ranks and the steps, within 64 steps, or an eighth as many as there are parameters. "
+            "Each step hashes a small part of the weights, and the hash travels with the gradients.",
+            _one_of("raise", "warn", "off", remedy='"off" compares nothing'),
+            {"DistributedDataParallel": "warn"},
         ),
     ]
     deterministic: Annotated[
@@ -235,7 +253,7 @@ def filled(options: CommonOptions, face: type) -> CommonOptions:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}" if close else f"expected one of {', '.join(known)}"
             raise TypeError(f"{face.__name__}() got an unexpected keyword argument {name!r}; {hint}")
-    return cast(CommonOptions, {name: option.default for name, option in _DECLARED.items()} | options)
+    return cast(CommonOptions, {name: option.default_of(face) for name, option in _DECLARED.items()} | options)
 
 
 def takes_common_options(face: Face) -> Face:
@@ -244,7 +262,9 @@ def takes_common_options(face: Face) -> Face:
     signature = inspect.signature(construct)
     kept = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=_type_text(name))
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=option.default_of(face), annotation=_type_text(name)
+        )
         for name, option in _DECLARED.items()
     ]
     construct.__signature__ = signature.replace(parameters=[*kept, *added])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.adamw import adamw_step as adamw_step_triton
 from dpfuse_kernels.adamw import adamw_step_reference
+from dpfuse_kernels.bit_hash import BitHashTable, bit_hash_reference
+from dpfuse_kernels.bit_hash import bit_hash as bit_hash_triton
 from dpfuse_kernels.dequantize import dequantize as dequantize_triton
 from dpfuse_kernels.dequantize import dequantize_reference
 from dpfuse_kernels.flatten import check_options, count_nonfinite, flatten_reference, product
@@ -34,6 +36,7 @@ from dpfuse_kernels.unflatten import unflatten_reference
 
 __all__ = [
     "adamw_step",
+    "bit_hash",
     "dequantize",
     "flatten",
     "multiply",
@@ -256,6 +259,24 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
         tensor([0.5000, 1.0000, 1.5000])
     """
     (multiply_triton if uses_triton(table) else multiply_reference)(tensors, table, factor)
+
+
+def bit_hash(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], seed: int, pairs: Tensor) -> None:
+    """Hash the bits of pieces of `tensors`, and write each bit b of the hash as a pair (b, 1 - b).
+
+    Arguments and result are those of `dpfuse_kernels.bit_hash.bit_hash`.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse_kernels import BitHashTable, Piece, bit_hash
+        >>> table = BitHashTable([8], [[Piece(0, 0, 8)]], torch.device("cpu"))
+        >>> one, other = torch.zeros(32, 2), torch.zeros(32, 2)
+        >>> bit_hash(table, 0, {0: torch.tensor([1.0, 2.0])}, 1, one)
+        >>> bit_hash(table, 0, {0: torch.tensor([1.0, 2.1])}, 1, other)
+        >>> torch.equal(one, other)
+        False
+    """
+    (bit_hash_triton if _choose(table.device) else bit_hash_reference)(table, group, tensors, seed, pairs)
 
 
 def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Compiles kernels for one GPU that is not here. Run as a program: prints one JSON object per compilation.
 
 The first argument says what is compiled: `copies` is all that copies, measures, scales, adds or updates, `shapes` those
-that `bench/bench_kernels.py` measures, `spoil` the kernel that fills with NaN, `mx` the kernels of eight-bit blocks.
+that `bench/bench_kernels.py` measures, `spoil` the kernel that fills with NaN, `bit_hash` that which hashes weights,
+and `mx` the kernels of eight-bit blocks.
 The second argument is the architecture: 90 for sm_90, gfx942 for AMD's. The third and the fourth say which part of how
 many it compiles, so that several processes can share the work: 0 2 is every other one from the first.
 
@@ -146,6 +147,19 @@ def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
     )
 
 
+def compile_bit_hash(architecture: int | str, dtype: str) -> dict[str, object]:
+    import triton.language as tl
+
+    from dpfuse_kernels.bit_hash import CHUNK, WARPS, _bit_hash_kernel
+
+    numbers = ("first_row", "seed", "state_address", "pair_address")
+    arguments = {"address_ptr": "*i64", "row_ptr": "*i64", **dict.fromkeys(numbers, "i64")}
+    constants = {"PAIR": getattr(tl, dtype), "CHUNK": CHUNK}
+    return {"kernel": "bit_hash", "dtype": dtype} | _compiled(
+        _bit_hash_kernel, arguments, constants, architecture, CHUNK, WARPS
+    )
+
+
 def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) -> dict[str, object]:
     import triton.language as tl
 
@@ -263,6 +277,11 @@ def every_spoil(architecture: int | str) -> Iterator[Compilation]:
         yield partial(compile_spoil, architecture, dtype)
 
 
+def every_bit_hash(architecture: int | str) -> Iterator[Compilation]:
+    for dtype in ("float32", "float64"):
+        yield partial(compile_bit_hash, architecture, dtype)
+
+
 def every_mx(architecture: int | str) -> Iterator[Compilation]:
     for kernel in MX_KERNELS:
         for dtype, format in MX_TYPES:
@@ -271,7 +290,13 @@ def every_mx(architecture: int | str) -> Iterator[Compilation]:
 
 def main(what: str, architecture: str, part: str, parts: str) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    every = {"copies": every_copy, "shapes": every_shape, "spoil": every_spoil, "mx": every_mx}[what]
+    every = {
+        "copies": every_copy,
+        "shapes": every_shape,
+        "spoil": every_spoil,
+        "bit_hash": every_bit_hash,
+        "mx": every_mx,
+    }[what]
     compilations = every(int(architecture) if architecture.isdigit() else architecture)
     for compilation in islice(compilations, int(part), None, int(parts)):
         print(json.dumps(compilation()), flush=True)

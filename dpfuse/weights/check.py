@@ -1,0 +1,296 @@
+"""Compares the weights of the ranks after the optimizer's steps, a slice in each report. Sends nothing of its own.
+
+Weights are equal after a step of the optimizer. During a backward they may differ: a program may add noise, or climb
+as sharpness-aware minimisation does. So they are hashed behind the step, and the report of the next backward compares
+the hashes. Where they differ, all ranks hear of it in the same backward. The step behind it hashes each parameter. In
+the backward after that, the ranks exchange these hashes and those of that moment. What differs in both is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpfuse.comm import collective
+from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.feature import Feature
+from dpfuse.engine.optimizer_step_hook import call_after_steps
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import PackStep
+from dpfuse.engine.reducer import IDLE, Reducer
+from dpfuse.engine.report import Report
+from dpfuse.engine.streams import capturing
+from dpfuse.engine.user_line import warn_at_user
+from dpfuse.engine.window import Window
+from dpfuse.errors import DPFuseError, WeightsWarning
+from dpfuse.weights.examination import Differences, compare, measure
+from dpfuse.weights.finding import CODE, OTHER_TENSORS, Finding, tell_other_tensors
+from dpfuse.weights.hashing import Hashing
+
+__all__ = ["WeightsCheck"]
+
+LOOK_AGAIN = 64  # averaged backwards after which known differences are looked at again: they may be gone
+FALSE_ALARMS = 3  # differences in a row that were gone a step later, after which a program is left alone
+
+log = logging.getLogger("dpfuse.weights")
+
+
+class WeightsCheck(Feature):
+    """Has the report compare hashes of the weights, and tells of what differs.
+
+    Args:
+        tensors: returns the parameters to compare, by name.
+        version: returns a number that changes where `tensors` may return others.
+        group: the ranks.
+        reducer: returns the reducer of the model.
+        window: knows whether this rank has inputs; takes what all ranks are to do in the next backward.
+        raises: True raises where weights differ, False warns.
+
+    Attributes:
+        known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
+        due: whether all ranks examine what differs in the next averaged backward.
+        off: why weights are not compared any more; empty while they are.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Mapping[str, Tensor]],
+        version: Callable[[], int],
+        group: dist.ProcessGroup,
+        reducer: Callable[[], Reducer],
+        window: Window,
+        *,
+        raises: bool,
+    ) -> None:
+        self.known: dict[str, int] = {}
+        self.due = False
+        self.off = ""
+        self._tensors = tensors
+        self._version = version
+        self._group = group
+        self._reducer = reducer
+        self._window = window
+        self._raises = raises
+        self._report: Report | None = None
+        self._hashing: Hashing | None = None
+        self._made_for = -1  # the version for which it was made
+        self._ids: set[int] = set()  # of the parameters that are compared
+        self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
+            WeakKeyDictionary()
+        )  # groups; whether it steps us
+        self._turn = 0  # the number of the next slice, over all passes
+        self._hashed_at = -1  # the completed backwards when a slice was last hashed
+        self._slice: int | None = None  # the one whose hash the report has
+        self._travelling: deque[int | None] = deque()  # slices whose comparison this rank has not read
+        self._equal: dict[int, int] = {}  # by slice, the last averaged backward in which the ranks' hashes were equal
+        self._after_step: Tensor | None = None  # the hash of each parameter behind the last step, while one is due
+        self._ignored = 0  # deliveries whose comparison tells nothing new
+        self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
+        self._false_alarms = 0
+        call_after_steps(self)
+
+    # --- What the engine tells ---
+
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
+        """As `Feature.step`: take the report that the next backwards send."""
+        if report is not None:
+            self._report = report
+        return None
+
+    def opened(self, *, sync: bool, announced: bool) -> None:
+        """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
+        if sync and self._window.without_inputs:
+            self._say_nothing()
+
+    def delivered(self) -> None:
+        """As `Feature.delivered`: learn whether the hashes differed, and tell what an examination has found.
+
+        Raises:
+            DPFuseError: weights differ, and that is to be an error; on every rank.
+        """
+        report, completed = self._report, self._reducer().completed
+        assert report is not None
+        self._travelling.append(self._slice)
+        compared = self._travelling.popleft() if len(self._travelling) > (not report.is_on_cpu) else None
+        if self._ignored:
+            self._ignored -= 1
+        elif report.differs:
+            self.due = self._window.due = True
+        elif compared is not None:
+            self._equal[compared] = completed
+        if self.known and completed % LOOK_AGAIN == 0:
+            self.due = self._window.due = True
+        if self._found is not None:
+            (code, text), self._found = self._found, None
+            self._tell(code, text)
+
+    # --- After a step ---
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Hash the next slice, or each parameter, behind a step of an optimizer of this model."""
+        reducer = self._reducer()
+        if self.off or reducer.phase is not IDLE or not self._steps_us(optimizer):
+            return
+        if self._device.type == "cuda" and capturing():
+            return  # a replay would hash the same slice each time
+        try:
+            self._hash(reducer.completed)
+        except (RuntimeError, ValueError) as error:  # such as a lack of memory; the step itself is done
+            self.turn_off(f"hashing them has failed: {error}")
+
+    def _hash(self, completed: int) -> None:
+        hashing, report = self._hashing_now(), self._report
+        if hashing is None or report is None or report.number is None:
+            return
+        if self.due:
+            self._after_step = hashing.each()
+        if completed != self._hashed_at:  # else the slice is hashed again, since more than one optimizer steps
+            self._hashed_at = completed
+            self._turn += 1
+        seed, number = divmod(self._turn - 1, hashing.slices)
+        if not hashing.is_empty(number):
+            but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
+            hashing.write(number, seed, report.number, but)
+            self._slice = number
+
+    def _steps_us(self, optimizer: Optimizer) -> bool:
+        count, known = self._owners.get(optimizer, (0, False))
+        if count != len(optimizer.param_groups):
+            self._hashing_now()
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            known = not self._ids.isdisjoint(map(id, params))
+            self._owners[optimizer] = len(optimizer.param_groups), known
+        return known
+
+    def _hashing_now(self) -> Hashing | None:
+        """Return what hashes the parameters as they are now; None if there are none that can be compared."""
+        version = self._version()
+        if version != self._made_for:
+            tensors = self._tensors()
+            device = self._device
+            kept = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor, device)}
+            if len(kept) < len(tensors) and self._made_for < 0:
+                left = [name for name in tensors if name not in kept]
+                log.info(
+                    "weights are not compared between ranks of %d parameters, %r among them: they are divided, "
+                    "wrapped or on another device",
+                    len(left),
+                    left[0],
+                )
+            self._hashing = Hashing(kept, device) if kept else None
+            self._ids = set(map(id, kept.values()))
+            self._made_for = version
+            self._equal = {}
+            self._owners.clear()
+        return self._hashing
+
+    @property
+    def _device(self) -> torch.device:
+        return self._reducer().in_use.params[0].device
+
+    # --- Where they differ ---
+
+    def turn_off(self, reason: str) -> None:
+        """Compare weights no more.
+
+        Args:
+            reason: for the log; a clause.
+        """
+        if not self.off:
+            log.info("rank %d: weights are not compared between ranks any more: %s", self._group.rank(), reason)
+        self.off = reason
+        self._say_nothing()
+
+    def examine(self) -> None:
+        """Find what differs; to be called on every rank in the backward in which all do so."""
+        self.due = False
+        hashing, device = self._hashing_now(), collective.group_device(self._group)
+        takes_part = not (self.off or self._window.without_inputs)
+        found = compare(hashing if takes_part else None, self._after_step, self._turn, self._group, device)
+        self._turn, self._hashed_at = found.turn, -1
+        self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
+        if found.strangers:
+            self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers)
+            self.turn_off("the ranks have other parameters")
+        elif hashing is not None:
+            self._learn(hashing, found, device, takes_part=takes_part)
+        self._after_step = None
+        self._say_nothing()
+
+    def _learn(self, hashing: Hashing, found: Differences, device: torch.device, *, takes_part: bool) -> None:
+        names, now = hashing.names, self._reducer().completed + 1
+        differing = {names[place] for place in found.either}
+        recovered = [name for name in self.known if name not in differing]
+        for name in recovered:
+            del self.known[name]
+        new = [place for place in found.both if names[place] not in self.known]
+        if not new:
+            self._count_false_alarm(looked_again=bool(recovered or self.known))
+            return
+        self._false_alarms = 0
+        own = hashing if takes_part else None
+        reference, measured, count = measure(own, self._after_step, new, self._group, device)
+        finding = Finding(
+            names=tuple(names[place] for place in new),
+            count=len(names),
+            numels=tuple(hashing.numel(place) for place in new),
+            first=max(self._last_equal(hashing, place) for place in new),
+            last=now,
+            others=tuple(measured),
+            reference=reference,
+            size=self._group.size(),
+            measured=tuple(measured.values()),
+            measured_count=count,
+        )
+        self._found = CODE, finding.text(self._group.rank())
+        self.known |= dict.fromkeys(finding.names, now)
+
+    def _count_false_alarm(self, *, looked_again: bool) -> None:
+        if looked_again:
+            return
+        self._false_alarms += 1
+        if self._false_alarms == FALSE_ALARMS:
+            self.turn_off(
+                "they differ behind the optimizer's step and are equal in the next backward, as where a program sends "
+                "them in between"
+            )
+
+    def _last_equal(self, hashing: Hashing, place: int) -> int:
+        """Return the last averaged backward in which all hashes of a parameter were equal."""
+        return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
+
+    def _tell(self, code: str, text: str) -> None:
+        if not self._raises:
+            warn_at_user(WeightsWarning(text, code))
+            return
+        error = DPFuseError(text)
+        error.code = code
+        raise error
+
+    def synchronized(self) -> None:
+        """Note that all ranks have the same weights again; to be called on every rank."""
+        self.known = {}
+        self.due = self._window.due = False
+        self._after_step = self._found = None
+        self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
+        self._say_nothing()
+
+    def _say_nothing(self) -> None:
+        """Take the hash out of what is sent. The hashes of the other ranks are then compared without this rank's."""
+        self._slice = None
+        if self._report is not None and self._report.number is not None:
+            with torch.no_grad():
+                self._report.number.zero_()
+
+
+def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is whole on this rank, and its bits can be read."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and tensor.layout is torch.strided and tensor.device == device and not tensor.is_meta

@@ -1,0 +1,197 @@
+"""Finds what differs, once all ranks have heard that something does: an exchange of all ranks. Decides nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfuse.comm import collective
+from dpfuse.weights.finding import Measured
+from dpfuse.weights.hashing import Hashing
+
+__all__ = ["Differences", "compare", "measure"]
+
+NOTHING = -(1 << 63)  # the smallest number of 64 bits: what a rank says that takes no part
+BUDGET = 64 << 20  # bytes of parameters that are sent to measure how far they differ
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Which weights differ.
+
+    Args:
+        turn: the largest of the ranks' numbers of the next slice.
+        strangers: ranks whose tensors cannot be compared with those of the others.
+        both: places of tensors that differed after the step and differ now.
+        either: places of those that differed in one of the two.
+    """
+
+    turn: int
+    strangers: tuple[int, ...] = ()
+    both: tuple[int, ...] = ()
+    either: tuple[int, ...] = ()
+
+
+def compare(
+    hashing: Hashing | None, after_step: Tensor | None, turn: int, group: dist.ProcessGroup, device: torch.device
+) -> Differences:
+    """Compare the tensors of all ranks, one by one; to be called on every rank.
+
+    Args:
+        hashing: of this rank's tensors; None takes no part.
+        after_step: their hashes after the last step of the optimizer, [tensors] int64; None are those of now.
+        turn: of this rank.
+        group: the ranks.
+        device: on which the group communicates.
+    """
+    if hashing is None:
+        own = [1, 0, 0, NOTHING]
+    else:
+        digest = hashlib.blake2b(hashing.describe().encode(), digest_size=7).digest()
+        own = [0, int.from_bytes(digest, "big"), len(hashing.names), turn]
+    rows = [row.tolist() for row in collective.all_gather(torch.tensor(own, device=device), group)]
+    present = [rank for rank, row in enumerate(rows) if not row[0]]
+    if not present:
+        return Differences(turn)
+    usual = rows[present[0]][1:3]
+    next_turn = max(rows[rank][3] for rank in present)
+    strangers = tuple(rank for rank in present if rows[rank][1:3] != usual)
+    if strangers:
+        return Differences(next_turn, strangers)
+    count = usual[1]
+    if hashing is None:
+        values = torch.full((4 * count,), NOTHING, device=device)
+    else:
+        now = hashing.each().to(device)
+        then = now if after_step is None else after_step.to(device)
+        values = torch.cat((then, ~then, now, ~now))  # the largest of the complements is that of the smallest
+    collective.all_reduce_max(values, group)
+    largest, smallest, largest_now, smallest_now = values.view(4, count)
+    then_differs, now_differs = largest.ne(~smallest).tolist(), largest_now.ne(~smallest_now).tolist()
+    pairs = list(enumerate(zip(then_differs, now_differs, strict=True)))
+    return Differences(
+        next_turn,
+        both=tuple(place for place, (one, other) in pairs if one and other),
+        either=tuple(place for place, (one, other) in pairs if one or other),
+    )
+
+
+def measure(
+    hashing: Hashing | None,
+    after_step: Tensor | None,
+    places: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[int, dict[int, Measured], int]:
+    """Measure how far the ranks lie apart in tensors that differ; to be called on every rank with the same places.
+
+    Args:
+        hashing: of this rank's tensors; None takes no part.
+        after_step: as for `compare`; they tell which ranks are equal.
+        places: of the tensors.
+        group: the ranks.
+        device: on which the group communicates.
+
+    Returns:
+        The rank with which all are compared, the lowest of the largest set of equal ranks; how far each rank that
+        differs lies from it; and how many of the tensors were measured, from the first on.
+    """
+    memories = [None if hashing is None else hashing.memory_of(place) for place in places]
+    mine = NOTHING
+    if hashing is not None:
+        hashes = hashing.each() if after_step is None else after_step
+        mine = _joined(hashes[list(places)].tolist())
+    rows = [int(row) for row in collective.all_gather(torch.tensor([mine], device=device), group)]
+    sets: dict[int, list[int]] = {}
+    for rank, row in enumerate(rows):
+        if row != NOTHING:
+            sets.setdefault(row, []).append(rank)
+    largest = max(sets.values(), key=len)
+    reference = largest[0]
+    total, count = _Distance(), 0
+    sizes = [0 if memory is None else memory.numel() * memory.element_size() for memory in memories]
+    agreed = torch.tensor(sizes or [0], device=device)
+    collective.all_reduce_max(agreed, group)
+    budget = BUDGET
+    for memory, size in zip(memories, agreed[: len(memories)].tolist(), strict=True):
+        if count and size > budget:
+            break
+        budget -= size
+        count += 1
+        data = torch.zeros(size, dtype=torch.uint8, device=device)
+        own = None if memory is None else _bytes_of(memory)
+        if own is not None and own.numel() == size:
+            data.copy_(own)
+        collective.broadcast(data, group, source=reference)
+        if memory is not None and own is not None and own.numel() == size:
+            total.add(memory, data.to(memory.device))
+    told = torch.tensor([total.elements, total.largest, total.bits, total.factor or 0.0], dtype=torch.float64)
+    found = [each.tolist() for each in collective.all_gather(told.to(device), group)]
+    measured = {
+        rank: Measured(int(found[rank][0]), found[rank][1], found[rank][2] == 1, found[rank][3])
+        for rank, row in enumerate(rows)
+        if row not in (NOTHING, rows[reference])
+    }
+    return reference, measured, count
+
+
+class _Distance:
+    """Adds up how far tensors lie apart."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.largest = 0.0
+        self.bits = 0
+        self.factor: float | None = None  # 0 once there is no common one
+
+    def add(self, own: Tensor, other: Tensor) -> None:
+        """Add a tensor, [elements], and the bytes of that of the other rank."""
+        reference = other.view(own.dtype)
+        changed = _bytes_of(own).ne(other).view(own.numel(), -1).any(1)
+        count = int(changed.sum())
+        self.elements += count
+        if not count:
+            self.factor = 0.0
+            return
+        ours, theirs = own[changed], reference[changed]
+        bits = _bytes_of(ours).bitwise_xor(_bytes_of(theirs))
+        self.bits += sum(int((bits >> place & 1).sum()) for place in range(8))
+        if ours.is_complex():
+            ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
+        gap = (ours.double() - theirs.double()).abs().nan_to_num(nan=float("inf"))
+        self.largest = max(self.largest, gap.max().item())
+        self._compare_factor(own, reference, count)
+
+    def _compare_factor(self, own: Tensor, reference: Tensor, changed: int) -> None:
+        if own.is_complex() or self.factor == 0.0 or not own.dtype.is_floating_point:
+            self.factor = 0.0
+            return
+        usable = reference.ne(0)
+        if changed < 2 or changed < int(usable.sum()):
+            self.factor = 0.0
+            return
+        ratios = own[usable].double() / reference[usable].double()
+        middle = ratios.median().item()
+        close = 16 * torch.finfo(own.dtype).eps * abs(middle)
+        if not bool((ratios - middle).abs().le(close).all()):
+            self.factor = 0.0
+        elif self.factor is None:
+            self.factor = float(f"{middle:.4g}")
+        elif abs(self.factor - middle) > 1e-3 * abs(middle):
+            self.factor = 0.0
+
+
+def _bytes_of(memory: Tensor) -> Tensor:
+    if memory.is_complex():
+        memory = torch.view_as_real(memory)
+    return memory.contiguous().view(-1).view(torch.uint8)
+
+
+def _joined(hashes: Sequence[int]) -> int:
+    digest = hashlib.blake2b(repr(list(hashes)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,135 @@
+"""What was found where the ranks' weights differ, and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["CODE", "OTHER_TENSORS", "Finding", "Measured", "tell_known", "tell_other_tensors"]
+
+CODE = "DPF-W01"  # weights differ
+OTHER_TENSORS = "DPF-W02"  # the ranks have other parameters, so that nothing can be compared
+NAMED = 3  # parameters that are named
+REMEDY = (
+    "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. Load the checkpoint "
+    "from before step {first}, or call model.synchronize_weights() on every rank, which sends rank 0's weights."
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How far the weights of one rank lie from those of the rank with which all are compared.
+
+    Args:
+        elements: that differ.
+        largest: difference of two elements, absolute.
+        one_bit: whether one bit of one element differs, and nothing else.
+        factor: by which all elements differ; 0 if there is none.
+    """
+
+    elements: int
+    largest: float
+    one_bit: bool
+    factor: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Parameters that differ.
+
+    Args:
+        names: of those that differ and were equal before, in the order of the module.
+        count: of all parameters that are compared.
+        numels: elements of each of them.
+        first, last: synchronised backwards between which they became different, from 1; 0 is the start.
+        others: the ranks that differ from `reference`.
+        reference: the rank with which all are compared: of the largest set of equal ranks, the lowest.
+        size: number of ranks.
+        measured: of each of `others`, over the parameters that were measured.
+        measured_count: parameters that were measured, from the first on.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    numels: tuple[int, ...]
+    first: int
+    last: int
+    others: tuple[int, ...]
+    reference: int
+    size: int
+    measured: tuple[Measured, ...]
+    measured_count: int
+
+    def text(self, rank: int) -> str:
+        """Return the message for this rank; apart from its number it is the same on every rank."""
+        return (
+            f"{CODE}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
+            f"They became different after the averaged backward {self.first} and before {self.last}. {self._which()} "
+            f"{self._ranks()} {self._distance()} {self._kind()}{REMEDY.format(first=self.first + 1)}"
+        )
+
+    def _which(self) -> str:
+        named = ", ".join(map(repr, self.names[:NAMED]))
+        more = len(self.names) - NAMED
+        rest = f" and {more} more" if more > 0 else ""
+        verb = "It is parameter" if len(self.names) == 1 else "They are parameters"
+        return f"{verb} {named}{rest}; {len(self.names)} of {self.count} differ."
+
+    def _ranks(self) -> str:
+        whose = _listed(self.others)
+        if self.size == 2:
+            return "Of two ranks none can be said to be right."
+        equal = self.size - len(self.others)
+        if equal > len(self.others):
+            return (
+                f"{whose} {'differs' if len(self.others) == 1 else 'differ'} from the {equal} others, which are equal."
+            )
+        return f"{whose} {'differs' if len(self.others) == 1 else 'differ'} from rank {self.reference}."
+
+    def _distance(self) -> str:
+        largest = max(self.measured, key=lambda one: one.largest)
+        elements = max(one.elements for one in self.measured)
+        total = sum(self.numels[: self.measured_count])
+        place = "" if self.measured_count == len(self.names) else f" in the first {self.measured_count} of them"
+        return f"The largest difference is {largest.largest:.6g}; {elements} of {total} elements differ{place}."
+
+    def _kind(self) -> str:
+        if all(one.one_bit for one in self.measured) and len(self.names) == 1:
+            return "It is one bit, as after a fault of memory. "
+        factors = {one.factor for one in self.measured}
+        if all(factors) and len(factors) == 1:
+            return f"All differ by the factor {factors.pop():.6g}, as after weight decay or a scaling on some ranks. "
+        if len(self.names) == self.count and self.count > 1:
+            return (
+                "All parameters differ, as after a step that not all ranks took, or with another learning rate, "
+                "clipping or optimizer state. "
+            )
+        return ""
+
+
+def tell_known(rank: int, known: Mapping[str, int]) -> str:
+    """Return what a checkpoint that is saved now should say.
+
+    Args:
+        rank: of this process.
+        known: the parameters that differ, each with the averaged backward of which that is known.
+    """
+    which = f"parameter {next(iter(known))!r} differs" if len(known) == 1 else f"{len(known)} parameters differ"
+    return (
+        f"{CODE}: rank {rank}: a checkpoint is saved while the weights of the ranks differ, expected equal ones: "
+        f"{which} since averaged backward {min(known.values())}. The file gets the weights of rank 0. Call "
+        "model.synchronize_weights() on every rank first, or load an earlier checkpoint."
+    )
+
+
+def tell_other_tensors(rank: int, ranks: Sequence[int]) -> str:
+    """Return the message where the ranks cannot compare their weights any more."""
+    return (
+        f"{OTHER_TENSORS}: rank {rank}: {_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} parameters of another "
+        "name, shape or dtype than the other ranks, expected the same; weights are not compared any more. Change the "
+        "module in the same way on every rank."
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}".capitalize()

@@ -1,0 +1,175 @@
+"""Hashes the tensors of a model, a slice after each step, or each by itself. Knows no rank and no report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from dpfuse.engine.comm_buffer import dense_stride
+from dpfuse.weights.host_hash import folded, hash_of, joined_hash_of
+from dpfuse.weights.pieces import slices_of
+from dpfuse_kernels import BitHashTable, Piece, bit_hash
+from dpfuse_kernels.bit_hash import BITS, write_bits
+
+__all__ = ["Hashing"]
+
+SMALL = 16 << 10  # bytes of a tensor that is hashed together with others
+
+
+class Hashing:
+    """The tensors of a model, and the order in which they are hashed.
+
+    A tensor is hashed in the order of its memory that it had when this was made, so ranks may change its strides. One
+    that moved to another device, or has another size or dtype by now, is left out.
+
+    Args:
+        tensors: by name; strided, on `device`.
+        device: of the tensors.
+
+    Attributes:
+        names: of the tensors.
+        slices: the number of slices of a pass.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.names = list(tensors)
+        self._tensors = list(tensors.values())
+        self._device = device
+        self._kinds = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
+        self._strides = [dense_stride(tensor) for tensor in self._tensors]
+        self._sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        self._pieces = slices_of(self._sizes)
+        self.slices = len(self._pieces)
+        self._table: BitHashTable | None = None
+        self._whole: BitHashTable | None = None
+        # On a CPU: of each slice, small tensors by dtype, and pieces of the others.
+        self._small: list[list[list[int]]] = []
+        self._large: list[list[Piece]] = []
+        if device.type == "cpu":
+            for pieces in self._pieces:
+                kinds: dict[torch.dtype, list[int]] = {}
+                for piece in pieces:
+                    if self._sizes[piece.tensor] <= SMALL:
+                        kinds.setdefault(self._kinds[piece.tensor][1], []).append(piece.tensor)
+                self._small.append(list(kinds.values()))
+                self._large.append([piece for piece in pieces if self._sizes[piece.tensor] > SMALL])
+        else:
+            self._table = BitHashTable(self._sizes, self._pieces, device)
+            everything = self._found(self._places)
+            for number in range(self.slices):  # so that all addresses are uploaded at once
+                self._table.addresses(number, everything)
+
+    def describe(self) -> str:
+        """Return what must be equal on all ranks for their hashes to be comparable, one line per tensor."""
+        lines = zip(self.names, self._kinds, self._strides, strict=True)
+        return "\n".join(f"{name} {tuple(shape)} {dtype} {stride}" for name, (shape, dtype), stride in lines)
+
+    def is_empty(self, number: int) -> bool:
+        """Whether nothing is hashed in this slice."""
+        return not self._pieces[number]
+
+    def slices_with(self, tensor: int) -> Iterable[int]:
+        """Return the slices that hash a part of the tensor at this place."""
+        return (number for number, pieces in enumerate(self._pieces) if any(one.tensor == tensor for one in pieces))
+
+    def numel(self, tensor: int) -> int:
+        """Return the elements of the tensor at this place."""
+        return self._kinds[tensor][0].numel()
+
+    def memory_of(self, tensor: int) -> Tensor | None:
+        """Return the elements of the tensor at this place as they lie in memory, [elements]; None if it is left out."""
+        return None if (found := self._dense(tensor)) is None else found.as_strided((found.numel(),), (1,))
+
+    @torch.no_grad()
+    def write(self, number: int, seed: int, pairs: Tensor, but: Collection[int] = ()) -> None:
+        """Hash a slice, and write each bit b of the hash as a pair (b, 1 - b).
+
+        Args:
+            number: which slice.
+            seed: another one gives another hash; from 0 on.
+            pairs: [32, 2], on the device. On a GPU the host does not wait.
+            but: places of tensors to leave out.
+        """
+        if self._table is not None:
+            inside = {piece.tensor for piece in self._pieces[number]}.difference(but)
+            bit_hash(self._table, number, self._found(inside), seed, pairs)
+            return
+        hashes = []
+        for places in self._small[number]:
+            found = [one for place in places if place not in but and (one := self._as_planned(place)) is not None]
+            if found:
+                hashes.append(joined_hash_of(found, seed))
+        for place, start, nbytes in self._large[number]:
+            memory = None if place in but else self.memory_of(place)
+            if memory is not None:
+                width = memory.element_size()
+                hashes.append(hash_of(memory[start // width : (start + nbytes) // width], seed))
+        write_number(folded(hashes), pairs)
+
+    @torch.no_grad()
+    def each(self) -> Tensor:
+        """Return the hash of each tensor, [tensors] int64, on the device; 0 for one that is left out."""
+        if self._device.type == "cpu":
+            found = [0 if (memory := self.memory_of(place)) is None else self._host(memory) for place in self._places]
+            return torch.tensor(found, dtype=torch.int64)
+        if self._whole is None:
+            whole = [[Piece(place, 0, size)] for place, size in enumerate(self._sizes)]
+            self._whole = BitHashTable(self._sizes, whole, self._device)
+        pairs = torch.zeros((len(self._tensors), BITS, 2), device=self._device)
+        for place, tensor in self._found(self._places).items():
+            if self._sizes[place]:
+                bit_hash(self._whole, place, {place: tensor}, 0, pairs[place])
+        return (pairs[:, :, 0].long() << torch.arange(BITS, device=self._device)).sum(1)
+
+    @property
+    def _places(self) -> range:
+        return range(len(self._tensors))
+
+    @staticmethod
+    def _host(memory: Tensor) -> int:
+        step = (16 << 20) // memory.element_size()
+        return folded([hash_of(memory[start : start + step], 0) for start in range(0, memory.numel(), step)])
+
+    def _found(self, places: Iterable[int]) -> dict[int, Tensor]:
+        return {place: found for place in places if (found := self._dense(place)) is not None}
+
+    def _as_planned(self, place: int) -> Tensor | None:
+        """Return a tensor; None if it is no longer what it was."""
+        tensor = self._tensors[place]
+        shape, dtype = self._kinds[place]
+        same = tensor.shape == shape and tensor.dtype == dtype and tensor.device == self._device
+        return tensor if same else None
+
+    def _dense(self, place: int) -> Tensor | None:
+        """Return a tensor, or a copy of it, whose memory is as planned; None if it is left out."""
+        tensor = self._as_planned(place)
+        if tensor is None or tensor.stride() == self._strides[place]:
+            return tensor
+        shape, dtype = self._kinds[place]
+        return torch.empty_strided(shape, self._strides[place], dtype=dtype, device=self._device).copy_(tensor)
+
+
+_bytes_as_pairs: dict[torch.dtype, Tensor] = {}  # [256, 16]: of each byte, its bits as pairs
+
+
+def write_number(number: int, pairs: Tensor) -> None:
+    """Write the bits of a number below 2**32 as pairs, [32, 2] on a CPU, with one operation.
+
+    Example:
+        >>> pairs = torch.zeros(32, 2)
+        >>> write_number(5, pairs)
+        >>> pairs[:3].tolist()
+        [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
+    """
+    table = _bytes_as_pairs.get(pairs.dtype)
+    if table is None:
+        rows = torch.zeros((256, 8, 2), dtype=pairs.dtype)
+        for byte in range(256):
+            whole = torch.zeros((BITS, 2), dtype=pairs.dtype)
+            write_bits(torch.tensor(byte), whole)
+            rows[byte] = whole[:8]
+        table = _bytes_as_pairs[pairs.dtype] = rows.view(256, 16)
+    places = torch.frombuffer(bytearray(number.to_bytes(4, "little")), dtype=torch.uint8).int()
+    torch.index_select(table, 0, places, out=pairs.view(4, 16))

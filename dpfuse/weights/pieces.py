@@ -1,0 +1,47 @@
+"""What is hashed after which step: a pass over all tensors, in slices of equal cost. Pure; knows no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpfuse_kernels import Piece
+
+__all__ = ["slices_of"]
+
+CALL = 64 << 10  # bytes that are read in the time that a further tensor costs the host
+LEAST, LARGEST = 256 << 10, 16 << 20  # bytes of a piece of a larger tensor
+PAGE = 4096  # pieces of one tensor begin at multiples of so many bytes
+BOUND = 64  # steps in which all is to be seen, or an eighth as many steps as there are tensors
+# Steps of those that pass between a hash and its comparison, and until the ranks have found what differs. On a GPU the
+# report is read one backward later.
+DELAY = 4
+
+
+def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
+    """Cut tensors into slices, one for each step of a pass.
+
+    Args:
+        sizes: of the tensors in bytes.
+
+    Returns:
+        The pieces of each slice. Some slices are empty where there are few tensors: then most steps hash nothing.
+
+    Example:
+        >>> slices = slices_of([400, 4])
+        >>> len(slices), [(place, *slice) for place, slice in enumerate(slices) if slice]
+        (60, [(0, Piece(tensor=0, start=0, nbytes=400)), (30, Piece(tensor=1, start=0, nbytes=4))])
+    """
+    steps = max(BOUND, len(sizes) // 8) - DELAY
+    largest = min(max(LEAST, -(-sum(sizes) // steps)), LARGEST) // PAGE * PAGE
+    pieces = [
+        Piece(tensor, start, min(largest, size - start))
+        for tensor, size in enumerate(sizes)
+        for start in range(0, size, largest)
+    ]
+    total = sum(CALL + piece.nbytes for piece in pieces)
+    slices: list[list[Piece]] = [[] for _ in range(steps)]
+    before = 0
+    for piece in pieces:
+        slices[before * steps // total].append(piece)
+        before += CALL + piece.nbytes
+    return slices
