@@ -34,11 +34,15 @@ def process_tracer() -> Tracer:
 
 
 def start_tracer(
-    folder: Path, deep_steps: int | None = None, after_step: Callable[[int], None] | None = None
+    folder: Path,
+    deep_steps: int | None = None,
+    after_step: Callable[[int], None] | None = None,
+    *,
+    sketch: bool = False,
 ) -> Tracer:
     """Make the tracer of this process. Arguments and errors are those of `Tracer`."""
     global _tracer, _listener, _owner
-    _tracer, _owner = Tracer(folder, deep_steps, after_step), os.getpid()
+    _tracer, _owner = Tracer(folder, deep_steps, after_step, sketch=sketch), os.getpid()
     _listener = _Listener(_tracer)
     _watch_backwards()
     return _tracer

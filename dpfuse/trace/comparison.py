@@ -120,9 +120,9 @@ def compare(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Differenc
     """
     if len(one) != len(other):
         return Difference(-1, 0, (0,), "settings", f"the number of ranks: {len(one)} and {len(other)}")
-    found = _before_the_first_step(one, other)
-    if found is not None:
-        return found
+    at_start = _before_the_first_step(one, other)
+    if at_start is not None:
+        return at_start
     early: _Random | None = None  # where random states part
     plans: dict[int, list[list[str]]] = {}
     for step in range(min(len(trace.steps) for run in (one, other) for trace in run.values())):

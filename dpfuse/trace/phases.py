@@ -8,11 +8,11 @@ from time import perf_counter
 
 __all__ = ["Phases"]
 
-PHASES = ("outside", "forward", "backward", "optimizer", "tracing")
+PHASES = ("outside", "loader", "forward", "backward", "optimizer", "tracing")
 
 
 class Phases:
-    """A clock with one hand per phase; one of them runs at any time. "outside" is the rest: data, loss, logging."""
+    """A clock with one hand per phase; one of them runs at any time. "outside" is the rest: loss, logging."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.settings import process_settings
+from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
 from dpfuse.trace.trace_file import Writer
 
@@ -67,18 +68,25 @@ class Tracer:
         deep_steps: how many steps of an optimizer have hashes of gradients and of buffers, and of each parameter; the
             others have one number for all parameters. None: all.
         after_step: called behind each line, with the number of steps of that optimizer.
+        sketch: write a sum of each parameter with fixed random signs, too, from which the distance of two runs follows.
 
     Raises:
         DPFuseError: the folder cannot be used.
     """
 
     def __init__(
-        self, folder: Path, deep_steps: int | None = None, after_step: Callable[[int], None] | None = None
+        self,
+        folder: Path,
+        deep_steps: int | None = None,
+        after_step: Callable[[int], None] | None = None,
+        *,
+        sketch: bool = False,
     ) -> None:
         self.phases = Phases()
         self.deep = deep_steps is None or deep_steps > 0
         self._deep_steps = math.inf if deep_steps is None else deep_steps
         self._after_step = after_step
+        self._sketch = sketch
         self._models: list[_Traced] = []
         self._optimizers: list[tuple[weakref.ref[Optimizer], int, list[int]]] = []  # with its number and its steps
         self._names: dict[int, str] = {}  # of parameters, by id
@@ -127,7 +135,7 @@ class Tracer:
             wrapper = traced.wrapper()
             line: dict[str, Any] = {
                 "model": traced.number,
-                "training": wrapper is not None and wrapper.module.training,
+                "training": wrapper is not None and wrapper.module.training,  # type: ignore[union-attr]
                 "context": context,
                 "random": random_states(),
                 "inputs": hash_of_all([args, kwargs]),
@@ -187,6 +195,8 @@ class Tracer:
             line |= {"stepped": self._stepped, "parameters": params}
         else:
             line["all_parameters"] = hash_of_all_hashes(params)
+        if self._sketch:
+            line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
         plans = {}
         for traced in self._models:
             plan = traced.plan() if traced.wrapper() is not None else None

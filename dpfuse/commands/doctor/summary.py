@@ -1,0 +1,77 @@
+"""The doctor's report in at most thirty lines of a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from dpfuse.commands.doctor.report import Report
+
+__all__ = ["summary"]
+
+LINES, WIDTH = 30, 110
+SHORT = 200  # characters of a finding
+ANSWERS = {
+    "equal": "yes, bit for bit",
+    "close": "yes, within rounding",
+    "different": "NO",
+    "itself": "cannot be said",
+    "void": "cannot be said",
+    "unknown": "cannot be said",
+}
+
+
+def summary(report: Report) -> str:
+    """Return the lines. What does not fit is in the page."""
+    lines = list(_lines(report))
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], "… the page has the rest"]
+    return "\n".join(lines)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    if report.failure:
+        yield from _entry("could not compare", report.failure)
+    numbers, speed = report.numbers, report.speed
+    if numbers is not None:
+        yield from _entry("same numbers?", f"{ANSWERS[numbers.result]}. {numbers.text}")
+    if speed.ratio is not None:
+        for wrapper in ("torch", "dpfuse"):
+            rates = [f"{1 / one.median:.1f}" for one in speed.timings if one.wrapper == wrapper]
+            title = "how fast?" if wrapper == "torch" else ""
+            yield from _entry(title, f"{NAMES[wrapper]}: {', '.join(rates)} steps/s")
+        noise = f"; runs differ by {speed.noise:.0%}" if speed.noise else ""
+        yield from _entry("", f"a step with dpfuse takes {speed.ratio:.2f} of one with DDP{noise}")
+        ours = next(one for one in speed.timings if one.wrapper == "dpfuse")
+        total = sum(ours.parts.values())
+        large = {part: value for part, value in ours.parts.items() if value > 0.005 * total}
+        parts = ", ".join(f"{WORDS[part]} {value / total:.0%}" for part, value in large.items())
+        yield from _entry("where it goes", f"{parts}; {ours.waiting / total:.0%} is waiting for a slower rank")
+        if ours.slowest is not None:
+            yield from _entry("", f"rank {ours.slowest} is the slowest in most steps")
+    if speed.link is not None:
+        yield from _entry("link", speed.link.explain())
+    for advice in speed.advice:
+        yield from _entry("", f"{advice.what}: about {advice.step * 1e3:.3g} ms a step ({advice.how})")
+    if speed.tuned:
+        yield from _entry("buckets", speed.tuned)
+    yield from _entry("what is wrong?", "" if report.findings else "nothing was found")
+    for finding in report.findings:
+        text = textwrap.shorten(finding.text, SHORT, placeholder=" …")
+        yield from _entry("", f"{finding.code or finding.title}: {text}")
+    changed = sorted({path for paths in report.changed.values() for path in paths})
+    text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
+    yield from _entry("files changed", text)
+
+
+NAMES = {"torch": "torch DDP", "dpfuse": "dpfuse   "}
+WORDS = {"loader": "loader", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "outside": "other"}
+
+
+def _entry(title: str, text: str) -> Iterator[str]:
+    if not text:
+        yield title
+        return
+    lines = textwrap.wrap(text, WIDTH - 17)
+    for number, line in enumerate(lines):
+        yield f"{title if not number else '':<17}{line}"
