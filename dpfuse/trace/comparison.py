@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfuse.trace.trace_file import RankTrace
 
-__all__ = ["CAUSES", "Difference", "compare"]
+__all__ = ["CAUSES", "Difference", "compare", "first_setting"]
 
 # The classes of causes, and what each of them means.
 CAUSES = {
@@ -135,6 +135,20 @@ def compare(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Differenc
             first = min(part.place for part in parts.values())
             ranks = tuple(rank for rank, part in parts.items() if part.place == first)
             return _told(step, ranks, parts[ranks[0]], early, plans, (one[ranks[0]], other[ranks[0]]))
+    return None
+
+
+def first_setting(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
+    """Return the first setting of an optimizer that differs, whatever numbers differ before; None if there is none.
+
+    Args:
+        one, other: as for `compare`, of as many ranks.
+    """
+    for step in range(min(len(trace.steps) for run in (one, other) for trace in run.values())):
+        for rank in one:
+            ours, theirs = one[rank].steps[step]["settings"], other[rank].steps[step]["settings"]
+            if ours != theirs:
+                return Difference(step, rank, (rank,), "settings", f"the optimizer's {_setting(ours, theirs)}")
     return None
 
 

@@ -68,7 +68,8 @@ class Tracer:
         deep_steps: how many steps of an optimizer have hashes of gradients and of buffers, and of each parameter; the
             others have one number for all parameters. None: all.
         after_step: called behind each line, with the number of steps of that optimizer.
-        sketch: write a sum of each parameter with fixed random signs, too, from which the distance of two runs follows.
+        sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
+            runs follows.
 
     Raises:
         DPFuseError: the folder cannot be used.
@@ -93,6 +94,7 @@ class Tracer:
         self._forwards: list[dict[str, Any]] = []
         self._backwards: list[dict[str, Any]] = []
         self._stepped: list[Hash] = []
+        self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
         rank = dist.get_rank()
         self._file = Writer(folder, rank)
@@ -181,6 +183,8 @@ class Tracer:
         self.phases.enter("tracing")
         if self.deep:
             self._stepped = [hash_of(param.grad) for param in _params_of(optimizer)]
+            if self._sketch:
+                self._gradient = [0.0 if one.grad is None else signed_sum(one.grad) for one in _params_of(optimizer)]
         self.phases.enter("optimizer")
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -197,6 +201,8 @@ class Tracer:
             line["all_parameters"] = hash_of_all_hashes(params)
         if self._sketch:
             line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
+            if self.deep:
+                line["gradient sketch"] = self._gradient
         plans = {}
         for traced in self._models:
             plan = traced.plan() if traced.wrapper() is not None else None

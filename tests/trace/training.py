@@ -53,7 +53,15 @@ class Net(nn.Module):
         return outputs + 1e-6 if self.other_forward else outputs
 
 
-def train(folder: Path, wrap: str, plant: Plant | None = None, optimizer: Any = torch.optim.AdamW) -> Any:
+def train(
+    folder: Path,
+    wrap: str,
+    plant: Plant | None = None,
+    *,
+    sketch: bool = False,
+    deep: int | None = None,
+    **options: Any,
+) -> Any:
     """Train `STEPS` steps of `MICRO` batches, and let a plant change what it likes at the points that are named."""
     rank = dist.get_rank()
     run = SimpleNamespace(
@@ -63,7 +71,7 @@ def train(folder: Path, wrap: str, plant: Plant | None = None, optimizer: Any = 
     def at(point: str, value: Any = None) -> Any:
         return value if plant is None else plant(point, run, value)
 
-    tracer = start_tracer(folder)
+    tracer = start_tracer(folder, deep, sketch=sketch)
     try:
         at("seed")
         torch.manual_seed(run.seed)
@@ -72,11 +80,12 @@ def train(folder: Path, wrap: str, plant: Plant | None = None, optimizer: Any = 
         run.net = Net(run.width)
         at("weights")
         torch.manual_seed(run.seed + 10 + rank)
-        wrapped = dpfuse.DistributedDataParallel(run.net) if wrap == "dpfuse" else torch_ddp(run.net)
+        make = dpfuse.DistributedDataParallel if wrap == "dpfuse" else torch_ddp
+        wrapped = make(run.net, **options)
         names = getattr(wrapped, "_names_by_bucket", lambda: None)
         tracer.add(wrapped, names)
         at("wrapped", wrapped)
-        run.optimizer = optimizer(run.net.parameters(), lr=0.01, weight_decay=0.01)
+        run.optimizer = torch.optim.AdamW(run.net.parameters(), lr=0.01, weight_decay=0.01)
         data = torch.Generator().manual_seed(100 + rank)
         for run.step in range(STEPS):
             at("step begins")
@@ -192,6 +201,11 @@ def one_label(point, run, value):
 @plants("data", 4)
 def all_labels(point, run, value):
     return torch.zeros_like(value) if point == "targets" and run.step == 4 else value
+
+
+@plants("data", 0)
+def all_labels_from_the_start(point, run, value):
+    return torch.zeros_like(value) if point == "targets" else value
 
 
 @plants("kernel", 1, rank=1)

@@ -46,7 +46,7 @@ def folders_of(words: Sequence[str], own: Path) -> list[str]:
                 found.append(str(candidate.resolve()))
                 break
     roots: list[str] = []
-    for folder in sorted(set(found), key=len):  # without those inside of others
+    for folder in sorted(set(found), key=lambda folder: (len(folder), folder)):  # without those inside of others
         if not any(Path(folder).is_relative_to(root) for root in roots) and folder != str(own):
             roots.append(folder)
     return roots

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpfuse.commands.doctor.runs import Run
-from dpfuse.trace.comparison import Difference, compare
+from dpfuse.trace.comparison import Difference, compare, first_setting
 from dpfuse.trace.sketch import distance
 from dpfuse.trace.trace_file import RankTrace
 
 __all__ = ["Numbers", "judge"]
 
 FARTHER = 4.0  # times DDP's distance from itself: less is the luck of rounding
-ROUNDING = 1e-5  # of the way that the weights have gone: less is rounding, where other buckets round equally
+GRADIENT, LOSS = 1e-4, 1e-3  # relative distances in later steps, to which rounding may have grown
+ROUNDING = 1e-5  # relative distance of the first gradients: more is no rounding
 EXACT_RANKS = 2  # up to which the order of a sum does not matter
 
 
@@ -84,23 +85,51 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
 
 
 def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Numbers:
-    """Judge by the distances of weights: from three ranks on, other buckets round sums in another order."""
+    """Judge by distances: from three ranks on, other buckets round sums in another order.
+
+    Weights alone do not tell: Adam makes a whole step of a gradient that is nothing but rounding, such as that of a bias
+    before batch normalization. So gradients are judged, which are large where it matters, and losses.
+    """
     steps = min(run.steps for run in (first, ours, other))
-    mine, self_made = _distances(first, ours, steps), _distances(first, other, steps)
-    limits = [max(FARTHER * value, ROUNDING) for value in self_made]
-    beyond = [step for step, (value, limit) in enumerate(zip(mine, limits, strict=True)) if value > limit]
-    typical = statistics.median(mine), statistics.median(self_made)
-    if 2 * len(beyond) > steps:
-        text = (
-            f"dpfuse lies {typical[0]:.1e} of the trained way from DDP, and DDP with other buckets {typical[1]:.1e} "
-            f"(medians): farther than rounding explains, from step {beyond[0]} on. First difference: {_place(found)}."
-        )
-        return Numbers("different", text, steps, found, mine, self_made)
-    text = (
-        f"dpfuse lies {typical[0]:.1e} of the trained way from DDP, and DDP with other buckets {typical[1]:.1e} "
-        "(medians): both round sums of three or more ranks in another order."
+    weights = _distances(first, ours, steps), _distances(first, other, steps)
+    gradients = _gradient_distances(first, ours), _gradient_distances(first, other)
+    losses = _loss_distance(first, ours), _loss_distance(first, other)
+    spread = (
+        f"gradients lie {gradients[0][0]:.1e} from DDP's in the first step, and losses {losses[0]:.1e}; with other "
+        f"buckets DDP's own lie {gradients[1][0]:.1e} and {losses[1]:.1e} from them (relative)"
     )
-    return Numbers("close", text, steps, None, mine, self_made)
+    setting = first_setting(first.traces, ours.traces)
+    beyond = [
+        step for step, pair in enumerate(zip(*gradients, strict=True)) if pair[0] > max(FARTHER * pair[1], GRADIENT)
+    ]
+    if setting is not None:
+        text, found = f"dpfuse differs from DDP at {_place(setting)}.", setting
+    elif gradients[0][0] > max(FARTHER * gradients[1][0], ROUNDING) or 2 * len(beyond) > len(gradients[0]):
+        text = f"Farther than rounding explains: {spread}. First difference: {_place(found)}."
+    elif losses[0] > max(FARTHER * losses[1], LOSS):
+        text = f"Losses part farther than rounding explains: {spread}. First difference: {_place(found)}."
+    else:
+        text = f"Within rounding, as sums of three or more ranks are rounded in another order: {spread}."
+        return Numbers("close", text, steps, None, *weights)
+    return Numbers("different", text, steps, found, *weights)
+
+
+def _gradient_distances(one: Run, other: Run) -> list[float]:
+    """Return the distance of the gradients of each deep step, over their size."""
+    found = []
+    for ours, theirs in zip(one.traces[0].steps, other.traces[0].steps, strict=False):
+        if "gradient sketch" in ours and "gradient sketch" in theirs:
+            values = ours["gradient sketch"]
+            size = distance([0.0] * len(values), values)
+            found.append(distance(values, theirs["gradient sketch"]) / (size or 1.0))
+    return found or [0.0]
+
+
+def _loss_distance(one: Run, other: Run) -> float:
+    """Return the relative distance of losses, the median over the second half of the steps."""
+    pairs = list(zip(losses_of(one.traces[0]), losses_of(other.traces[0]), strict=False))
+    apart = [abs(ours - theirs) / max(abs(ours), abs(theirs), 1e-30) for ours, theirs in pairs[len(pairs) // 2 :]]
+    return statistics.median(apart) if apart else 0.0
 
 
 def _distances(one: Run, other: Run, steps: int) -> tuple[float, ...]:

@@ -118,7 +118,7 @@ class _Observer:
         def traced(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             inner = sys._getframe(1).f_globals.get("__name__", "").startswith(TORCH_INTERNAL)
             if self._order.wrapper == "torch buckets" and not inner:
-                kwargs["bucket_cap_mb"] = _a_third_of(module)
+                kwargs["bucket_cap_mb"] = _an_eighth_of(module)
                 kwargs.pop("bucket_cap_mb_list", None)
             construct(wrapper, module, *args, **kwargs)
             if not inner:
@@ -231,10 +231,10 @@ def _names_by_bucket(wrapper: Any) -> list[list[str]] | None:
     return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
 
 
-def _a_third_of(module: nn.Module) -> float:
-    """Return a size in MB, of which the gradients of a module fill about three."""
+def _an_eighth_of(module: nn.Module) -> float:
+    """Return a size in MB, of which the gradients of a module fill about eight."""
     nbytes = sum(param.numel() * param.element_size() for param in module.parameters() if param.requires_grad)
-    return max(nbytes / MB / 3, 1e-5)
+    return max(nbytes / MB / 8, 1e-5)
 
 
 def _facts_of(tuning: Any) -> dict[str, Any]:

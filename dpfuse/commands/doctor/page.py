@@ -162,8 +162,8 @@ def _contents(report: Report) -> str:
     machine = report.machine["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")
     holds = (
-        "It holds the command line, losses, times, names of parameters and of files. It holds no data, no weights and no "
-        "values of environment variables."
+        "It holds the command line, losses, times, names of parameters and of files. It holds no data, no weights and "
+        "no values of environment variables."
     )
     return f'<h2>About this page</h2><p class="soft">{escape(where)}; {escape(facts)}. {holds}</p>'
 

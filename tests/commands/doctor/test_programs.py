@@ -42,7 +42,7 @@ def test_a_healthy_program_has_equal_numbers_and_nothing_is_named(program, words
 
 
 def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
-    done, report, page = doctor(tmp_path, "--width", 128, ranks=3)
+    done, report, _ = doctor(tmp_path, "--width", 128, ranks=3)
     assert report["numbers"]["result"] in ("equal", "close"), done.stdout
     assert done.returncode == 0
     assert any("other buckets" in run["title"] for run in report["runs"])
@@ -62,14 +62,14 @@ def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
 )
 def test_what_is_wrong_is_said(wrong, code, result, text, tmp_path):
     steps = 400 if wrong == "no wrapper" else 1000
-    done, report, page = doctor(tmp_path, "--wrong", wrong, "--steps", steps)
+    done, report, _ = doctor(tmp_path, "--wrong", wrong, "--steps", steps)
     assert re.sub(r"\s+", " ", text) in re.sub(r"\s+", " ", done.stdout)
     assert done.returncode == code
     assert (report["numbers"] or {}).get("result") == result
 
 
 def test_a_program_that_hangs_is_ended_and_its_output_is_kept(tmp_path):
-    done, report, page = doctor(tmp_path, "--wrong", "hangs", options=["--patience", "12"])
+    done, _, _ = doctor(tmp_path, "--wrong", "hangs", options=["--patience", "12"])
     assert done.returncode == 2
     assert "it made no step for too long" in done.stdout
     assert (tmp_path / "report" / "run1.log").exists()
@@ -77,7 +77,7 @@ def test_a_program_that_hangs_is_ended_and_its_output_is_kept(tmp_path):
 
 def test_a_run_that_resumes_voids_the_comparison_and_no_code_behind_the_loop_runs(tmp_path):
     (tmp_path / "saved").mkdir()
-    done, report, page = doctor(tmp_path, "--out", tmp_path / "saved")
+    done, report, _ = doctor(tmp_path, "--out", tmp_path / "saved")
     assert report["numbers"]["result"] == "void"
     assert "checkpoint.pt" in report["numbers"]["text"]
     assert done.returncode == 2
@@ -89,6 +89,6 @@ def test_a_program_that_starts_its_own_ranks(tmp_path):
     from tests.distributed.processes import free_port
 
     words = [2, free_port(), 1000]
-    done, report, page = doctor(tmp_path, *words, options=["--own_ranks"], program="momentum_encoder.py")
+    done, report, _ = doctor(tmp_path, *words, options=["--own_ranks"], program="momentum_encoder.py")
     assert report["numbers"]["result"] == "equal", done.stdout
     assert done.returncode == 0
