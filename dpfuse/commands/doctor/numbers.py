@@ -29,7 +29,7 @@ class Numbers:
         text: for people, one or two sentences.
         steps: that were compared.
         difference: the first one, where there is one.
-        ours: the distance of dpfuse's weights from DDP's after each step, as a part of the way that they have gone.
+        ours: the distance of dpfuse's weights from DDP's after each step, as a part of the way that training has moved them.
         theirs: that of DDP with other buckets from DDP.
     """
 
@@ -87,8 +87,8 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
 def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Numbers:
     """Judge by distances: from three ranks on, other buckets round sums in another order.
 
-    Weights alone do not tell: Adam makes a whole step of a gradient that is nothing but rounding, such as that of a bias
-    before batch normalization. So gradients are judged, which are large where it matters, and losses.
+    Weights alone do not tell: Adam makes a whole step of a gradient that is nothing but rounding, such as that of a
+    bias before batch normalization. So gradients are judged, which are large where it matters, and losses.
     """
     steps = min(run.steps for run in (first, ours, other))
     weights = _distances(first, ours, steps), _distances(first, other, steps)

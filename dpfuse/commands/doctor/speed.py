@@ -191,7 +191,7 @@ def _advice(link: Link | None) -> tuple[Advice, ...]:
         return ()
     half = link.step - link.exposed / 2
     return (
-        Advice("send 16 bits", half, "wire_dtype=torch.bfloat16; gradients are rounded"),
+        Advice("send 16 bits", half, "a wire of 16 bits; gradients are rounded"),
         Advice("average every second batch, or double the batch", half, "no_sync(); the same number of samples"),
     )
 
