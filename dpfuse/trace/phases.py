@@ -1,4 +1,7 @@
-"""Where the time of a step goes: forward, backward, optimizer, what lies between, and the tracing itself."""
+"""Where the time of a step goes: forward, backward, optimizer, what lies between, and the tracing itself.
+
+These are times of the host. On a GPU "device" is what the GPU still has to do when the host has ended the step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from time import perf_counter
 
 __all__ = ["Phases"]
 
-PHASES = ("outside", "loader", "forward", "backward", "optimizer", "tracing")
+PHASES = ("outside", "loader", "forward", "backward", "optimizer", "device", "tracing")
 
 
 class Phases:

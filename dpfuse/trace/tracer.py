@@ -189,6 +189,9 @@ class Tracer:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """As `AfterStep.after_step`."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.phases.enter("device")  # else the wait would count as tracing
+            torch.cuda.synchronize()
         self.phases.enter("tracing")
         number, steps = self._known(optimizer)
         steps[0] += 1

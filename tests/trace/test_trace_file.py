@@ -48,7 +48,15 @@ def test_the_variable_traces_every_wrapper_and_optimizer(traced):
     assert backward["local"] == backward["averaged"]  # one rank: its gradient is the average
     assert trace.steps[1]["stepped"] == backward["averaged"]["1"]
     assert trace.steps[0]["parameters"] != trace.steps[2]["parameters"]
-    assert set(trace.steps[0]["times"]) == {"outside", "forward", "backward", "optimizer", "tracing"}
+    assert set(trace.steps[0]["times"]) == {
+        "outside",
+        "loader",
+        "forward",
+        "backward",
+        "optimizer",
+        "device",
+        "tracing",
+    }
 
 
 def test_copies_and_pickles_of_a_traced_wrapper_are_not_traced(traced):

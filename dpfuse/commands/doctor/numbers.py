@@ -29,7 +29,8 @@ class Numbers:
         text: for people, one or two sentences.
         steps: that were compared.
         difference: the first one, where there is one.
-        ours: the distance of dpfuse's weights from DDP's after each step, as a part of the way that training has moved them.
+        ours: the distance of dpfuse's weights from DDP's after each step, as a part of the way that training has moved
+            them.
         theirs: that of DDP with other buckets from DDP.
     """
 

@@ -14,7 +14,7 @@ __all__ = ["page"]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #667; --rule: #d8dce2; --good: #1a7f4b;
-  --bad: #b3261e; --c0: #3568c8; --c1: #d9822b; --c2: #2f9e6e; --c3: #8e5bc0; --c4: #9aa3ad; }
+  --bad: #b3261e; --c0: #3568c8; --c1: #d9822b; --c2: #2f9e6e; --c3: #8e5bc0; --c4: #d45d79; --c5: #9aa3ad; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7eaee; --paper: #14171b; --soft: #9aa3ad; --rule: #333a42;
   --good: #4cc38a; --bad: #ff7b72; } }
 * { box-sizing: border-box; }
@@ -37,7 +37,7 @@ th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px s
 COLOURS = "".join(
     f".line.c{number} {{ stroke: var(--c{number}); }} .bar.c{number} {{ fill: var(--c{number}); }} "
     f".key.c{number} {{ background: var(--c{number}); }}\n"
-    for number in range(5)
+    for number in range(6)
 )
 SHOWN = 200  # files of a list
 

@@ -12,8 +12,9 @@ from dpfuse.trace.trace_file import RankTrace
 
 __all__ = ["Advice", "Link", "Speed", "Timing", "measure"]
 
-PARTS = ("loader", "forward", "backward", "optimizer", "outside")  # of a step; tracing is not counted
+PARTS = ("loader", "forward", "backward", "optimizer", "device", "outside")  # of a step; tracing is not counted
 BEFORE = ("loader", "forward", "outside")  # the ranks meet in what follows
+SUMS = ("nbytes", "seconds", "exposed")  # of the communication of a run
 FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
@@ -167,21 +168,23 @@ def _cycles(trace: RankTrace) -> list[dict[str, float]]:
 
 
 def _link(runs: Sequence[Run], timings: Sequence[Timing]) -> Link | None:
-    steps = [one.median for one in timings if one.wrapper == "dpfuse"]
+    """Return the mean over the runs of dpfuse, of the rank that waits least in each: others wait for ranks, too."""
+    counts = {one.run: len(one.steps) for one in timings}
     found = []
     for run in runs:
-        if run.wrapper == "dpfuse" and not run.failed:
-            for facts in run.facts.values():
-                sums = [one for one in facts["communication"] if one["steps"]]
-                if sums:
-                    backwards = max(one["steps"] for one in sums)
-                    totals = [sum(one[name] for one in sums) for name in ("nbytes", "seconds", "exposed")]
-                    found.append([total / backwards for total in totals])
-    if not found or not steps:
+        if run.wrapper != "dpfuse" or run.title not in counts:
+            continue
+        ranks = []
+        for facts in run.facts.values():
+            sums = [one for one in facts["communication"] if one["steps"]]
+            if sums:  # of all models
+                ranks.append([sum(one[name] for one in sums) / counts[run.title] for name in SUMS])
+        if ranks:
+            found.append(min(ranks, key=lambda rank: rank[-1]))
+    if not found:
         return None
+    steps = [one.median for one in timings if one.wrapper == "dpfuse"]
     nbytes, seconds, exposed = (statistics.mean(values) for values in zip(*found, strict=True))
-    # The rank that waits least: the others wait for it, too.
-    exposed = min(exposed, min(one[2] for one in found) if len(found) > 1 else exposed)
     return Link(nbytes, seconds, exposed, statistics.mean(steps))
 
 

@@ -65,7 +65,14 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 NAMES = {"torch": "torch DDP", "dpfuse": "dpfuse   "}
-WORDS = {"loader": "loader", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "outside": "other"}
+WORDS = {
+    "loader": "loader",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "device": "waiting for the GPU",
+    "outside": "other",
+}
 
 
 def _entry(title: str, text: str) -> Iterator[str]:

@@ -24,7 +24,15 @@ def timed(
     """A run of steps that take the given seconds; `busy` is added to the forward of each rank."""
     traces = {}
     for rank in range(ranks):
-        times = {"loader": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "outside": 0.0, "tracing": 9.0}
+        times = {
+            "loader": 0.0,
+            "forward": 0.0,
+            "backward": 0.0,
+            "optimizer": 0.0,
+            "device": 0.0,
+            "outside": 0.0,
+            "tracing": 9.0,
+        }
         times |= parts
         times["forward"] += busy[rank] if busy else 0.0
         line = {"optimizer": 0, "forwards": [], "backwards": [], "times": times, "parameters": ""}
