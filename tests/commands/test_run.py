@@ -96,6 +96,31 @@ def test_a_program_that_starts_its_own_ranks():
     assert REPLACED.findall(ours.stderr) == ["Pair"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "words", "name"),
+    [
+        ("transformers", ["hf_trainer.py", "OUT", 4], "LlamaForCausalLM"),
+        ("accelerate", ["accelerated.py", 1], "Sequential"),
+    ],
+)
+def test_libraries_that_wrap_the_model_themselves(library, words, name, tmp_path):
+    pytest.importorskip(library)
+    words = [tmp_path if word == "OUT" else word for word in words]
+    plain = python(*TORCHRUN, *words)
+    ours = python(*TORCHRUN, "-m", "dpfuse", "run", *words)
+    assert_same(plain, ours, name)
+
+
+@pytest.mark.slow
+def test_a_library_that_starts_the_program_again_as_the_second_rank():
+    pytest.importorskip("lightning")
+    words = ["lightning_loop.py", 4]
+    plain = python(*words)
+    ours = python("-m", "dpfuse", "run", *words)
+    assert_same(plain, ours, "Module")
+
+
 SEEN = """
 import json, os, sys
 print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec__.name, sys.flags.dev_mode,

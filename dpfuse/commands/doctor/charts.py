@@ -8,7 +8,7 @@ from html import escape
 
 __all__ = ["bars", "lines"]
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 240, 64, 28
+WIDTH, HEIGHT, LEFT, BOTTOM = 420, 200, 56, 28  # in units of the drawing; small, so that text is legible on a phone
 ROW = 34  # of a bar
 
 

@@ -26,12 +26,15 @@ code { font-family: ui-monospace, monospace; font-size: 0.9em; }
 .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: 0.75rem; padding: 0; }
 .answers li { list-style: none; border: 1px solid var(--rule); border-radius: 0.5rem; padding: 0.6rem 0.8rem; }
 .answers b { display: block; font-size: 1.15rem; }
-figure { margin: 1rem 0 0; } svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--soft); }
-.grid { stroke: var(--rule); } .line { fill: none; stroke-width: 2; }
+figure { margin: 1rem 0 0; max-width: 34rem; } svg { width: 100%; height: auto; }
+svg text { font-size: 11px; fill: var(--soft); }
+.grid { stroke: var(--rule); } .line { fill: none; stroke-width: 1.5; }
+.line.c0 { stroke-width: 5; opacity: 0.45; }
 .legend { list-style: none; padding: 0; margin: 0.25rem 0; display: flex; flex-wrap: wrap; gap: 0.25rem 1rem;
   font-size: 0.85rem; }
 .key { display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.35rem; border-radius: 2px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 0.9rem;
+  overflow-wrap: normal; }
 th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid var(--rule); }
 """
 COLOURS = "".join(

@@ -31,7 +31,7 @@ def summary(report: Report) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     if report.failure:
-        yield from _entry("could not compare", report.failure)
+        yield from _entry("no comparison", report.failure)
     numbers, speed = report.numbers, report.speed
     if numbers is not None:
         yield from _entry("same numbers?", f"{ANSWERS[numbers.result]}. {numbers.text}")

@@ -17,7 +17,7 @@ def test_steps_and_parts_leave_tracing_out():
     assert found.noise == pytest.approx(0.0)
     assert [len(one.steps) for one in found.timings] == [10, 10, 10]
     assert found.timings[1].median == pytest.approx(0.1)
-    assert found.timings[1].parts == pytest.approx(PARTS)
+    assert found.timings[1].parts == pytest.approx({**PARTS, "device": 0.0})
     assert found.timings[1].waiting == 0.0
     assert found.link is None
     assert found.advice == ()
