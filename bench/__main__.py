@@ -27,6 +27,7 @@ SUITES = {
     "step": 900,
     "forward": 120,
     "checks": 240,
+    "weights": 400,
     "accumulate": 300,
     "health": 120,
     "clip": 150,

@@ -3,6 +3,7 @@
 A step with the checks is timed beside one with stand-ins that look at nothing in their place. A step of a model that
 was wrapped with `metrics=True` and reads them each time is timed beside one with the checks alone.
 
+Weights are compared behind a step of an optimizer, which is none of these steps: `bench_weights` times that.
 Left out are the signature of the module, the counts of forwards and backwards, the report that compares them over the
 ranks, and what the heartbeat is told.
 CPU time of the thread that trains, on two gloo ranks: what it waits for costs it nothing. The comparison of the models
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -72,8 +73,8 @@ class NoWindow(Window):
 class NoReport(Report):
     """Has no elements: nothing travels behind the gradients."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.numel = 0
 
     def source(self, outcome: Outcome) -> Any:
@@ -139,7 +140,7 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
             workload = build()
             if name == "without checks":
                 with without_checks():
-                    steps[name] = proved(name, workload)
+                    steps[name] = proved(name, workload, check_weights="off")
             else:
                 steps[name] = proved(name, workload, metrics=METRICS.get(name, False))
         alive.append(steps)
@@ -158,9 +159,11 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
     return {name: asdict(result) for name, result in results.items()}
 
 
-def proved(name: str, workload: Workload, *, metrics: bool | int = False) -> Callable[[], None]:
+def proved(
+    name: str, workload: Workload, *, metrics: bool | int = False, check_weights: Literal["raise", "off"] = "raise"
+) -> Callable[[], None]:
     """A step of the wrapped workload, which averages rightly; with metrics, it reads them."""
-    model = dpfuse.DataParallel(workload.module, metrics=metrics)
+    model = dpfuse.DataParallel(workload.module, metrics=metrics, check_weights=check_weights)
     params = list(workload.module.parameters())
 
     def step() -> None:

@@ -17,6 +17,7 @@ MANUAL_GOAL = 1.3  # time of fused_allreduce_gradients over one cat, all-reduce 
 FORWARD_GOAL = 0.15  # what 53 BatchNorms add to a forward, and sending their buffers to a step, over DDP's
 CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
 CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
+WEIGHTS_PART_GOAL = 0.01  # of any step
 METRICS_PART_GOAL = 0.01  # of the same step, when they are read after each
 LAUNCH_GOAL = 4e-6  # CPU seconds of a launch without Triton's dispatcher
 PLANNING_GOALS = {1000: 0.1}  # CPU seconds, by number of gradients
@@ -250,6 +251,11 @@ def _checks(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
         yield Outcome("checks", case, "CPU seconds of the checks in a step", extra, CHECKS_GOALS.get(case))
 
 
+def _weights(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    part = ratio(contenders["compared"].info["extra"], contenders["not compared"].median)
+    yield Outcome("weights", case, "part of the step that comparing weights takes", part, WEIGHTS_PART_GOAL)
+
+
 def _accumulate(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     peers = [name for name in contenders if name.startswith("DDP")]
     peer = "main_grad" if "16" in case else min(peers, key=lambda name: contenders[name].info["peak"])
@@ -408,6 +414,7 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "step": _step,
     "forward": _forward,
     "checks": _checks,
+    "weights": _weights,
     "accumulate": _accumulate,
     "health": _health,
     "clip": _clip,

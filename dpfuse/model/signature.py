@@ -23,6 +23,7 @@ class _Known(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
+    order: tuple[int, ...]  # of the dimensions in memory, the slowest first: gradients travel in that order
 
 
 class _Agreed(NamedTuple):
@@ -126,6 +127,7 @@ class ModelSignature:
                 param.dtype,
                 param.device,
                 torch.Size() if is_lazy(param) else param.shape,
+                () if is_lazy(param) else _order_of(param),
             )
             for name, param in module.named_parameters()
             # functional_call() lets results stand in for parameters, which still get their gradients through these.
@@ -182,4 +184,11 @@ def _is_delicate(param: Tensor | None) -> bool:
 
 def _kind(known: _Known) -> str:
     dtype = str(known.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(known.shape)} on {known.device}"
+    order = f" with its dimensions in the order {known.order}" if known.order != tuple(sorted(known.order)) else ""
+    return f"{dtype} {tuple(known.shape)} on {known.device}{order}"
+
+
+def _order_of(param: Tensor) -> tuple[int, ...]:
+    strides = param.stride()
+    longer = [dim for dim, size in enumerate(param.shape) if size != 1]  # of the others the stride addresses nothing
+    return tuple(sorted(longer, key=lambda dim: -strides[dim]))

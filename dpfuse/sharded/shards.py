@@ -62,6 +62,8 @@ class Shards:
         self._sync, self._grads, self._group = sync, sync.grads, sync.grads.group
         self._groups = groups
         self._late = late
+        if late and sync.weights is not None:
+            sync.weights.turn_off('with gather="forward" parameters are on their way when a step ends')
         self._masters = masters
         self._pending: list[Pending] = []
         self._shards: list[Shard] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
-from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.plan import Bucket
@@ -78,6 +78,8 @@ class WeightsCheck(Feature):
         self._reducer = reducer
         self._window = window
         self._raises = raises
+        # When the model was wrapped, the ranks have compared them.
+        self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
         self._report: Report | None = None
         self._hashing: Hashing | None = None
         self._made_for = -1  # the version for which it was made
@@ -87,10 +89,12 @@ class WeightsCheck(Feature):
         )  # groups; whether it steps us
         self._turn = 0  # the number of the next slice, over all passes
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
-        self._slice: int | None = None  # the one whose hash the report has
-        self._travelling: deque[int | None] = deque()  # slices whose comparison this rank has not read
-        self._equal: dict[int, int] = {}  # by slice, the last averaged backward in which the ranks' hashes were equal
+        # The slice whose hash the report has, and the averaged backward behind which it was hashed.
+        self._slice: tuple[int, int] | None = None
+        self._travelling: deque[tuple[int, int] | None] = deque()  # those whose comparison this rank has not read
+        self._equal: dict[int, int] = {}  # by slice, the last averaged backward behind which weights were equal
         self._after_step: Tensor | None = None  # the hash of each parameter behind the last step, while one is due
+        self._noticed = 0  # the averaged backward in which hashes differed
         self._ignored = 0  # deliveries whose comparison tells nothing new
         self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
         self._false_alarms = 0
@@ -118,13 +122,16 @@ class WeightsCheck(Feature):
         report, completed = self._report, self._reducer().completed
         assert report is not None
         self._travelling.append(self._slice)
-        compared = self._travelling.popleft() if len(self._travelling) > (not report.is_on_cpu) else None
+        late = not report.is_on_cpu  # the comparison that is known now is that of the backward before
+        compared = self._travelling.popleft() if len(self._travelling) > late else None
         if self._ignored:
             self._ignored -= 1
         elif report.differs:
             self.due = self._window.due = True
+            self._noticed = completed - late
         elif compared is not None:
-            self._equal[compared] = completed
+            number, hashed_at = compared
+            self._equal[number] = hashed_at
         if self.known and completed % LOOK_AGAIN == 0:
             self.due = self._window.due = True
         if self._found is not None:
@@ -158,7 +165,7 @@ class WeightsCheck(Feature):
         if not hashing.is_empty(number):
             but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
             hashing.write(number, seed, report.number, but)
-            self._slice = number
+            self._slice = number, completed
 
     def _steps_us(self, optimizer: Optimizer) -> bool:
         count, known = self._owners.get(optimizer, (0, False))
@@ -184,7 +191,7 @@ class WeightsCheck(Feature):
                     len(left),
                     left[0],
                 )
-            self._hashing = Hashing(kept, device) if kept else None
+            self._hashing = Hashing(kept, self._strides, device) if kept else None
             self._ids = set(map(id, kept.values()))
             self._made_for = version
             self._equal = {}
@@ -225,7 +232,7 @@ class WeightsCheck(Feature):
         self._say_nothing()
 
     def _learn(self, hashing: Hashing, found: Differences, device: torch.device, *, takes_part: bool) -> None:
-        names, now = hashing.names, self._reducer().completed + 1
+        names = hashing.names
         differing = {names[place] for place in found.either}
         recovered = [name for name in self.known if name not in differing]
         for name in recovered:
@@ -236,13 +243,14 @@ class WeightsCheck(Feature):
             return
         self._false_alarms = 0
         own = hashing if takes_part else None
-        reference, measured, count = measure(own, self._after_step, new, self._group, device)
+        first = max(self._last_equal(hashing, place) for place in new)
+        reference, measured, count, first = measure(own, self._after_step, new, first, self._group, device)
         finding = Finding(
             names=tuple(names[place] for place in new),
             count=len(names),
             numels=tuple(hashing.numel(place) for place in new),
-            first=max(self._last_equal(hashing, place) for place in new),
-            last=now,
+            first=first,
+            last=self._noticed,
             others=tuple(measured),
             reference=reference,
             size=self._group.size(),
@@ -250,7 +258,7 @@ class WeightsCheck(Feature):
             measured_count=count,
         )
         self._found = CODE, finding.text(self._group.rank())
-        self.known |= dict.fromkeys(finding.names, now)
+        self.known |= dict.fromkeys(finding.names, self._noticed)
 
     def _count_false_alarm(self, *, looked_again: bool) -> None:
         if looked_again:
@@ -263,7 +271,7 @@ class WeightsCheck(Feature):
             )
 
     def _last_equal(self, hashing: Hashing, place: int) -> int:
-        """Return the last averaged backward in which all hashes of a parameter were equal."""
+        """Return the last averaged backward behind which all of a parameter was equal."""
         return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
 
     def _tell(self, code: str, text: str) -> None:

@@ -85,21 +85,23 @@ def measure(
     hashing: Hashing | None,
     after_step: Tensor | None,
     places: Sequence[int],
+    first: int,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[int, dict[int, Measured], int]:
+) -> tuple[int, dict[int, Measured], int, int]:
     """Measure how far the ranks lie apart in tensors that differ; to be called on every rank with the same places.
 
     Args:
         hashing: of this rank's tensors; None takes no part.
         after_step: as for `compare`; they tell which ranks are equal.
         places: of the tensors.
+        first: the averaged backward behind which they were equal, as far as this rank knows.
         group: the ranks.
         device: on which the group communicates.
 
     Returns:
         The rank with which all are compared, the lowest of the largest set of equal ranks; how far each rank that
-        differs lies from it; and how many of the tensors were measured, from the first on.
+        differs lies from it; how many of the tensors were measured, from the first on; and the largest `first`.
     """
     memories = [None if hashing is None else hashing.memory_of(place) for place in places]
     mine = NOTHING
@@ -130,14 +132,15 @@ def measure(
         collective.broadcast(data, group, source=reference)
         if memory is not None and own is not None and own.numel() == size:
             total.add(memory, data.to(memory.device))
-    told = torch.tensor([total.elements, total.largest, total.bits, total.factor or 0.0], dtype=torch.float64)
+    own_row = [total.elements, total.largest, total.bits, total.factor or 0.0, first]
+    told = torch.tensor(own_row, dtype=torch.float64)
     found = [each.tolist() for each in collective.all_gather(told.to(device), group)]
     measured = {
         rank: Measured(int(found[rank][0]), found[rank][1], found[rank][2] == 1, found[rank][3])
         for rank, row in enumerate(rows)
         if row not in (NOTHING, rows[reference])
     }
-    return reference, measured, count
+    return reference, measured, count, max(int(row[4]) for row in found)
 
 
 class _Distance:
@@ -172,7 +175,7 @@ class _Distance:
             self.factor = 0.0
             return
         usable = reference.ne(0)
-        if changed < 2 or changed < int(usable.sum()):
+        if changed < int(usable.sum()) or int(usable.sum()) < 2:
             self.factor = 0.0
             return
         ratios = own[usable].double() / reference[usable].double()

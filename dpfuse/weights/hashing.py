@@ -21,11 +21,12 @@ SMALL = 16 << 10  # bytes of a tensor that is hashed together with others
 class Hashing:
     """The tensors of a model, and the order in which they are hashed.
 
-    A tensor is hashed in the order of its memory that it had when this was made, so ranks may change its strides. One
-    that moved to another device, or has another size or dtype by now, is left out.
+    A tensor that moved to another device, or has another size or dtype by now, is left out.
 
     Args:
         tensors: by name; strided, on `device`.
+        strides: by name, those in whose order a tensor is hashed, whichever it has by then: the same on all ranks.
+            They are dense; where a name is missing, or the shape is another one, they are those of the tensor.
         device: of the tensors.
 
     Attributes:
@@ -33,12 +34,15 @@ class Hashing:
         slices: the number of slices of a pass.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], strides: Mapping[str, tuple[int, ...]], device: torch.device
+    ) -> None:
         self.names = list(tensors)
         self._tensors = list(tensors.values())
         self._device = device
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
-        self._strides = [dense_stride(tensor) for tensor in self._tensors]
+        own = ((dense_stride(tensor), strides.get(name)) for name, tensor in tensors.items())
+        self._strides = [agreed if agreed and sorted(agreed) == sorted(now) else now for now, agreed in own]
         self._sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
         self._pieces = slices_of(self._sizes)
         self.slices = len(self._pieces)

@@ -9,6 +9,7 @@ from dpfuse_kernels import Piece
 __all__ = ["slices_of"]
 
 CALL = 64 << 10  # bytes that are read in the time that a further tensor costs the host
+SLICE = 8 * CALL  # the least that is hashed at a time, since each time costs as much as some further tensors
 LEAST, LARGEST = 256 << 10, 16 << 20  # bytes of a piece of a larger tensor
 PAGE = 4096  # pieces of one tensor begin at multiples of so many bytes
 BOUND = 64  # steps in which all is to be seen, or an eighth as many steps as there are tensors
@@ -27,9 +28,9 @@ def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
         The pieces of each slice. Some slices are empty where there are few tensors: then most steps hash nothing.
 
     Example:
-        >>> slices = slices_of([400, 4])
-        >>> len(slices), [(place, *slice) for place, slice in enumerate(slices) if slice]
-        (60, [(0, Piece(tensor=0, start=0, nbytes=400)), (30, Piece(tensor=1, start=0, nbytes=4))])
+        >>> slices = slices_of([400] * 9)
+        >>> len(slices), {place: [piece.tensor for piece in slice] for place, slice in enumerate(slices) if slice}
+        (60, {0: [0, 1, 2, 3, 4], 30: [5, 6, 7, 8]})
     """
     steps = max(BOUND, len(sizes) // 8) - DELAY
     largest = min(max(LEAST, -(-sum(sizes) // steps)), LARGEST) // PAGE * PAGE
@@ -39,9 +40,10 @@ def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
         for start in range(0, size, largest)
     ]
     total = sum(CALL + piece.nbytes for piece in pieces)
+    count = min(steps, -(-total // SLICE))
     slices: list[list[Piece]] = [[] for _ in range(steps)]
     before = 0
     for piece in pieces:
-        slices[before * steps // total].append(piece)
+        slices[before * count // total * steps // count].append(piece)
         before += CALL + piece.nbytes
     return slices

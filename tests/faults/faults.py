@@ -1,7 +1,7 @@
 """The list of faults: what is done, and what dpfuse owes.
 
 The numbers of the hazards are those of the list of hazards that the issue of this suite names: 1a ranks that differ,
-1b ranks that take different paths, 1c modules that change, 1e tensors and numbers, 1f processes.
+1b ranks that take different paths, 1c modules that change, 1e tensors and numbers, 1f processes. 1g is weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tests.faults import job
 from tests.faults.fault import RIGHT, Fault, named
-from tests.faults.programs import changes, differ, paths, silences, tensors
+from tests.faults.programs import changes, differ, drifts, paths, silences, tensors
 
 __all__ = ["BY_NAME", "FAULTS", "STALL_TIMEOUT"]
 
@@ -18,6 +18,8 @@ STALL_TIMEOUT = 4.0  # seconds; longer than the stalls that must be survived
 SILENT = {"stall_timeout": STALL_TIMEOUT}
 AT_STALL = STALL_TIMEOUT + 3  # until every rank knows; two are owed, and one is for a busy machine
 CHECKED = {"check_finite": "raise"}
+COMPARED = {"check_weights": "raise"}
+WEIGHTS = 15.0  # seconds until weights that differ are named: 64 steps
 
 FAULTS = [
     # Ranks that do not hold the same.
@@ -98,6 +100,15 @@ FAULTS = [
     Fault("fp16_large", "1e 37", "float16 gradients whose sum overflows", tensors.fp16_large, RIGHT),
     Fault("nan_one_rank", "1e 38", 'a NaN in a gradient of rank 1, with check_finite="raise"', tensors.nan_one_rank,
           named("rank 1"), CHECKED),
+    # Weights that leave those of the other rank.
+    Fault("drift_weight", "1g 1", "one weight of rank 1 changes between two steps", drifts.weight,
+          named("DPF-W01", "net.layers.0.weight", "1 of 6 differ", within=WEIGHTS), COMPARED),
+    Fault("drift_bit", "1g 2", "one bit of a frozen weight of rank 1 flips", drifts.bit,
+          named("DPF-W01", "frozen.layers.0.weight", "one bit", within=WEIGHTS), COMPARED),
+    Fault("drift_rate", "1g 3", "rank 1 has another learning rate", drifts.rate,
+          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED),
+    Fault("drift_state", "1g 4", "the optimizer's states of rank 1 change", drifts.state,
+          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED),
     # Processes.
     Fault("plain", "1f 43", "nothing goes wrong", silences.plain, RIGHT),
 ]  # fmt: skip
@@ -115,6 +126,8 @@ SHARDED = {
     "param_added": IN_NO_GROUP,
     "complex": REFUSED,
     "sparse": REFUSED,
+    # A step sends each part of the weights from the rank that has updated it.
+    **dict.fromkeys(("drift_weight", "drift_rate", "drift_state"), RIGHT),
 }
 
 # While parameters are updated in backward, an update cannot be taken back.

@@ -101,6 +101,13 @@ class Job:
             self._note(net)
         return model
 
+    def optimizer_of(self, net: nn.Module) -> torch.optim.Optimizer:
+        """That which keeps one part on each rank, or else a plain one with momentum."""
+        made = self._optimizers.get(id(net))
+        if made is not None:
+            return made
+        return torch.optim.SGD([param for param in net.parameters() if param.requires_grad], lr=RATE, momentum=0.9)
+
     def batch(self, rank: int | None = None, number: int | None = None) -> Tensor:
         """The input of a rank in a step; every rank can make that of any other."""
         rank = self.rank if rank is None else rank

@@ -1,0 +1,108 @@
+"""What it costs to compare the weights of the ranks: whole steps with and without it, in turns.
+
+A step is forward, backward, SGD, and dropping the gradients. Not each step hashes weights, so the steps of a pass over
+all of them are timed together. CPU time of the thread that trains, on two gloo ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dpfuse
+from bench.bench_checks import five_ms
+from bench.equality import prove_gradients
+from bench.interleave import host_clock, interleave, paired_extra
+from bench.models import Workload, chain, layers
+from bench.playback import play_back, played_back, remembered
+from bench.rank_group import on_ranks
+from bench.step_time import Effort, StepTimes
+
+__all__ = ["WRAPS", "time_weights"]
+
+PASS = 60  # steps in which all weights are hashed, of models of up to 512 parameters
+WRAPS = ("compared", "compared again", "not compared")
+
+
+def time_weights(build: Callable[[], Workload], effort: Effort) -> dict[str, dict[str, Any]]:
+    """Prove that gradients are averaged, then time passes in turns; on every rank.
+
+    Returns:
+        The fields of `StepTimes` by contender, for one step; `extra` is over the steps that compare nothing.
+    """
+    results = {name: StepTimes() for name in WRAPS}
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRAPS}
+    extras: dict[str, list[float]] = {name: [] for name in WRAPS}
+    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
+    for rebuild in range(effort.rebuilds):
+        torch.manual_seed(dist.get_rank())
+        steps = {}
+        for number in range(len(WRAPS)):
+            name = WRAPS[(number + rebuild) % len(WRAPS)]
+            steps[name] = _pass(name, build())
+        alive.append(steps)
+        times = {
+            name: [(cpu / PASS, wall / PASS) for cpu, wall in rounds]
+            for name, rounds in interleave(steps, host_clock, rounds=effort.rounds, seed=rebuild).items()
+        }
+        for name in WRAPS:
+            pairs[name] += times[name]
+            extras[name].append(paired_extra(times[name], times["not compared"]))
+    for name, result in results.items():
+        result.seconds = [seconds for seconds, _ in pairs[name]]
+        result.wall = median(wall for _, wall in pairs[name])
+        result.extra, result.extra_lowest, result.extra_highest = (
+            median(extras[name]), min(extras[name]), max(extras[name])
+        )  # fmt: skip
+        result.facts = {"parameters": len(list(build().module.parameters()))}
+    return {name: asdict(result) for name, result in results.items()}
+
+
+def _pass(name: str, workload: Workload) -> Callable[[], None]:
+    """So many steps of the wrapped workload, which averages rightly."""
+    model = dpfuse.DataParallel(workload.module, check_weights="off" if name == "not compared" else "raise")
+    # With a rate of 0 all weights stay as they are, however many steps are timed.
+    optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.0)
+
+    def steps() -> None:
+        for _ in range(PASS):
+            workload.loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    prove_gradients(name, workload.module, lambda: workload.loss(model).backward(), averaged=True)
+    return steps
+
+
+CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {
+    "10 parameters": (partial(chain, 10), Effort(30, 5, 0)),
+    "100 parameters": (partial(chain, 100), Effort(15, 5, 0)),
+    "1000 parameters": (partial(chain, 1000), Effort(3, 3, 0)),
+    "step of 5 ms": (five_ms, Effort(8, 5, 0)),
+    "100 MB": (partial(layers, 6, 2048, rows=8), Effort(1, 3, 0)),
+}
+QUICK = Effort(1, 1, 0)
+
+
+@remembered
+def _measured(case: str, quick: bool) -> Any:
+    build, effort = CASES[case]
+    return on_ranks(2, "cpu", time_weights, build, QUICK if quick else effort)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize(("case", "variant"), [(case, variant) for case in CASES for variant in WRAPS])
+
+
+@played_back
+def test_weights(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+    result = dict(_measured(case, request.config.getoption("--quick"))[variant])
+    facts, seconds = result.pop("facts"), result.pop("seconds")
+    play_back(benchmark, seconds, {"suite": "weights", "case": case, "variant": variant, **result, **facts})

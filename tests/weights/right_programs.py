@@ -1,0 +1,641 @@
+"""Programs that are right: their weights are equal on all ranks whenever that matters. Nothing may be told of them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import dpfuse
+
+__all__ = ["PROGRAMS", "Program"]
+
+STEPS = 140  # more than two passes over all weights
+Program = Callable[[int, int], Any]
+PROGRAMS: dict[str, Program] = {}
+
+
+def right(program: Program) -> Program:
+    """Add a program to the list, under its name."""
+    PROGRAMS[program.__name__.replace("_", " ")] = program
+    return program
+
+
+def network(**kind: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16, **kind), nn.Tanh(), nn.Linear(16, 8, **kind), nn.Tanh(), nn.Linear(8, 2, **kind)
+    )
+
+
+def batches(rank: int, steps: int = STEPS) -> Iterator[Tensor]:
+    """Other inputs on each rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        yield torch.randn(4, 6, generator=generator)
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    return outputs.square().mean()
+
+
+def train(model: Any, optimizer: Optimizer, rank: int, steps: int = STEPS) -> None:
+    for inputs in batches(rank, steps):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def average(params: Iterable[Tensor], size: int) -> None:
+    for param in params:
+        dist.all_reduce(param.data)
+        param.data /= size
+
+
+@right
+def stochastic_gradient_descent(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True), rank)
+
+
+@right
+def adam_with_amsgrad_and_foreach(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, Adam(model.parameters(), amsgrad=True, foreach=True), rank)
+
+
+@right
+def fused_adamw(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network())
+    train(model, AdamW(model.parameters(), fused=True), rank)
+
+
+@right
+def private_gradients_and_a_schedule(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), gradient_as_bucket_view=False)
+    optimizer = RMSprop(model.parameters(), lr=0.01)
+    schedule = CosineAnnealingLR(optimizer, STEPS)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+@right
+def l_bfgs(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for inputs in batches(rank, 40):
+
+        def closure(inputs: Tensor = inputs) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs))
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)  # else the line search would differ between ranks
+            return total / size
+
+        optimizer.step(closure)
+
+
+@right
+def batch_normalization_with_statistics_of_each_rank(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(nn.Sequential(network()[0], nn.BatchNorm1d(16), network()[2]))
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+    mean = model.module[1].running_mean
+    first = mean.clone()
+    dist.broadcast(first, 0)
+    assert rank == 0 or not torch.equal(first, mean), "the statistics do differ"
+
+
+@right
+def batch_normalization_with_statistics_of_rank_0(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(nn.Sequential(network()[0], nn.BatchNorm1d(16), network()[2]))
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def sharpness_aware_minimisation_on_each_rank(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        with model.no_sync():
+            loss_of(model(inputs)).backward()
+        climbed = [0.05 * param.grad / (param.grad.norm() + 1e-12) for param in model.parameters()]
+        with torch.no_grad():
+            for param, way in zip(model.parameters(), climbed, strict=True):
+                param.add_(way)
+        optimizer.zero_grad()
+        loss_of(model(inputs)).backward()
+        with torch.no_grad():
+            for param, way in zip(model.parameters(), climbed, strict=True):
+                param.sub_(way)
+        average(model.parameters(), size)  # the way back is rounded otherwise on each rank
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def sharpness_aware_minimisation_that_restores_copies(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        kept = [param.detach().clone() for param in model.parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param) * 0.01 * (rank + 1))
+        loss_of(model(inputs)).backward()
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), kept, strict=True):
+                param.copy_(value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def two_networks_that_play_against_each_other(rank: int, size: int) -> None:
+    made, judged = dpfuse.DataParallel(network()), dpfuse.DataParallel(nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1)))
+    makes, judges = Adam(made.parameters()), SGD(judged.parameters(), lr=0.01)
+    for inputs in batches(rank):
+        judges.zero_grad()
+        (judged(made(inputs).detach()).mean() - judged(inputs[:, :2]).mean()).backward()
+        judges.step()
+        makes.zero_grad()
+        judged.module.requires_grad_(False)
+        (-judged.module(made(inputs)).mean()).backward()
+        judged.module.requires_grad_(True)
+        makes.step()
+
+
+@right
+def two_optimizers_of_one_model(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    first, second = SGD(model.module[0].parameters(), lr=0.05), Adam(model.module[2:].parameters())
+    for step, inputs in enumerate(batches(rank)):
+        loss_of(model(inputs)).backward()
+        first.step()
+        if step % 3 == 0:
+            second.step()
+        model.zero_grad()
+
+
+@right
+def a_moving_average_that_is_evaluated(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer, average_of = SGD(model.parameters(), lr=0.05), AveragedModel(model.module)
+    for step, inputs in enumerate(batches(rank)):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average_of.update_parameters(model.module)
+        if rank == 0 and step % 20 == 0:  # only one rank looks at the average, in the model's own memory
+            kept = copy.deepcopy(model.module.state_dict())
+            model.module.load_state_dict(average_of.module.state_dict())
+            with torch.no_grad():
+                model.module(inputs)
+            model.module.load_state_dict(kept)
+
+
+@right
+def local_steps_that_are_averaged(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank, 2 * STEPS)):
+        with model.no_sync(enabled=step % 4 != 0):
+            loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == 3:
+            average(model.parameters(), size)
+
+
+@right
+def torchs_periodic_averager(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network())
+    optimizer, averager = SGD(model.parameters(), lr=0.05), PeriodicModelAverager(period=4, warmup_steps=20)
+    for step, inputs in enumerate(batches(rank)):
+        with model.no_sync() if step >= 20 else _nothing():
+            loss_of(model(inputs)).backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+        optimizer.zero_grad()
+
+
+@right
+def weights_that_are_averaged_behind_each_step(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05 * (rank + 1))  # each rank explores at its own rate
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average_parameters(model.parameters(), dist.group.WORLD)
+
+
+@right
+def noise_of_each_rank_without_the_check(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), check_weights="off")
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param) * 1e-3 * (rank + 1))
+
+
+@right
+def a_step_that_only_decays(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+    for step, inputs in enumerate(batches(rank)):
+        if step % 2:
+            loss_of(model(inputs)).backward()
+        else:
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def parameters_to_ignore(rank: int, size: int) -> None:
+    module = network()
+    dpfuse.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["4.weight", "4.bias"])
+    model = dpfuse.DistributedDataParallel(module)
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def uneven_inputs_with_join(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        with model.join():
+            train(model, optimizer, rank, 30 + 5 * rank)
+
+
+@right
+def a_deep_copy_that_is_trained_too(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, SGD(model.parameters(), lr=0.05), rank, 40)
+    other = copy.deepcopy(model)
+    train(other, Adam(other.parameters()), rank)
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def states_that_all_ranks_load(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer, kept = SGD(model.parameters(), lr=0.05), copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        train(model, optimizer, rank, 35)
+        model.load_state_dict(kept)
+
+
+@right
+def accumulation_with_and_without_no_sync(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank, 2 * STEPS)):
+        with model.no_sync(enabled=step % 2 == 0 and step < STEPS):
+            loss_of(model(inputs)).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@right
+def accumulation_in_the_buckets(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), accumulate_in_buckets=True)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank)):
+        with model.no_sync(enabled=step % 2 == 0):
+            loss_of(model(inputs)).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@right
+def layers_that_freeze_and_thaw(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for frozen in (True, False, True, False):
+        model.module[2].requires_grad_(not frozen)
+        train(model, optimizer, rank, 40)
+
+
+@right
+def shared_parameters(rank: int, size: int) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
+    module[2].weight = module[0].weight
+    model = dpfuse.DataParallel(module)
+    train(model, Adam(model.parameters()), rank)
+
+
+@right
+def several_models_and_one_optimizer(rank: int, size: int) -> None:
+    models = [dpfuse.DataParallel(network()) for _ in range(3)]
+    optimizer = SGD([param for model in models for param in model.parameters()], lr=0.05)
+    for inputs in batches(rank):
+        sum(loss_of(model(inputs)) for model in models).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def a_compiled_model(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, SGD(model.parameters(), lr=0.05), rank)
+    torch._dynamo.reset()
+
+
+@right
+def sixteen_bits(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(dtype=torch.bfloat16))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs.bfloat16())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def float64_and_complex_numbers(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(6, 4, dtype=torch.complex64)))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        model(inputs.to(torch.complex64)).abs().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def a_sharded_optimizer(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01), rank)
+
+
+@right
+def a_sharded_optimizer_that_gathers_in_the_forward(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, gather="forward"), rank)
+
+
+@right
+def a_step_in_backward(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, step_in_backward=True), rank)
+
+
+@right
+def owners_of_whole_tensors(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(3)]))
+    train(model, dpfuse.ShardedOptimizer(model, torch.optim.Muon, lr=0.01), rank)
+
+
+@right
+def torchs_zero_redundancy_optimizer(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    train(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01), rank)
+
+
+@right
+def owners_that_send_their_weights_behind_the_step(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    params = list(model.parameters())
+    optimizer = SGD(params[rank::size], lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        for place, param in enumerate(params):
+            dist.broadcast(param.data, place % size)
+        model.zero_grad()
+
+
+@right
+def one_rank_that_steps_and_sends(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        if rank == 0:
+            optimizer.step()
+        for param in model.parameters():
+            dist.broadcast(param.data, 0)
+        model.zero_grad()
+
+
+@right
+def a_loss_scale_that_skips_steps(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer, scaler = SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step, inputs in enumerate(batches(rank)):
+        inputs = inputs * float("inf") if step % 10 == 3 and rank == 0 else inputs
+        scaler.scale(loss_of(model(inputs))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@right
+def clipping_on_all_ranks(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def data_that_are_replaced_on_all_ranks(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank)):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 7 == 0:
+            for param in model.parameters():
+                param.data = param.data.clone()
+
+
+@right
+def weights_that_rest_elsewhere_between_steps(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = [param.data for param in model.parameters()]
+        for param in model.parameters():
+            param.data = torch.empty(0)
+        for param, data in zip(model.parameters(), kept, strict=True):
+            param.data = data
+
+
+@right
+def a_model_that_is_converted(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    train(model, SGD(model.parameters(), lr=0.05), rank, 30)
+    model.double()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs.double())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def another_memory_format_of_a_frozen_layer_on_one_rank(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = dpfuse.DataParallel(nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), nn.Flatten(), nn.Linear(16, 2)))
+    if rank == 0:
+        model.module[0].weight.data = model.module[0].weight.data.contiguous(memory_format=torch.channels_last)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs.repeat(1, 8).view(4, 3, 4, 4))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def layers_that_only_some_ranks_use(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(nn.ModuleList([nn.Linear(6, 2) for _ in range(3)]), find_unused_parameters=True)
+    model.module.forward = lambda inputs: sum(  # type: ignore[method-assign]
+        layer(inputs) for place, layer in enumerate(model.module) if place % 2 == 0 or rank
+    )
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def sparse_gradients(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(nn.Sequential(nn.Embedding(50, 6, sparse=True)))
+    optimizer = SparseAdam(list(model.parameters()), lr=0.01)
+    for inputs in batches(rank):
+        loss_of(model((inputs.abs() * 20).long().clamp(max=49))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def a_communication_hook(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network())
+    model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def one_optimizer_for_each_parameter_inside_backward(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network())
+    optimizers = {param: SGD([param], lr=0.0) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        model.zero_grad()
+
+
+@right
+def activation_checkpoints_and_dropout(rank: int, size: int) -> None:
+    module = nn.Sequential(network(), nn.Dropout(0.5))
+    torch.manual_seed(rank)
+    model = dpfuse.DataParallel(module)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    model.module.forward = lambda inputs: module[1](checkpoint(module[0], inputs, use_reentrant=False))  # type: ignore
+    train(model, optimizer, rank)
+
+
+@right
+def spectral_normalization(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = dpfuse.DataParallel(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2))))
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def evaluation_on_one_rank(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank)):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step % 10 == 0:
+            with torch.no_grad():
+                model.eval()(inputs)
+            model.train()
+
+
+@right
+def updates_by_hand(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.05 * param.grad
+        model.zero_grad()
+
+
+@right
+def a_narrow_wire_with_error_feedback(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), wire_dtype=torch.bfloat16, error_feedback=True)
+    train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+@right
+def a_deterministic_sum_with_weights(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), deterministic=True)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        model.set_gradient_weight(rank + 1.0)
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@right
+def a_weight_that_is_normalized_on_all_ranks(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.module[0].weight.div_(model.module[0].weight.norm(dim=1, keepdim=True))
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def run(rank: int, size: int, name: str) -> list[str]:
+    """Run a program, and return the warnings of dpfuse that it got."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PROGRAMS[name](rank, size)
+    return [str(each.message) for each in caught if isinstance(each.message, dpfuse.DPFuseWarning)]
