@@ -8,7 +8,7 @@ from html import escape
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.numbers import losses_of
 from dpfuse.commands.doctor.report import Report
-from dpfuse.commands.doctor.summary import ANSWERS, WORDS
+from dpfuse.commands.doctor.summary import ANSWERS, WORDS, comparison
 
 __all__ = ["page"]
 
@@ -21,7 +21,7 @@ STYLE = """
 body { margin: 0 auto; padding: 1rem; max-width: 46rem; font: 16px/1.5 system-ui, sans-serif; color: var(--ink);
   background: var(--paper); overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin: 0.5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
-code { font-family: ui-monospace, monospace; font-size: 0.9em; }
+pre { white-space: pre-wrap; } code, pre { font-family: ui-monospace, monospace; font-size: 0.9em; }
 .good { color: var(--good); } .bad { color: var(--bad); } .soft, figcaption, svg text { color: var(--soft); }
 .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: 0.75rem; padding: 0; }
 .answers li { list-style: none; border: 1px solid var(--rule); border-radius: 0.5rem; padding: 0.6rem 0.8rem; }
@@ -109,6 +109,8 @@ def _speed(report: Report) -> str:
     if not speed.timings:
         return "<h2>How fast?</h2><p>There were too few steps to say.</p>"
     parts = ["<h2>How fast?</h2>"]
+    if speed.ratio is not None:
+        parts.append(f"<p>{escape(comparison(speed.ratio, speed.noise).capitalize())}.</p>")
     rows = [
         (
             one.run,

@@ -14,7 +14,8 @@ __all__ = ["Advice", "Link", "Speed", "Timing", "measure"]
 
 PARTS = ("loader", "forward", "backward", "optimizer", "device", "outside")  # of a step; tracing is not counted
 BEFORE = ("loader", "forward", "outside")  # the ranks meet in what follows
-SUMS = ("nbytes", "seconds", "exposed")  # of the communication of a run
+SUMS = ("nbytes", "seconds", "collectives", "exposed")  # of the communication of a run
+SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size
 FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
@@ -56,12 +57,19 @@ class Link:
         travelling: seconds of a step in which a bucket is on its way; buckets on their way together count each.
         exposed: seconds of a step in which backward can only wait.
         step: seconds of it.
+        collectives: of a step.
     """
 
     bytes: float
     travelling: float
     exposed: float
     step: float
+    collectives: float
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether messages are so short that their number counts, and not their size."""
+        return self.bytes < SHORT * self.collectives
 
     @property
     def is_the_limit(self) -> bool:
@@ -73,7 +81,9 @@ class Link:
         rate = f"{self.bytes / 1e6 / self.travelling:.0f} MB/s while a bucket travels" if self.travelling else "idle"
         part = self.exposed / self.step if self.step else 0.0
         limit = "the link is the limit" if self.is_the_limit else "the link is not the limit"
-        return f"{self.bytes / 1e6:.1f} MB per step, {rate}; {part:.0%} of a step waits for it: {limit}"
+        size = f"{self.bytes / 1e6:.3g} MB in {self.collectives:.3g} messages per step"
+        short = ", by its latency" if self.is_latency and self.is_the_limit else ""
+        return f"{size}, {rate}; {part:.0%} of a step waits for it: {limit}{short}"
 
 
 @dataclass(frozen=True)
@@ -184,8 +194,8 @@ def _link(runs: Sequence[Run], timings: Sequence[Timing]) -> Link | None:
     if not found:
         return None
     steps = [one.median for one in timings if one.wrapper == "dpfuse"]
-    nbytes, seconds, exposed = (statistics.mean(values) for values in zip(*found, strict=True))
-    return Link(nbytes, seconds, exposed, statistics.mean(steps))
+    nbytes, seconds, collectives, exposed = (statistics.mean(values) for values in zip(*found, strict=True))
+    return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives)
 
 
 def _advice(link: Link | None) -> tuple[Advice, ...]:
@@ -193,10 +203,10 @@ def _advice(link: Link | None) -> tuple[Advice, ...]:
     if link is None or link.exposed < WORTH * link.step:
         return ()
     half = link.step - link.exposed / 2
-    return (
-        Advice("send 16 bits", half, "a wire of 16 bits; gradients are rounded"),
-        Advice("average every second batch, or double the batch", half, "no_sync(); the same number of samples"),
-    )
+    fewer = Advice("average every second batch, or double the batch", half, "no_sync(); the same number of samples")
+    if link.is_latency:  # which fewer bytes do not change
+        return (fewer,)
+    return Advice("send 16 bits", half, "a wire of 16 bits; gradients are rounded"), fewer
 
 
 def _tuned(runs: Sequence[Run]) -> str:

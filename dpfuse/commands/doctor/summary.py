@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dpfuse.commands.doctor.report import Report
 
-__all__ = ["summary"]
+__all__ = ["WORDS", "comparison", "summary"]
 
 LINES, WIDTH = 30, 110
 SHORT = 200  # characters of a finding
@@ -40,8 +40,7 @@ def _lines(report: Report) -> Iterator[str]:
             rates = [f"{1 / one.median:.1f}" for one in speed.timings if one.wrapper == wrapper]
             title = "how fast?" if wrapper == "torch" else ""
             yield from _entry(title, f"{NAMES[wrapper]}: {', '.join(rates)} steps/s")
-        noise = f"; runs differ by {speed.noise:.0%}" if speed.noise else ""
-        yield from _entry("", f"a step with dpfuse takes {speed.ratio:.2f} of one with DDP{noise}")
+        yield from _entry("", comparison(speed.ratio, speed.noise))
         ours = next(one for one in speed.timings if one.wrapper == "dpfuse")
         total = sum(ours.parts.values())
         large = {part: value for part, value in ours.parts.items() if value > 0.005 * total}
@@ -73,6 +72,14 @@ WORDS = {
     "device": "waiting for the GPU",
     "outside": "other",
 }
+
+
+def comparison(ratio: float, noise: float) -> str:
+    """Say how a step of dpfuse compares with one of DDP, given how far runs of the same kind differ."""
+    text = f"a step with dpfuse takes {ratio:.2f} of one with DDP"
+    if abs(ratio - 1) <= noise:
+        return f"{text}; runs of one kind differ by {noise:.0%}, so this is no difference"
+    return f"{text}; runs of one kind differ by {noise:.0%}"
 
 
 def _entry(title: str, text: str) -> Iterator[str]:

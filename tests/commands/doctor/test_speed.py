@@ -55,9 +55,18 @@ def test_the_link_and_what_would_help(exposed, limit, advised):
     run.facts["0"] = plain_facts(communication=[sums])
     found = measure([timed(1, "torch", **PARTS), run], deep=2)
     assert found.link.is_the_limit == limit
-    assert "4.0 MB per step, 80 MB/s while a bucket travels" in found.link.explain()
+    assert "4 MB in 2 messages per step, 80 MB/s while a bucket travels" in found.link.explain()
     assert len(found.advice) == advised
     assert all(one.step == pytest.approx(0.1 - exposed / 2) for one in found.advice)
+
+
+def test_short_messages_are_not_advised_to_be_shorter():
+    run = timed(2, "dpfuse", **PARTS)
+    sums = {"steps": 10, "collectives": 20, "nbytes": 10 * 4e3, "seconds": 0.5, "exposed": 0.4}
+    run.facts["0"] = plain_facts(communication=[sums])
+    found = measure([run], deep=2)
+    assert found.link.explain().endswith("the link is the limit, by its latency")
+    assert [one.what for one in found.advice] == ["average every second batch, or double the batch"]
 
 
 @pytest.mark.parametrize(
