@@ -1,4 +1,7 @@
-"""What `dpfuse run` does inside each process of the program, once torch is imported: `patch()`, and one message."""
+"""What `dpfuse run` does inside each process of the program, once torch is imported: `patch()`, and one message.
+
+It is imported behind `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
+"""
 
 from __future__ import annotations
 

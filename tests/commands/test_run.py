@@ -162,6 +162,8 @@ def test_exit_codes_signals_and_texts_of_errors_pass_through(tmp_path):
 
 REPLACING = """
 import os, subprocess, sys
+if sys.argv[1] == "inner":
+    import dpfuse  # before torch
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 if sys.argv[1] == "outer":
@@ -180,7 +182,7 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
     assert REPLACED.findall(done.stderr) == ["Linear"]
-    assert "(replacing.py:11): 2 parameters" in done.stderr
+    assert "(replacing.py:13): 2 parameters" in done.stderr
     variables = startup_variables("dpfuse.commands.replacement", clean_environment())
     done = python("replacing.py", "none", folder=tmp_path, **variables)
     assert done.stderr == (

@@ -10,6 +10,8 @@ from dpfuse.commands.doctor.runs import Run
 
 __all__ = ["Finding", "findings_of"]
 
+DIFFER, SAME = "the weights of the ranks differ", "the same batches on every rank"
+CHECKED = {DIFFER, SAME}  # dpfuse's own checks find these, too, and say more
 SHOWN = 3  # names of a list
 
 
@@ -41,15 +43,15 @@ def findings_of(runs: Sequence[Run]) -> tuple[Finding, ...]:
         runs: all of the doctor's.
     """
     found: dict[tuple[str, str], Finding] = {}
-    for run in runs:
-        for finding in (*_said(run), *_traced(run)):
-            # With a code, the text may name other steps in each run.
-            key = (finding.code, "" if finding.code else finding.text)
-            before = found.get(key)
-            where = () if before is None else before.where
-            kept = before or finding
-            if run.title not in where:
-                found[key] = Finding(kept.code, kept.title, kept.text, (*where, run.title))
+    said = [(run, finding) for run in runs for finding in _said(run)]
+    coded = any(finding.code for _, finding in said)
+    traced = [(run, finding) for run in runs for finding in _traced(run) if not (coded and finding.title in CHECKED)]
+    for run, finding in (*said, *traced):
+        # With a code, the text may name other steps in each run.
+        key = (finding.code, "" if finding.code else finding.text)
+        kept = found.get(key, finding)
+        if run.title not in kept.where:
+            found[key] = Finding(kept.code, kept.title, kept.text, (*kept.where, run.title))
     return tuple(found.values())
 
 
@@ -103,14 +105,14 @@ def _traced(run: Run) -> Iterator[Finding]:
                 f"after step {step} the ranks hold different weights{f' in {_names(differ)}' if differ else ''}, "
                 "expected equal ones; is each wrapped, trained by the same optimizer, and loaded on every rank?"
             )
-            yield Finding("", "the weights of the ranks differ", text, ())
+            yield Finding("", DIFFER, text, ())
             break
     if _same_batches(run):
         text = (
             "all ranks got the same inputs in every step, so they compute the same; give each rank its own part of the "
             "data, such as with torch's DistributedSampler"
         )
-        yield Finding("", "the same batches on every rank", text, ())
+        yield Finding("", SAME, text, ())
 
 
 def _never_used(run: Run, model: dict[str, Any]) -> list[str]:

@@ -1,4 +1,7 @@
-"""What acts inside the processes of a program that the doctor runs: the wrapper's class, the trace, and the end."""
+"""What acts inside the processes of a program that the doctor runs: the wrapper's class, the trace, and the end.
+
+It is imported behind `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,23 @@ import warnings
 from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import dpfuse
+from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
 from dpfuse.engine.plan import MB
 from dpfuse.engine.torch_private import LOADER_ITERATOR
 from dpfuse.engine.user_line import INSIDE
+from dpfuse.errors import DPFuseError
 from dpfuse.measure.communication_times import CommunicationTimes
+from dpfuse.model.options import CommonOptions, filled
 from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.tracer import Tracer
+from dpfuse.tune import autotune
 
 __all__ = ["ORDER", "Order", "start"]
 
@@ -95,7 +101,7 @@ class _Observer:
         if LOADER_ITERATOR is not None:
             self._time_loaders(LOADER_ITERATOR)
         if order.wrapper in ("dpfuse", "tuned"):
-            Patch({}, made=self._made)
+            Patch(_checks_that_warn(), made=self._made)
         else:
             self._watch_torch()
         atexit.register(self._write_facts)
@@ -140,7 +146,7 @@ class _Observer:
                 wrapper.observe(times)  # type: ignore[operator]
                 self._times.append(times)
         if steps == self._order.deep and not self._tunings and self._order.wrapper == "tuned":
-            self._tunings = [dpfuse.autotune(wrapper, RECORDED) for wrapper in self._wrappers]  # type: ignore[arg-type]
+            self._tunings = [autotune(wrapper, RECORDED) for wrapper in self._wrappers]  # type: ignore[arg-type]
         if steps >= self._order.steps:
             self._end()
 
@@ -188,7 +194,7 @@ class _Observer:
         plain = sys.excepthook
 
         def hear(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            code = getattr(error, "code", "") if isinstance(error, dpfuse.DPFuseError) else ""
+            code = getattr(error, "code", "") if isinstance(error, DPFuseError) else ""
             where = traceback.extract_tb(trace)
             place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
             self._note("error", kind.__name__, code, f"{error}{place}")
@@ -229,6 +235,12 @@ def _names_by_bucket(wrapper: Any) -> list[list[str]] | None:
     if plan is None:  # torch's class does not say
         return None
     return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
+
+
+def _checks_that_warn() -> CommonOptions:
+    """Return the options whose default is to raise, set to "warn": the doctor wants to hear all that is wrong."""
+    defaults: dict[str, Any] = dict(filled({}, DistributedDataParallel))
+    return cast(CommonOptions, {name: "warn" for name, value in defaults.items() if value == "raise"})
 
 
 def _an_eighth_of(module: nn.Module) -> float:

@@ -138,13 +138,17 @@ def test_what_dpfuse_says_counts_once_with_its_code():
     assert (found.code, found.text, found.where) == ("DPF-L01", "step 3", ("run 2, dpfuse",))
 
 
+def test_a_code_of_a_check_stands_for_what_the_trace_shows(ranks, tmp_path):
+    ranks(trained, tmp_path, drifted)
+    note = {"what": "warning", "kind": "WeightsWarning", "code": "DPF-W01", "text": "DPF-W01: last.bias"}
+    run = run_of(tmp_path, 1, "torch")
+    assert [one.code for one in findings_of([run])] == [""]
+    run.facts["0"]["findings"] = [note]
+    assert [one.code for one in findings_of([run])] == ["DPF-W01"]
+
+
 def same_data(point, run, value):
     return torch.ones_like(value) if point == "inputs" else value
-
-
-def frozen_head(point, run, value):
-    """The last layer is used, and the loss does not depend on it."""
-    return value + run.net.last.bias.sum() * 0 if point == "loss" else value
 
 
 def drifted(point, run, value):

@@ -57,6 +57,9 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if wrong == "drift" and rank == 1 and step == 5:
+            with torch.no_grad():
+                net.last.bias.add_(0.1)
         if checkpoint and rank == 0 and step % 5 == 4:
             torch.save(net.state_dict(), checkpoint)
     print("behind the loop", os.environ.get("DPFUSE_DOCTOR"), flush=True)
