@@ -17,6 +17,8 @@ from dpfuse.engine.user_line import user_frame
 
 __all__ = ["start"]
 
+RANK = "DPFUSE_STARTUP_RANK"  # set for processes that a rank starts, such as compilers: they make no wrapper
+
 _message: _Message | None = None
 
 
@@ -35,6 +37,10 @@ class _Message:
     def __init__(self) -> None:
         self._made = 0
         self._process = os.getpid()
+        rank = os.environ.get("RANK")
+        self._inner = rank is not None and os.environ.get(RANK) == rank
+        if rank is not None:
+            os.environ[RANK] = rank
 
     def made(self, wrapper: DistributedDataParallel) -> None:
         """Note that this wrapper was made where the program asked for torch's."""
@@ -50,7 +56,7 @@ class _Message:
 
     def ended(self) -> None:
         """Note that the process ends."""
-        if not self._made and os.environ.get("RANK") == "0" and os.getpid() == self._process:
+        if not self._made and os.environ.get("RANK") == "0" and os.getpid() == self._process and not self._inner:
             _say("this program has made no DistributedDataParallel on rank 0, so dpfuse has replaced nothing")
 
 

@@ -67,9 +67,9 @@ def run(program: Program, ranks: int | None) -> int:
         DPFuseError: there is no such program, or ranks are asked for inside a job, or Python ignores its variables.
     """
     program.check()
-    if sys.flags.ignore_environment:
+    if sys.flags.ignore_environment or sys.flags.no_site:
         raise DPFuseError(
-            "Python was started with -E or -I, so the program would not learn that dpfuse runs it; expected Python "
+            "Python was started with -E, -I or -S, so the program would not learn that dpfuse runs it; expected Python "
             "without these flags"
         )
     variables = startup_variables(REPLACEMENT, os.environ)
@@ -123,7 +123,7 @@ def _interpreter_flags(words: Sequence[str]) -> list[str]:
     flags: list[str] = []
     rest = iter(words[1:])
     for word in rest:
-        if word == "-m" or not word.startswith("-"):
+        if word in ("-m", "-c") or not word.startswith("-"):
             break
         flags.append(word)
         if word in ("-X", "-W"):

@@ -183,7 +183,10 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
     assert REPLACED.findall(done.stderr) == ["Linear"]
     assert "(replacing.py:13): 2 parameters" in done.stderr
+    (tmp_path / "compiler.py").write_text("import torch")
     variables = startup_variables("dpfuse.commands.replacement", clean_environment())
+    done = python("compiler.py", folder=tmp_path, RANK="0", DPFUSE_STARTUP_RANK="0", **variables)
+    assert done.stderr == ""
     done = python("replacing.py", "none", folder=tmp_path, **variables)
     assert done.stderr == (
         "dpfuse run: this program has made no DistributedDataParallel on rank 0, so dpfuse has replaced nothing\n"
@@ -212,7 +215,7 @@ def test_python_must_read_its_variables(tmp_path):
     code = f"import sys; sys.path[:0] = {clean_environment()['PYTHONPATH'].split(os.pathsep)}; {command}"
     done = python("-E", "-c", code, __file__)
     assert done.returncode == 1
-    assert "Python was started with -E or -I" in done.stderr
+    assert "Python was started with -E, -I or -S" in done.stderr
 
 
 def test_the_folder_is_added_once():
@@ -230,3 +233,4 @@ def test_flags_of_python_are_kept():
         "-W",
         "error",
     ]
+    assert _interpreter_flags(["python", "-X", "dev", "-c", "main()"]) == ["-X", "dev"]

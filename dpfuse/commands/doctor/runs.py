@@ -17,6 +17,7 @@ from dpfuse.commands.doctor.observer import Order
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 from dpfuse.job.startup import startup_variables
+from dpfuse.trace.attachment import VARIABLE
 from dpfuse.trace.trace_file import RankTrace, read_folder
 
 __all__ = ["TITLES", "Plan", "Run", "run_once"]
@@ -137,6 +138,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
     order = Order(str(folder), wrapper, steps, plan.deep)
     environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **order.variables()}
     environ |= offline(os.environ, folder)
+    environ.pop(VARIABLE, None)  # the doctor traces by itself
     if plan.own_ranks:
         words = plan.program.words()
     else:
