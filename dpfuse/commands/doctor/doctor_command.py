@@ -6,14 +6,16 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -78,7 +80,7 @@ def doctor(wish: Wish, arguments: list[str]) -> int:
             "expected none. Run it without a launcher, and pass --ranks"
         )
     make_folder(wish.out)
-    with _own_folder() as folder:
+    with _terminated_as_interrupted(), _own_folder() as folder:
         report = _examined(wish, folder, arguments)
         _keep_logs(report, wish.out)
     (wish.out / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -192,6 +194,23 @@ def _keep_logs(report: Report, out: Path) -> None:
     for run in report.runs:
         if run.failed and run.log.exists():
             shutil.copyfile(run.log, out / f"run{run.number}.log")
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Make SIGTERM an exception, so that the run in progress is ended and the folder removed."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 
 import pytest
 
+from tests.commands.programs import PROGRAMS
 from tests.commands.test_run import python
+from tests.distributed.processes import all_gone, family, free_port, start
+from tests.patience import patience
 
 pytestmark = pytest.mark.slow
 
@@ -87,9 +92,47 @@ def test_a_run_that_resumes_voids_the_comparison_and_no_code_behind_the_loop_run
 
 
 def test_a_program_that_starts_its_own_ranks(tmp_path):
-    from tests.distributed.processes import free_port
-
     words = [2, free_port(), 1000]
     done, report, _ = doctor(tmp_path, *words, options=["--own_ranks"], program="momentum_encoder.py")
     assert report["numbers"]["result"] == "equal", done.stdout
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("latency", "rate", "width", "text"),
+    [
+        (1e-4, 20e6, 256, "the link is the limit"),
+        (5e-2, 1e9, 64, "the link is the limit, by its latency"),
+        (1e-5, 100e9, 256, "the link is not the limit"),
+    ],
+    ids=["little bandwidth", "long latency", "fast"],
+)
+def test_the_link_is_told(latency, rate, width, text, tmp_path):
+    done, report, _ = doctor(tmp_path, latency, rate, width, ranks=1, steps=24, program="slow_link.py")
+    assert re.sub(r"\s+", " ", done.stdout).partition("% of a step waits for it: ")[2].startswith(text)
+    assert [finding["title"] for finding in report["findings"]] == ["a group of one rank"]
+    limited = "not" not in text
+    advice = [one["what"] for one in report["speed"]["advice"]]
+    assert bool(advice) == limited
+    assert ("send 16 bits" in advice) == (limited and "latency" not in text)
+
+
+def test_a_doctor_that_is_terminated_ends_its_run_and_removes_its_folder(tmp_path):
+    words = ["-m", "dpfuse", "doctor", "--out", tmp_path / "report", PROGRAMS / "toy.py", "--wrong", "hangs"]
+    process = start(*words, TMPDIR=str(tmp_path))
+    (folder,) = waited(lambda: list(tmp_path.glob("dpfuse-doctor-*")))
+    waited(lambda: list(folder.glob("run1/rank0.jsonl")))
+    members = family(process.pid)
+    assert len(members) >= 4  # the doctor, the launcher and its ranks
+    process.terminate()
+    assert process.wait(patience(60)) == 128 + signal.SIGTERM
+    assert all_gone(members, within=20)
+    assert list(tmp_path.glob("dpfuse-doctor-*")) == []
+
+
+def waited(found, seconds=90):
+    until = time.monotonic() + patience(seconds)
+    while not found() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert found()
+    return found()
