@@ -125,7 +125,8 @@ def test_a_doctor_that_is_terminated_ends_its_run_and_removes_its_folder(tmp_pat
     members = family(process.pid)
     assert len(members) >= 4  # the doctor, the launcher and its ranks
     process.terminate()
-    assert process.wait(patience(60)) == 128 + signal.SIGTERM
+    process.communicate(timeout=patience(60))
+    assert process.returncode == 128 + signal.SIGTERM
     assert all_gone(members, within=20)
     assert list(tmp_path.glob("dpfuse-doctor-*")) == []
 
