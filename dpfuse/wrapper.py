@@ -327,8 +327,8 @@ class SyncedModule(nn.Module):
     def synchronize_weights(self) -> None:
         """Overwrite parameters and buffers with those of rank 0; to be called on all ranks, between backwards.
 
-        After that, a difference of which a `WeightsWarning` or an error of `check_weights` has told is gone. States of
-        the optimizer stay as they are: if they differ, the weights become different again.
+        This ends a difference of which a `WeightsWarning` or an error of `check_weights` has told. States of the
+        optimizer stay as they are: if they differ, the weights become different again.
 
         Raises:
             DPFuseError: a backward is running; the ranks' parameters or buffers have other names, shapes or dtypes,

@@ -262,12 +262,12 @@ class GradientReader:
         return Gradients(reducer.buckets, self._others)
 
 
-def refuse_running(reducer: Reducer, rank: int, what: str = "the norm of the gradients was asked for") -> None:
-    """Raise DPFuseError unless no backward runs, so that gradients can be read."""
+def refuse_running(reducer: Reducer, rank: int) -> None:
+    """Raise DPFuseError unless gradients can be read now."""
     if reducer.phase is not IDLE:
         raise DPFuseError(
-            f"rank {rank}: {what} while a backward is {reducer.phase.name}, expected it between backwards. Ask once "
-            "backward() has returned."
+            f"rank {rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, expected "
+            "it between backwards. Ask once backward() has returned."
         )
 
 

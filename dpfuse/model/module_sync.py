@@ -267,7 +267,12 @@ class ModuleSync:
     def synchronize_weights(self) -> None:
         """As that of the wrapper."""
         group = self.grads.group
-        refuse_running(self.grads.reducer, group.rank(), "synchronize_weights() was called")
+        phase = self.grads.reducer.phase
+        if phase not in (IDLE, ABANDONED):
+            raise DPFuseError(
+                f"rank {group.rank()}: synchronize_weights() was called while a backward is {phase.name}, expected it "
+                "between backwards. Call it once backward() has returned."
+            )
         params, buffers = tensors_of(self._module, self.options)
         named = {**params, **buffers}
         lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]

@@ -36,8 +36,8 @@ from dpfuse.weights.hashing import Hashing
 
 __all__ = ["WeightsCheck"]
 
-LOOK_AGAIN = 64  # averaged backwards after which known differences are looked at again: they may be gone
-FALSE_ALARMS = 3  # differences in a row that were gone a step later, after which a program is left alone
+LOOK_AGAIN = 64  # averaged backwards after which known differences are looked at again: they may have ended
+FALSE_ALARMS = 3  # differences in a row that had ended a step later, after which a program is left alone
 
 log = logging.getLogger("dpfuse.weights")
 

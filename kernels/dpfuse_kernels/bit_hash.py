@@ -34,6 +34,11 @@ class Piece(NamedTuple):
         tensor: its place in the list of tensors.
         start: where the piece begins, in bytes; a multiple of 4.
         nbytes: its length in bytes.
+
+    Example:
+        >>> from dpfuse_kernels import Piece
+        >>> Piece(tensor=0, start=16, nbytes=8)
+        Piece(tensor=0, start=16, nbytes=8)
     """
 
     tensor: int

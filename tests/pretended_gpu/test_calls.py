@@ -35,7 +35,7 @@ EXPECTED = {
     "private": PRIVATE,
     "face": PRIVATE,
     "face, static graph": PRIVATE,
-    "private, large gradients": PRIVATE._replace(collectives=6, launches=4),
+    "private, large gradients": PRIVATE._replace(collectives=6, launches=5),  # one hashes weights, in each step
     "two streams, private": PRIVATE,
     "bfloat16 wire": WITH_REPORT_APART,
     "error feedback": WITH_REPORT_APART,
@@ -111,6 +111,16 @@ def test_the_large_private_gradients_of_a_bucket_are_one_call():
     seen = [line for line in lines if re.search("records|waits for event|nccl allReduce", line)]
     large = ["nccl allReduce 4194304 bytes" in line for line in seen]
     assert [True] * 3 in [large[place : place + 3] for place in range(len(large))]
+
+
+def test_a_step_that_hashes_weights_costs_one_launch_and_lets_the_host_wait_for_nothing():
+    found = {}
+    for level in ("off", "raise"):
+        step = steps(Way(wrapped(check_weights=level), partial(chain, 300)), 4 * SETTLED)  # each step hashes some
+        with counted() as calls:
+            step()
+        found[level] = calls_of(calls)
+    assert found["raise"] == found["off"]._replace(launches=found["off"].launches + 1)
 
 
 def test_each_further_bucket_costs_a_launch_a_collective_and_three_events():

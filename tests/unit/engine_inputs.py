@@ -40,6 +40,7 @@ def make_report(
     size: int = 2,
     fields: Sequence[Field] = (),
     window: Window | None = None,
+    has_number: bool = False,
 ) -> Report:
     """The report of one rank among so many."""
-    return Report(RankOf(rank, size), param_count, fields, window or Window(), dtype, device)
+    return Report(RankOf(rank, size), param_count, fields, window or Window(), dtype, device, has_number=has_number)

@@ -30,8 +30,11 @@ def test_every_face_takes_every_option_with_its_default(face):
     shown = {name: parameters[name] for name in DECLARED}
     assert {each.kind for each in shown.values()} == {inspect.Parameter.KEYWORD_ONLY}
     assert {name: each.default for name, each in shown.items()} == {
-        name: option.default for name, option in DECLARED.items()
+        name: option.default_of(face) for name, option in DECLARED.items()
     }
+    warns = face is dpfuse.DistributedDataParallel
+    assert shown["check_weights"].default == ("warn" if warns else "raise"), "the only default that differs"
+    assert [name for name, option in DECLARED.items() if option.other_defaults] == ["check_weights"]
 
 
 @pytest.mark.parametrize("face", FACES[:2], ids=lambda face: face.__module__)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dpfuse.comm import collective
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report, _hash
 from dpfuse.engine.window import Field, Window
+from dpfuse.weights.hashing import write_number
 from tests.operations import Operations
 from tests.unit import engine_inputs
 
@@ -22,13 +23,17 @@ PARAMS = 3
 BITS = {"color": 3, "size": 6}  # of each field
 
 
-def make_report(rank=0, size=2, told=None, *, elsewhere=False, asks=False, dtype=torch.float32, params=PARAMS):
+def make_report(
+    rank=0, size=2, told=None, *, elsewhere=False, asks=False, dtype=torch.float32, params=PARAMS, has_number=False
+):
     """A report whose fields say what is in `told`, which may change."""
     told = {} if told is None else told
     window = Window()
     window.without_inputs, window.asks = elsewhere, asks
     fields = [Field(name, lambda name=name: told.get(name, 0), str, "", bits) for name, bits in BITS.items()]
-    return engine_inputs.make_report(params, dtype, rank=rank, size=size, fields=fields, window=window)
+    return engine_inputs.make_report(
+        params, dtype, rank=rank, size=size, fields=fields, window=window, has_number=has_number
+    )
 
 
 def sum_over_ranks(reports, outcomes, dtype=torch.float32, scale=0.5):
@@ -54,6 +59,49 @@ def readings(outcomes, told=None, **how):
 
 def outcome(**what):
     return Outcome(**{name: frozenset(value) if name == "frozen" else value for name, value in what.items()})
+
+
+# --- A number of a feature ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("numbers", "differ"),
+    [((5, 5), False), ((5, 4), True), ((0, 2**32 - 1), True), ((None, 7), False), ((9, None, 9), False),
+     ((9, None, 8), True), ((2**31,) * 5, False), ((1,) * 999 + (3,), True)],
+    ids=["equal", "one bit", "all bits", "one is silent", "the others agree", "the others differ", "five", "1000 ranks"],
+)  # fmt: skip
+def test_a_number_that_differs_is_no_failure(numbers, differ, dtype):
+    reports = [make_report(rank, len(numbers), dtype=dtype, has_number=True) for rank in range(len(numbers))]
+    for report, number in zip(reports, numbers, strict=True):
+        if number is not None:
+            write_number(number, report.number)
+    well = [outcome()] * len(numbers)
+    for _ in range(2):
+        sum_over_ranks(reports, well, dtype, scale=1 / len(numbers))
+        for report in reports:
+            assert report.read(outcome(), wait=True, gather=False).all_well
+            assert report.differs is differ
+            assert not report.alarm()
+    for report in reports:
+        report.number.zero_()  # says nothing any more
+    sum_over_ranks(reports, well, dtype)
+    assert reports[0].read(outcome(), wait=True, gather=False) == ALL_WELL
+    assert not reports[0].differs
+
+
+def test_beside_a_number_a_failure_is_still_told():
+    reports = [make_report(rank, has_number=True) for rank in range(2)]
+    write_number(1, reports[0].number)
+    write_number(2, reports[1].number)
+    sum_over_ranks(reports, [outcome(failed=True), outcome()])
+    reading = reports[1].read(outcome(), wait=True, gather=False)
+    assert (reading.any_failed, reading.rank, reading.any_number) == (True, 0, True)
+
+
+def test_without_a_number_no_element_is_sent_for_it():
+    assert make_report(has_number=True).numel - make_report().numel == 64
+    assert make_report().number is None
 
 
 # --- Every bit, through any sum ---
@@ -361,6 +409,21 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_one_asks_whether_it_wa
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
         assert not report.alarm()
         heard.append(report.asked)
+    assert heard == [False, False, True]
+
+
+@pytest.mark.parametrize("waits", [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0, 1, 1)], ids=str)
+def test_on_cuda_every_rank_hears_one_backward_later_that_numbers_differ_whether_it_waits_or_not(device, waits):
+    report, other = make_report(has_number=True), make_report(1, has_number=True)
+    report.is_on_cpu = False
+    heard = []
+    for number, wait in zip((5, 7, 5), waits, strict=True):
+        write_number(5, report.number)
+        write_number(number, other.number)
+        report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
+        assert report.read(outcome(), wait=bool(wait), gather=False).all_well
+        assert not report.alarm(), "the gradients are right"
+        heard.append(report.differs)
     assert heard == [False, False, True]
 
 
