@@ -54,10 +54,11 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _entry("", f"{advice.what}: about {advice.step * 1e3:.3g} ms a step ({advice.how})")
     if speed.tuned:
         yield from _entry("buckets", speed.tuned)
-    yield from _entry("what is wrong?", "" if report.findings else "nothing was found")
-    for finding in report.findings:
-        text = textwrap.shorten(finding.text, SHORT, placeholder=" …")
-        yield from _entry("", f"{finding.code or finding.title}: {text}")
+    wrong = [
+        f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}" for one in report.findings
+    ]
+    for number, text in enumerate(wrong or ["nothing was found"]):
+        yield from _entry("" if number else "what is wrong?", text)
     changed = sorted({path for paths in report.changed.values() for path in paths})
     text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
     yield from _entry("files changed", text)
@@ -83,9 +84,6 @@ def comparison(ratio: float, noise: float) -> str:
 
 
 def _entry(title: str, text: str) -> Iterator[str]:
-    if not text:
-        yield title
-        return
     lines = textwrap.wrap(text, WIDTH - 17)
     for number, line in enumerate(lines):
         yield f"{title if not number else '':<17}{line}"
