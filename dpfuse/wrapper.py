@@ -142,7 +142,7 @@ class SyncedModule(nn.Module):
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         self._finalizer = finalize(self, self._sync.remove_hooks)
         self._finalizer.atexit = False
-        if fresh and TRACE in os.environ:
+        if fresh and os.environ.get(TRACE):
             self._trace()
 
     def _trace(self) -> None:

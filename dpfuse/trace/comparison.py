@@ -195,7 +195,7 @@ def _before_the_first_step(one: dict[int, RankTrace], other: dict[int, RankTrace
                 ranks = tuple(
                     r for r in one if one[r].models[number]["parameters"] != other[r].models[number]["parameters"]
                 )
-                drawn = any(ours["random"][kind] != theirs["random"].get(kind) for kind in ("torch",))
+                drawn = ours["random"]["torch"] != theirs["random"]["torch"]
                 cause = "random state" if drawn else "data"
                 hint = "" if drawn else "the random states are the same: were other weights loaded?"
                 what = "the weights when the model is wrapped"
