@@ -102,7 +102,7 @@ def test_a_program_that_starts_its_own_ranks(tmp_path):
     ("latency", "rate", "width", "text"),
     [
         (1e-4, 20e6, 256, "the link is the limit"),
-        (5e-2, 1e9, 64, "the link is the limit, by its latency"),
+        (5e-2, 1e9, 32, "the link is the limit, by its latency"),
         (1e-5, 100e9, 256, "the link is not the limit"),
     ],
     ids=["little bandwidth", "long latency", "fast"],
