@@ -25,7 +25,7 @@ class AfterStep(Protocol):
     """An object that is called when a step of an optimizer has ended."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Look at what the step has done. Must not raise: the weights are changed already."""
+        """Look at what the step has done. The weights are changed already, so only a broken device is an error here."""
 
 
 class _StepHook:

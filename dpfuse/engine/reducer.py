@@ -721,7 +721,7 @@ class Reducer:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
         outcome = self._run.outcome
         reading = report.read(outcome, wait=wait, gather=gather)
-        if report.asked or self._wiring.window.due:
+        if report.asked or (self._wiring.window.due and not report.unreadable):
             self._wiring.window.due = False
             try:
                 self._wiring.calls.answer()

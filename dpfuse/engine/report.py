@@ -267,6 +267,7 @@ class Report:
             return sums.reading
         self.asked = False
         if not self.is_on_cpu and capturing():
+            self.differs = False
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self.group.size() == 1 and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything

@@ -38,6 +38,7 @@ __all__ = ["WeightsCheck"]
 
 LOOK_AGAIN = 64  # averaged backwards after which known differences are looked at again: they may have ended
 FALSE_ALARMS = 3  # differences in a row that had ended a step later, after which a program is left alone
+IN_A_ROW = 200  # averaged backwards between two of them, at most
 
 log = logging.getLogger("dpfuse.weights")
 
@@ -84,9 +85,8 @@ class WeightsCheck(Feature):
         self._hashing: Hashing | None = None
         self._made_for = -1  # the version for which it was made
         self._ids: set[int] = set()  # of the parameters that are compared
-        self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
-            WeakKeyDictionary()
-        )  # groups; whether it steps us
+        # Of each optimizer, the number of its groups, and whether it steps a parameter that is compared.
+        self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._turn = 0  # the number of the next slice, over all passes
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
         # The slice whose hash the report has, and the averaged backward behind which it was hashed.
@@ -98,6 +98,7 @@ class WeightsCheck(Feature):
         self._ignored = 0  # deliveries whose comparison tells nothing new
         self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
         self._false_alarms = 0
+        self._last_alarm = 0  # the averaged backward of the last one
         call_after_steps(self)
 
     # --- What the engine tells ---
@@ -149,7 +150,10 @@ class WeightsCheck(Feature):
             return  # a replay would hash the same slice each time
         try:
             self._hash(reducer.completed)
-        except (RuntimeError, ValueError) as error:  # such as a lack of memory; the step itself is done
+        except RuntimeError as error:
+            # The step itself is done, and a lack of memory passes. A failure of the device does not.
+            if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+                raise
             self.turn_off(f"hashing them has failed: {error}")
 
     def _hash(self, completed: int) -> None:
@@ -220,7 +224,7 @@ class WeightsCheck(Feature):
         self.due = False
         hashing, device = self._hashing_now(), collective.group_device(self._group)
         takes_part = not (self.off or self._window.without_inputs)
-        found = compare(hashing if takes_part else None, self._after_step, self._turn, self._group, device)
+        found = compare(hashing, self._after_step, self._turn, self._group, device, takes_part=takes_part)
         self._turn, self._hashed_at = found.turn, -1
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
         if found.strangers:
@@ -263,6 +267,9 @@ class WeightsCheck(Feature):
     def _count_false_alarm(self, *, looked_again: bool) -> None:
         if looked_again:
             return
+        if self._noticed - self._last_alarm > IN_A_ROW:
+            self._false_alarms = 0
+        self._last_alarm = self._noticed
         self._false_alarms += 1
         if self._false_alarms == FALSE_ALARMS:
             self.turn_off(

@@ -25,7 +25,7 @@ class Differences:
     """Which weights differ.
 
     Args:
-        turn: the largest of the ranks' numbers of the next slice.
+        turn: the largest number of a slice that a rank has hashed.
         strangers: ranks whose tensors cannot be compared with those of the others.
         both: places of tensors that differed after the step and differ now.
         either: places of those that differed in one of the two.
@@ -38,33 +38,35 @@ class Differences:
 
 
 def compare(
-    hashing: Hashing | None, after_step: Tensor | None, turn: int, group: dist.ProcessGroup, device: torch.device
+    hashing: Hashing | None,
+    after_step: Tensor | None,
+    turn: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    takes_part: bool,
 ) -> Differences:
     """Compare the tensors of all ranks, one by one; to be called on every rank.
 
     Args:
-        hashing: of this rank's tensors; None takes no part.
+        hashing: of this rank's tensors; None where it has none.
         after_step: their hashes after the last step of the optimizer, [tensors] int64; None are those of now.
         turn: of this rank.
         group: the ranks.
         device: on which the group communicates.
+        takes_part: whether this rank's weights count.
     """
-    if hashing is None:
-        own = [1, 0, 0, NOTHING]
-    else:
-        digest = hashlib.blake2b(hashing.describe().encode(), digest_size=7).digest()
-        own = [0, int.from_bytes(digest, "big"), len(hashing.names), turn]
-    rows = [row.tolist() for row in collective.all_gather(torch.tensor(own, device=device), group)]
-    present = [rank for rank, row in enumerate(rows) if not row[0]]
-    if not present:
-        return Differences(turn)
-    usual = rows[present[0]][1:3]
-    next_turn = max(rows[rank][3] for rank in present)
-    strangers = tuple(rank for rank in present if rows[rank][1:3] != usual)
-    if strangers:
+    digest, count = 0, 0
+    if hashing is not None:
+        count = len(hashing.names)
+        digest = int.from_bytes(hashlib.blake2b(hashing.describe().encode(), digest_size=7).digest(), "big")
+    own = torch.tensor([digest, turn if takes_part else -1], device=device)
+    digests, turns = zip(*(row.tolist() for row in collective.all_gather(own, group)), strict=True)
+    next_turn = max(turns) if max(turns) >= 0 else turn
+    strangers = tuple(rank for rank, other in enumerate(digests) if other != digests[0])
+    if strangers or hashing is None:
         return Differences(next_turn, strangers)
-    count = usual[1]
-    if hashing is None:
+    if not takes_part:
         values = torch.full((4 * count,), NOTHING, device=device)
     else:
         now = hashing.each().to(device)

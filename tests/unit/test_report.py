@@ -69,7 +69,7 @@ def outcome(**what):
     ("numbers", "differ"),
     [((5, 5), False), ((5, 4), True), ((0, 2**32 - 1), True), ((None, 7), False), ((9, None, 9), False),
      ((9, None, 8), True), ((2**31,) * 5, False), ((1,) * 999 + (3,), True)],
-    ids=["equal", "one bit", "all bits", "one is silent", "the others agree", "the others differ", "five", "1000 ranks"],
+    ids=["equal", "a bit", "all bits", "one is silent", "the others agree", "the others differ", "five", "1000 ranks"],
 )  # fmt: skip
 def test_a_number_that_differs_is_no_failure(numbers, differ, dtype):
     reports = [make_report(rank, len(numbers), dtype=dtype, has_number=True) for rank in range(len(numbers))]
