@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,7 @@ from dpfuse.model.transforms import may_have_backward
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
+TRACE = "DPFUSE_TRACE"  # the variable that asks for a trace; its package is imported only then
 log = logging.getLogger("dpfuse.plan")
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 
@@ -141,6 +143,17 @@ class SyncedModule(nn.Module):
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         self._finalizer = finalize(self, self._sync.remove_hooks)
         self._finalizer.atexit = False
+        if fresh and os.environ.get(TRACE):
+            self._trace()
+
+    def _trace(self) -> None:
+        from dpfuse.trace.attachment import process_tracer
+
+        process_tracer().add(self, self._names_by_bucket)
+
+    def _names_by_bucket(self) -> list[list[str]]:
+        plan = self.bucket_plan
+        return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
 
     def _make_sync(self, plan: BucketPlan, group: dist.ProcessGroup) -> ModuleSync:
         assert self._number is not None

@@ -74,10 +74,14 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"engine"}, {"comm", "kernels"} | OPEN_TO_ALL),
         ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"measure"}, {"comm", "engine", "gradients", "kernels"} | OPEN_TO_ALL),
+        ({"trace"}, {"engine"} | OPEN_TO_ALL),
         ({"weights", "loop"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"model"}, {"comm", "engine", "gradients", "liveness", "loop", "measure", "weights"} | OPEN_TO_ALL),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
-        (FACES, {"comm", "engine", "gradients", "measure", "model", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL),
+        (
+            FACES,
+            {"comm", "engine", "gradients", "measure", "model", "trace", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL,
+        ),
         ({"sharded"}, {"comm", "engine", "gradients", "measure", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],
     ids=[
@@ -86,6 +90,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         "engine",
         "gradients",
         "measure",
+        "trace",
         "weights and loop",
         "model",
         "liveness and job",

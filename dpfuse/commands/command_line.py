@@ -55,6 +55,19 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from dpfuse.commands.env_command import show_environment
 
         return show_environment(as_json=options.json)
+    if options.command == "doctor":
+        from dpfuse.commands.doctor.doctor_command import Wish, doctor
+
+        wish = Wish(_program(options), options.ranks, options.own_ranks, options.steps, options.patience, options.out)
+        return doctor(wish, arguments)
+    if options.command == "diff":
+        from dpfuse.commands.diff_command import diff
+
+        return diff(options.one, options.other, as_json=options.json)
+    if options.command == "run":
+        from dpfuse.commands.run_command import run
+
+        return run(_program(options), options.ranks)
     if options.command == "tune":
         return _tune(options, arguments)
     from dpfuse.commands.bench_command import Effort, bench
@@ -92,7 +105,9 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: show, tune, measure.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="plan | tune | bench | env")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="run | doctor | diff | plan | tune | bench | env"
+    )
     plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
@@ -114,10 +129,47 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tell torch's DDP that some parameters get no gradient",
     )
+    text = "run a program as it is, with dpfuse in place of torch's DDP"
+    run = commands.add_parser("run", help=text, description=f"{text}.", allow_abbrev=False)
+    text = "ranks to start on this machine (default: none, this process is a rank, or the program starts them)"
+    run.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
+    _program_of_the_user(run)
+    text = "run a program under torch's DDP and under dpfuse in turns: same numbers, how fast, what is wrong"
+    doctor = commands.add_parser("doctor", help=text, description=f"{text}.", allow_abbrev=False)
+    text = "ranks to start on this machine (default: one per GPU, without GPUs 2)"
+    doctor.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
+    _flag(doctor, "steps", _at_least_one, 50, "N", "optimizer steps, after which each run is ended")
+    _flag(doctor, "patience", _seconds, 600.0, "SECONDS", "without a step, after which a run is ended")
+    _flag(doctor, "out", Path, Path("dpfuse-doctor"), "DIR", "folder for the report")
+    text = "the program starts its ranks itself, as with torch.multiprocessing.spawn"
+    doctor.add_argument(*_spellings("own_ranks"), action="store_true", help=text)
+    _program_of_the_user(doctor)
+    text = "find where two runs part, which DPFUSE_TRACE has traced"
+    diff = commands.add_parser("diff", help=text, description=f"{text}.", allow_abbrev=False)
+    for name in ("one", "other"):
+        diff.add_argument(name, type=Path, metavar="FOLDER", help="a folder that DPFUSE_TRACE has named")
+    diff.add_argument("--json", action="store_true", help="as JSON")
     text = "print machine and versions, for the report of a bug; starts nothing"
     env = commands.add_parser("env", help=text, description=f"{text}.", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
+
+
+def _program_of_the_user(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    kinds.add_argument(
+        *_spellings("no_python"), action="store_true", help="the program is a command, such as `accelerate`"
+    )
+    parser.add_argument("program", metavar="train.py", help="a script, with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
+
+
+def _program(options: argparse.Namespace) -> Any:
+    from dpfuse.commands.run_command import Program
+
+    kind = "module" if options.module else "command" if options.no_python else "script"
+    return Program(options.program, tuple(options.arguments), kind)
 
 
 def _simulation(parser: argparse.ArgumentParser) -> None:
@@ -193,6 +245,16 @@ def _at_least_one(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(_at_least_one, text.split(",")))
+
+
+def _seconds(text: str) -> float:
+    try:
+        time = float(text)
+    except ValueError:
+        time = math.nan
+    if not 0 < time < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds above 0, such as 600")
+    return time
 
 
 def _milliseconds(text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from dpfuse.ddp.placement import (
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
 from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.model.module_sync import FaceParts
@@ -128,7 +128,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         super().__init__()
         Joinable.__init__(self)
         if check_reduction:
-            warnings.warn("check_reduction is deprecated and ignored; leave it out", FutureWarning, stacklevel=2)
+            warn_at_user(FutureWarning("check_reduction is deprecated and ignored; leave it out"))
         group = group_of(process_group, device_mesh)
         try:
             if not isinstance(module, nn.Module):
@@ -355,7 +355,7 @@ def _buffer_options(broadcast_buffers: bool | None, forward_sync_buffers: bool |
         text = "broadcast_buffers is deprecated, use forward_sync_buffers (which still sends buffers at construction)"
         if forward_sync_buffers is not None:
             text = "broadcast_buffers is deprecated and ignored, since forward_sync_buffers is given"
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        warn_at_user(FutureWarning(text))
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     value = broadcast_buffers is not False

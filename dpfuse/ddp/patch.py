@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,13 @@ class Patch:
 
     Args:
         options: of the wrappers that are made.
+        made: called with each wrapper that is made in the place of torch's; None calls nothing.
     """
 
-    def __init__(self, options: CommonOptions) -> None:
+    def __init__(self, options: CommonOptions, made: Callable[[DistributedDataParallel], None] | None = None) -> None:
         filled(options, DistributedDataParallel)
         self.options = options
+        self.made = made
         self.__enter__()
 
     def __enter__(self) -> Patch:
@@ -125,6 +128,9 @@ def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     for one in _active:
         added |= one.options
     DistributedDataParallel.__init__(self, *args, **(added | kwargs))
+    for one in _active:
+        if one.made is not None:
+            one.made(self)
 
 
 def _tell_of_subclass(kind: type) -> None:

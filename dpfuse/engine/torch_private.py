@@ -1,4 +1,4 @@
-"""The private parts of torch that the engine uses: Dynamo's switches, reference counts, hooks, the profiler."""
+"""The private parts of torch in use: Dynamo's switches, reference counts, hooks, the profiler, loaders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.data.dataloader
 from torch import Tensor
 from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[attr-defined]
 
 __all__ = [
     "COUNTS_REFERENCES",
+    "LOADER_ITERATOR",
     "NOTHING",
     "UNSHARED",
     "EndOfCompiledBackward",
@@ -236,6 +238,9 @@ def _counts_unshared() -> tuple[int, int]:
     owners, holders = owners_and_holders([one], [storage._cdata])
     return owners[0], holders[0]
 
+
+# The class of what `iter(DataLoader)` returns; its `__next__` waits for a batch.
+LOADER_ITERATOR: type | None = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 # Where torch does not tell, every tensor may be shared.
 _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor: -1)

@@ -26,6 +26,7 @@ from dpfuse.job.interfaces import interface_of, public_address
 from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.paddle_launch_flags import parse, say
 from dpfuse.job.read_environment import LOOPBACK_HOSTS, environment, one_machine_variables
+from dpfuse.job.startup import REPLACEMENT, startup_variables
 
 __all__ = ["main"]
 
@@ -108,6 +109,8 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         variables["OMP_NUM_THREADS"] = str(cores_per_rank(count))
     if args.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(args.gpus)
+    if args.patch:
+        variables.update(startup_variables(REPLACEMENT, os.environ))
     if args.log_level is not None:
         variables["LOGLEVEL"] = args.log_level  # torch reads it when it makes a logger
         for name in list(logging.root.manager.loggerDict):

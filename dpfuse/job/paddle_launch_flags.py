@@ -39,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs.",
     )
+    parser.add_argument(
+        "--patch", action="store_true", help="every DistributedDataParallel of the program is dpfuse's; see dpfuse run."
+    )
     _add_job_flags(parser)
     add_flags(parser)
     # torchrun's defaults would hide whether the user asked; its variables still count.

@@ -11,6 +11,7 @@ from dpfuse.commands.command_line import _parser, main
 from tests.docs.pages import ROOT, blocks_of, pages
 
 PAGE = ROOT / "docs" / "guide" / "commands.md"
+TRY_IT = PAGE.with_name("try_it.md")
 DOORS = {"dpfuse ": [], "python -m dpfuse ": [], "python -m dpfuse.bench ": ["bench"]}
 
 
@@ -21,7 +22,8 @@ def commands(page):
         for line in block.text.splitlines() if block.language in ("console", "bash") else []:
             line = line.partition("#")[0].partition(" | ")[0].rstrip()
             words = line.removeprefix("$ ")
-            door = next((door for door in DOORS if words.startswith(door)), None)
+            shown = block.language == "bash" or line.startswith("$ ")  # and not the output of a command
+            door = next((door for door in DOORS if shown and words.startswith(door)), None)
             if door is not None:
                 found = [*DOORS[door], *shlex.split(words.removeprefix(door))], []
                 yield found
@@ -37,8 +39,8 @@ def test_a_command_line_is_understood(arguments, lines):
     _parser().parse_args(arguments)
 
 
-def test_the_page_shows_every_option():
-    text = PAGE.read_text(encoding="utf-8")
+def test_the_pages_show_every_option():
+    text = PAGE.read_text(encoding="utf-8") + TRY_IT.read_text(encoding="utf-8")
     for command in _parser()._subparsers._group_actions[0].choices.values():
         for action in command._actions:
             if action.option_strings and action.dest != "help":

@@ -1,0 +1,6 @@
+"""`dpfuse doctor`: a user's program under torch's DDP and under dpfuse, in turns.
+
+Read in this order: `doctor_command` (what happens when), `runs` (one run of the program), `observer` (what acts inside
+its processes), `changed_files`; then what is concluded from runs: `numbers` (are they the same?), `speed` (where the
+time goes), `findings` (what is wrong); and `summary`, `page` and `charts`, which show it.
+"""

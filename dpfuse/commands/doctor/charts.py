@@ -1,0 +1,94 @@
+"""Charts as SVG text, without any library, so that a page needs no network. Knows numbers and labels only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+__all__ = ["bars", "lines"]
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 420, 200, 56, 28  # in units of the drawing; small, so that text is legible on a phone
+ROW = 34  # of a bar
+
+
+def lines(series: Mapping[str, Sequence[float]], *, label: str, log: bool = False) -> str:
+    """Return a chart with one line per series, over the step.
+
+    Args:
+        series: values by name; numbers that are not finite are left out.
+        label: of the vertical axis.
+        log: whether that axis is logarithmic; values of 0 and below are left out then.
+
+    Example:
+        >>> from dpfuse.commands.doctor.charts import lines
+        >>> lines({"a": [1.0, 2.0]}, label="loss").count("<polyline")
+        1
+    """
+    shown = {
+        name: [(step, math.log10(value) if log else value) for step, value in enumerate(values)
+               if math.isfinite(value) and (value > 0 or not log)]
+        for name, values in series.items()
+    }  # fmt: skip
+    values = [value for points in shown.values() for _, value in points]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    high = high if high > low else low + 1
+    count = max(max((step for step, _ in points), default=0) for points in shown.values()) or 1
+
+    def place(step: int, value: float) -> str:
+        x = LEFT + step / count * (WIDTH - LEFT - 8)
+        y = 8 + (high - value) / (high - low) * (HEIGHT - BOTTOM - 16)
+        return f"{x:.1f},{y:.1f}"
+
+    parts = []
+    for share in (0.0, 0.5, 1.0):
+        value = low + share * (high - low)
+        y = float(place(0, value).partition(",")[2])
+        text = f"{10**value:.1e}" if log else f"{value:.4g}"
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y}" y2="{y}" class="grid"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
+    for number, points in enumerate(shown.values()):
+        path = " ".join(place(step, value) for step, value in points)
+        parts.append(f'<polyline points="{path}" class="line c{number}"/>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">step 0</text>')
+    parts.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">step {count}</text>')
+    return _figure(WIDTH, HEIGHT, label, parts) + _legend(list(shown))
+
+
+def bars(rows: Mapping[str, Mapping[str, float]], *, label: str, unit: str) -> str:
+    """Return a chart with one bar per row, made of parts.
+
+    Args:
+        rows: values of the parts by the name of the row; the same parts in each.
+        label: of the chart.
+        unit: of the values.
+    """
+    largest = max((sum(parts.values()) for parts in rows.values()), default=0.0)
+    if not largest:
+        return ""
+    drawn, names = [], list(next(iter(rows.values())))
+    for number, (name, values) in enumerate(rows.items()):
+        y, x = number * ROW, 0.0
+        drawn.append(f'<text x="0" y="{y + 11}">{escape(name)}: {sum(values.values()):.4g} {unit}</text>')
+        for place, part in enumerate(names):
+            width = values[part] / largest * WIDTH
+            title = f"<title>{escape(part)}: {values[part]:.4g} {unit}</title>"
+            shape = f'x="{x:.1f}" y="{y + 15}" width="{width:.1f}" height="13"'
+            drawn.append(f'<rect {shape} class="bar c{place}">{title}</rect>')
+            x += width
+    return _figure(WIDTH, len(rows) * ROW, label, drawn) + _legend(names)
+
+
+def _figure(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+    text = escape(label)
+    return (
+        f'<figure><figcaption>{text}</figcaption><svg viewBox="0 0 {width} {height}" role="img" aria-label="{text}">'
+        + (f"{''.join(parts)}</svg></figure>")
+    )
+
+
+def _legend(names: Sequence[str]) -> str:
+    items = "".join(f'<li><i class="key c{number}"></i>{escape(name)}</li>' for number, name in enumerate(names))
+    return f'<ul class="legend">{items}</ul>'

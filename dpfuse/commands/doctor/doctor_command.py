@@ -1,0 +1,223 @@
+"""`dpfuse doctor`: runs the program in turns, and writes a page, a JSON and a summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from dpfuse.commands.doctor.changed_files import Snapshot, folders_of, snapshot
+from dpfuse.commands.doctor.findings import findings_of
+from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
+from dpfuse.commands.doctor.page import page
+from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
+from dpfuse.commands.doctor.speed import measure
+from dpfuse.commands.doctor.summary import summary
+from dpfuse.commands.machine import machine_facts, software_versions
+from dpfuse.commands.report_file import REPORT, make_folder
+from dpfuse.commands.run_command import Program
+from dpfuse.errors import DPFuseError
+
+__all__ = ["Wish", "doctor"]
+
+PAGE = "doctor.html"
+RANKS_WITHOUT_GPUS = 2
+DEEP = 10  # steps that are hashed in full, at most a quarter of all
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for.
+
+    Args:
+        program: of the user.
+        ranks: to start; None takes one per GPU, or two.
+        own_ranks: whether the program starts its ranks itself.
+        steps: of each run.
+        patience: seconds without a step, after which a run is ended.
+        out: the folder for the report.
+    """
+
+    program: Program
+    ranks: int | None
+    own_ranks: bool
+    steps: int
+    patience: float
+    out: Path
+
+
+def doctor(wish: Wish, arguments: list[str]) -> int:
+    """Run, compare, print and write.
+
+    Args:
+        wish: what to do.
+        arguments: of the command line.
+
+    Returns:
+        0 if nothing is wrong, 1 if something is, 2 if nothing can be said.
+
+    Raises:
+        DPFuseError: there is no such program, the folder cannot be written, or this process is a rank of a job.
+    """
+    wish.program.check()
+    if "WORLD_SIZE" in os.environ:
+        raise DPFuseError(
+            f"got a job of WORLD_SIZE={os.environ['WORLD_SIZE']} around the doctor, which starts its ranks itself; "
+            "expected none. Run it without a launcher, and pass --ranks"
+        )
+    make_folder(wish.out)
+    with _terminated_as_interrupted(), _own_folder() as folder:
+        report = _examined(wish, folder, arguments)
+        _keep_logs(report, wish.out)
+    (wish.out / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (wish.out / PAGE).write_text(page(report), encoding="utf-8")
+    print(f"{summary(report)}\n{'page':<17}{wish.out / PAGE}")
+    return report.exit_code
+
+
+def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = wish.ranks or gpus or RANKS_WITHOUT_GPUS
+    deep = max(2, min(DEEP, wish.steps // 4))
+    plan = Plan(wish.program, ranks, wish.own_ranks, wish.steps, deep, wish.patience, folder)
+    roots = folders_of(wish.program.arguments, wish.out.resolve())
+    _say(
+        f"your program will run several times, and writes its own files each time. Looked at for changes: "
+        f"{', '.join(roots)}. Each run ends after {wish.steps} steps of an optimizer, before code behind the loop"
+    )
+    series = _Series(plan, roots, wish.out.resolve())
+    failure, failed_under = "", ""
+    order = ["torch", "dpfuse", "torch", "dpfuse"]
+    for wrapper in order:
+        run = series.run(wrapper)
+        if run.failed or not run.traces:
+            failed_under = wrapper if run.failed else ""
+            failure = _failure(run)
+            break
+    other = None
+    if not failure:
+        size = len(series.runs[0].traces)
+        if size > EXACT_RANKS:
+            other = series.run("torch buckets")
+        series.run("tuned")
+    runs = series.runs
+    numbers = None
+    if not failure:
+        by = {name: [run for run in runs if run.wrapper == name] for name in TITLES}
+        numbers = judge(by["torch"], by["dpfuse"], other, series.read_again())
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    facts: dict[str, Any] = {
+        "date": now,
+        "ranks": ranks,
+        "machine": machine_facts(torch.device("cuda" if gpus else "cpu")),
+        "versions": software_versions(),
+    }
+    return Report(
+        shlex.join(["dpfuse", *arguments]),
+        runs,
+        numbers,
+        measure(runs, deep),
+        findings_of([run for run in runs if run.wrapper in ("torch", "dpfuse")]),
+        series.changed,
+        failure,
+        failed_under,
+        facts,
+    )
+
+
+class _Series:
+    """The runs so far, and the files that each has changed.
+
+    Args:
+        plan: of all runs.
+        roots: folders to look at.
+        out: the folder of the report, which is left out.
+    """
+
+    def __init__(self, plan: Plan, roots: list[str], out: Path) -> None:
+        self.runs: list[Run] = []
+        self.changed: dict[str, list[str]] = {}
+        self._plan = plan
+        self._look: Callable[[], Snapshot] = lambda: snapshot(roots, out)
+        self._before = self._look()
+
+    def run(self, wrapper: str) -> Run:
+        """Run the program once more."""
+        number = len(self.runs) + 1
+        _say(f"run {number}, {TITLES[wrapper]}")
+        run = run_once(self._plan, number, wrapper, _say)
+        now = self._look()
+        self.runs.append(run)
+        self.changed[run.title] = now.changed_since(self._before)
+        self._before = now
+        _say(f"run {number}, {TITLES[wrapper]}: {run.steps} steps in {run.seconds:.1f} s, exit code {run.code}")
+        return run
+
+    def read_again(self) -> list[str]:
+        """Return files that a run has changed and a later one has read."""
+        found: list[str] = []
+        written: set[str] = set()
+        for run in self.runs:
+            found += [path for path in run.read() if path in written and path not in found]
+            written |= set(self.changed[run.title])
+        return found
+
+
+def _failure(run: Run) -> str:
+    if not run.failed:
+        return (
+            "the program made no DistributedDataParallel, or no step of an optimizer, under "
+            f"{TITLES[run.wrapper]}; expected a data-parallel training. Does it need other arguments or more ranks?"
+        )
+    under = TITLES[run.wrapper]
+    if run.wrapper == "torch":
+        return f"the program fails under {under}, in run {run.number}, so dpfuse cannot be compared: {run.reason()}"
+    return f"the program runs under torch DDP and fails under {under}, in run {run.number}: {run.reason()}"
+
+
+def _keep_logs(report: Report, out: Path) -> None:
+    """Copy what the ranks have printed where a run has failed."""
+    for run in report.runs:
+        if run.failed and run.log.exists():
+            shutil.copyfile(run.log, out / f"run{run.number}.log")
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Make SIGTERM an exception, so that the run in progress is ended and the folder removed."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dpfuse-doctor-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _say(text: str) -> None:
+    print(f"dpfuse doctor: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""Are the numbers of dpfuse those of DDP? Judges traces of several runs; some programs differ from themselves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpfuse.commands.doctor.runs import Run
+from dpfuse.trace.comparison import Difference, compare, first_setting
+from dpfuse.trace.sketch import distance
+from dpfuse.trace.trace_file import RankTrace
+
+__all__ = ["Numbers", "judge"]
+
+FARTHER = 4.0  # times DDP's distance from itself: less is the luck of rounding
+GRADIENT, LOSS = 1e-4, 1e-3  # relative distances in later steps, to which rounding may have grown
+ROUNDING = 1e-5  # relative distance of the first gradients: more is no rounding
+EXACT_RANKS = 2  # up to which the order of a sum does not matter
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What was found.
+
+    Args:
+        result: "equal" (bits), "close" (as close as DDP to itself), "different", "itself" (the program differs from
+            itself), "void" (a run has read what another one wrote) or "unknown".
+        text: for people, one or two sentences.
+        steps: that were compared.
+        difference: the first one, where there is one.
+        ours: the distance of dpfuse's weights from DDP's after each step, as a part of the way that training has moved
+            them.
+        theirs: that of DDP with other buckets from DDP.
+    """
+
+    result: str
+    text: str
+    steps: int
+    difference: Difference | None = None
+    ours: tuple[float, ...] = ()
+    theirs: tuple[float, ...] = ()
+
+    @property
+    def fine(self) -> bool:
+        """Whether dpfuse computes what DDP computes, as far as that can be said."""
+        return self.result in ("equal", "close")
+
+
+def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None, resumed: Sequence[str]) -> Numbers:
+    """Compare the runs.
+
+    Args:
+        torch_runs: under DDP, at least one.
+        our_runs: under dpfuse, at least one.
+        other: under DDP with other buckets, from three ranks on.
+        resumed: files that a run has written and a later one has read.
+    """
+    first, ours = torch_runs[0], our_runs[0]
+    steps = min(run.steps for run in (*torch_runs, *our_runs))
+    if not steps:
+        return Numbers("unknown", "No step was compared: a run has ended before its first optimizer step.", 0)
+    for again in (*torch_runs[1:], *our_runs[1:]):
+        before = first if again.wrapper == "torch" else ours
+        found = compare(before.traces, again.traces)
+        if found is None:
+            continue
+        if _starts_elsewhere(found) and resumed:
+            return _void(resumed, steps, found)
+        text = (
+            f"The program differs from itself: {before.title} and {again.title} had the same seeds and part at "
+            f"{_place(found)}. Nothing can be said about dpfuse before that is repaired."
+        )
+        return Numbers("itself", text, steps, found)
+    found = compare(first.traces, ours.traces)
+    if found is None:
+        return Numbers("equal", f"Losses and weights have the same bits as under DDP, in {steps} steps.", steps)
+    if _starts_elsewhere(found) and resumed:
+        return _void(resumed, steps, found)
+    ranks = len(first.traces)
+    if ranks <= EXACT_RANKS or other is None or other.failed or not other.steps:
+        return Numbers("different", f"dpfuse differs from DDP, first at {_place(found)}.", steps, found)
+    return _by_distance(first, ours, other, found)
+
+
+def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Numbers:
+    """Judge by distances: from three ranks on, other buckets round sums in another order.
+
+    Weights alone do not tell: Adam makes a whole step of a gradient that is nothing but rounding, such as that of a
+    bias before batch normalization. So gradients are judged, which are large where it matters, and losses.
+    """
+    steps = min(run.steps for run in (first, ours, other))
+    weights = _distances(first, ours, steps), _distances(first, other, steps)
+    gradients = _gradient_distances(first, ours), _gradient_distances(first, other)
+    losses = _loss_distance(first, ours), _loss_distance(first, other)
+    spread = (
+        f"gradients lie {gradients[0][0]:.1e} from DDP's in the first step, and losses {losses[0]:.1e}; with other "
+        f"buckets DDP's own lie {gradients[1][0]:.1e} and {losses[1]:.1e} from them (relative)"
+    )
+    setting = first_setting(first.traces, ours.traces)
+    beyond = [
+        step for step, pair in enumerate(zip(*gradients, strict=True)) if pair[0] > max(FARTHER * pair[1], GRADIENT)
+    ]
+    if setting is not None:
+        text, found = f"dpfuse differs from DDP at {_place(setting)}.", setting
+    elif gradients[0][0] > max(FARTHER * gradients[1][0], ROUNDING) or 2 * len(beyond) > len(gradients[0]):
+        text = f"Farther than rounding explains: {spread}. First difference: {_place(found)}."
+    elif losses[0] > max(FARTHER * losses[1], LOSS):
+        text = f"Losses part farther than rounding explains: {spread}. First difference: {_place(found)}."
+    else:
+        text = f"Within rounding, as sums of three or more ranks are rounded in another order: {spread}."
+        return Numbers("close", text, steps, None, *weights)
+    return Numbers("different", text, steps, found, *weights)
+
+
+def _gradient_distances(one: Run, other: Run) -> list[float]:
+    """Return the distance of the gradients of each deep step, over their size."""
+    found = []
+    for ours, theirs in zip(one.traces[0].steps, other.traces[0].steps, strict=False):
+        if "gradient sketch" in ours and "gradient sketch" in theirs:
+            values = ours["gradient sketch"]
+            size = distance([0.0] * len(values), values)
+            found.append(distance(values, theirs["gradient sketch"]) / (size or 1.0))
+    return found or [0.0]
+
+
+def _loss_distance(one: Run, other: Run) -> float:
+    """Return the relative distance of losses, the median over the second half of the steps."""
+    pairs = list(zip(losses_of(one.traces[0]), losses_of(other.traces[0]), strict=False))
+    apart = [abs(ours - theirs) / max(abs(ours), abs(theirs), 1e-30) for ours, theirs in pairs[len(pairs) // 2 :]]
+    return statistics.median(apart) if apart else 0.0
+
+
+def _distances(one: Run, other: Run, steps: int) -> tuple[float, ...]:
+    """Return the distance of the weights after each step, over the way from the first step on."""
+    ours, theirs = one.traces[0].steps, other.traces[0].steps
+    start: dict[int, list[float]] = {}
+    found = []
+    for step in range(steps):
+        number, values = ours[step]["optimizer"], ours[step]["sketch"]
+        begin = start.setdefault(number, values)
+        # Behind the first step there is no earlier place; the size of the weights stands for the way.
+        way = distance(begin, values) or distance([0.0] * len(values), values) * 1e-3
+        apart = distance(values, theirs[step]["sketch"])
+        found.append(apart / way if way else apart)
+    return tuple(found)
+
+
+def _starts_elsewhere(found: Difference) -> bool:
+    """Whether the runs differ from their start: other weights, another learning rate, another batch."""
+    return found.step <= 0
+
+
+def _void(resumed: Sequence[str], steps: int, found: Difference) -> Numbers:
+    more = f" and {len(resumed) - 1} more" if len(resumed) > 1 else ""
+    text = (
+        f"The comparison is void: a run has read {resumed[0]}{more}, which an earlier run had written, and starts "
+        "elsewhere. Give the program a folder that no run shares, or tell it not to resume."
+    )
+    return Numbers("void", text, steps, found)
+
+
+def _place(found: Difference) -> str:
+    parameter = f", {found.parameter}" if found.parameter else ""
+    step = "the start" if found.step < 0 else f"step {found.step}"
+    return f"{step}, rank {found.rank}: {found.what}{parameter} (class: {found.cause})"
+
+
+def losses_of(trace: RankTrace) -> list[float]:
+    """Return the last loss of each step of the first optimizer; without steps whose loss is no scalar."""
+    found = []
+    for line in trace.steps:
+        values = [one["value"] for one in line["backwards"] if isinstance(one["value"], (int, float))]
+        if values and line["optimizer"] == 0:
+            found.append(float(values[-1]))
+    return found

@@ -1,0 +1,261 @@
+"""What acts inside the processes of a program that the doctor runs: the wrapper's class, the trace, and the end.
+
+It is imported behind `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
+from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
+from dpfuse.engine.plan import MB
+from dpfuse.engine.torch_private import LOADER_ITERATOR
+from dpfuse.engine.user_line import INSIDE
+from dpfuse.errors import DPFuseError
+from dpfuse.measure.communication_times import CommunicationTimes
+from dpfuse.model.options import CommonOptions, filled
+from dpfuse.trace.attachment import start_tracer
+from dpfuse.trace.tracer import Tracer
+from dpfuse.tune import autotune
+
+__all__ = ["ORDER", "Order", "start"]
+
+ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
+SEED = 20261126
+LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
+NO_STATE = (*INSIDE, "/proc", "/sys", "/dev")  # how the paths of files begin that hold no state of a program
+RECORDED = 5  # backwards that the tuner records with each plan
+TORCH_CLASS = nn.parallel.DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the doctor wants from one run.
+
+    Args:
+        folder: for what the ranks write.
+        wrapper: "torch", "dpfuse", "tuned" (dpfuse with its tuner) or "torch buckets" (torch with other buckets).
+        steps: of an optimizer, after which the processes end.
+        deep: steps with hashes of all gradients, in the beginning.
+    """
+
+    folder: str
+    wrapper: str
+    steps: int
+    deep: int
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that carry it to the program."""
+        return {ORDER: json.dumps(asdict(self)), "DPFUSE_DOCTOR": "1"}
+
+
+_observer: _Observer | None = None
+
+
+def start() -> None:
+    """Act as the variable says. Called once torch is imported."""
+    global _observer
+    if _observer is None:
+        _observer = _Observer(Order(**json.loads(os.environ[ORDER])))
+
+
+class _Observer:
+    """Acts in one process. What it learns it writes into the folder, at the end or when an exception ends the process.
+
+    Args:
+        order: of the doctor.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._folder = Path(order.folder)
+        self._tracer: Tracer | None = None
+        self._wrappers: list[nn.Module] = []
+        self._times: list[CommunicationTimes] = []
+        self._tunings: list[Any] = []
+        self._said: dict[tuple[str, str], dict[str, str]] = {}
+        self._read: dict[str, None] = {}
+        self._written: set[str] = set()
+        self._process = os.getpid()
+        self._seed()
+        self._hear_warnings()
+        self._hear_exceptions()
+        sys.addaudithook(self._hear_files)
+        if LOADER_ITERATOR is not None:
+            self._time_loaders(LOADER_ITERATOR)
+        if order.wrapper in ("dpfuse", "tuned"):
+            Patch(_checks_that_warn(), made=self._made)
+        else:
+            self._watch_torch()
+        atexit.register(self._write_facts)
+
+    def _seed(self) -> None:
+        """Seed all generators, so that a program that seeds none can be compared with itself."""
+        name = multiprocessing.current_process().name
+        number = os.environ.get("RANK") or "".join(filter(str.isdigit, name)) or "0"
+        seed = SEED + int(number)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+
+    def _watch_torch(self) -> None:
+        """Trace what torch's class wraps; give it other buckets if the order says so."""
+        construct = TORCH_CLASS.__init__
+
+        @wraps(construct)
+        def traced(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            inner = sys._getframe(1).f_globals.get("__name__", "").startswith(TORCH_INTERNAL)
+            if self._order.wrapper == "torch buckets" and not inner:
+                kwargs["bucket_cap_mb"] = _an_eighth_of(module)
+                kwargs.pop("bucket_cap_mb_list", None)
+            construct(wrapper, module, *args, **kwargs)
+            if not inner:
+                self._made(wrapper)
+
+        TORCH_CLASS.__init__ = traced  # type: ignore[method-assign, assignment]
+
+    def _made(self, wrapper: Any) -> None:
+        self._wrappers.append(wrapper)
+        if self._tracer is None:
+            sketch = dist.get_world_size() > 2
+            self._tracer = start_tracer(self._folder, self._order.deep, self._after_step, sketch=sketch)
+        self._tracer.add(wrapper, partial(_names_by_bucket, wrapper))
+
+    def _after_step(self, steps: int) -> None:
+        if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
+            for wrapper in self._wrappers:
+                times = CommunicationTimes()
+                wrapper.observe(times)  # type: ignore[operator]
+                self._times.append(times)
+        if steps == self._order.deep and not self._tunings and self._order.wrapper == "tuned":
+            self._tunings = [autotune(wrapper, RECORDED) for wrapper in self._wrappers]  # type: ignore[arg-type]
+        if steps >= self._order.steps:
+            self._end()
+
+    def _end(self) -> None:
+        """End this process here, so that no code of the program behind the loop saves or uploads anything."""
+        self._write_facts()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # An ended rank closes its connections, and another one may still receive.
+        (self._folder / f"done{dist.get_rank()}").touch()
+        until = time.monotonic() + LONGEST_WAIT
+        while len(list(self._folder.glob("done*"))) < dist.get_world_size() and time.monotonic() < until:
+            time.sleep(0.01)
+        os._exit(0)
+
+    def _write_facts(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork, such as a worker of a loader
+        for times in self._times:
+            times.finish()
+        rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", f"p{self._process}")
+        facts = {
+            "communication": [{"steps": one.steps, "collectives": one.collectives, "nbytes": one.nbytes,
+                               "seconds": one.seconds, "exposed": one.exposed} for one in self._times],
+            "tunings": [_facts_of(tuning) for tuning in self._tunings],
+            "findings": list(self._said.values()),
+            "read": list(self._read),
+        }  # fmt: skip
+        (self._folder / f"facts{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def _hear_warnings(self) -> None:
+        """Note each warning of dpfuse, whatever filters the program has set."""
+        plain = warnings.warn
+
+        @wraps(plain)
+        def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("dpfuse."):
+                kind = type(message) if isinstance(message, Warning) else category or UserWarning
+                self._note("warning", kind.__name__, getattr(message, "code", ""), str(message))
+            plain(message, category, stacklevel + 1, *args, **kwargs)
+
+        warnings.warn = warn
+
+    def _hear_exceptions(self) -> None:
+        plain = sys.excepthook
+
+        def hear(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            code = getattr(error, "code", "") if isinstance(error, DPFuseError) else ""
+            where = traceback.extract_tb(trace)
+            place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+            self._note("error", kind.__name__, code, f"{error}{place}")
+            self._write_facts()
+            plain(kind, error, trace)
+
+        sys.excepthook = hear
+
+    def _note(self, what: str, kind: str, code: str, text: str) -> None:
+        self._said.setdefault((kind, text), {"what": what, "kind": kind, "code": code, "text": text})
+
+    def _hear_files(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note which files the process reads that it has not written itself. It must not raise, and must be quick."""
+        if event != "open" or not isinstance(args[0], str):
+            return
+        path, mode, flags = args
+        writes = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else bool(set(mode or "r") & set("wax+"))
+        if writes:
+            self._written.add(path)
+        elif path not in self._written and not path.startswith(NO_STATE):
+            self._read.setdefault(os.path.abspath(path))
+
+    def _time_loaders(self, iterator: Any) -> None:
+        plain = iterator.__next__
+
+        @wraps(plain)
+        def timed(loader: Any) -> Any:
+            if self._tracer is None:
+                return plain(loader)
+            with self._tracer.phases.inside("loader"):
+                return plain(loader)
+
+        iterator.__next__ = timed
+
+
+def _names_by_bucket(wrapper: Any) -> list[list[str]] | None:
+    plan = getattr(wrapper, "bucket_plan", None)
+    if plan is None:  # torch's class does not say
+        return None
+    return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
+
+
+def _checks_that_warn() -> CommonOptions:
+    """Return the options whose default is to raise, set to "warn": the doctor wants to hear all that is wrong."""
+    defaults: dict[str, Any] = dict(filled({}, DistributedDataParallel))
+    return cast(CommonOptions, {name: "warn" for name, value in defaults.items() if value == "raise"})
+
+
+def _an_eighth_of(module: nn.Module) -> float:
+    """Return a size in MB, of which the gradients of a module fill about eight."""
+    nbytes = sum(param.numel() * param.element_size() for param in module.parameters() if param.requires_grad)
+    return max(nbytes / MB / 8, 1e-5)
+
+
+def _facts_of(tuning: Any) -> dict[str, Any]:
+    """Return what the tuner of one model has found, as JSON values."""
+    known = tuning.done and not tuning.error and tuning.before is not None and tuning.after is not None
+    return {
+        "kept": bool(tuning.kept),
+        "error": str(tuning.error),
+        "before": sorted(tuning.before.total)[len(tuning.before.total) // 2] if known else None,
+        "after": sorted(tuning.after.total)[len(tuning.after.total) // 2] if known else None,
+        "buckets": None if tuning.plan is None else [bucket.nbytes for bucket in tuning.plan.buckets],
+    }

@@ -1,0 +1,76 @@
+"""Everything that the doctor has found, as one object: for the terminal, the page and the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpfuse.commands.doctor.findings import Finding
+from dpfuse.commands.doctor.numbers import Numbers, losses_of
+from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.speed import Speed
+
+__all__ = ["CANNOT_SAY", "FOUND", "Report"]
+
+FOUND, CANNOT_SAY = 1, 2  # exit codes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Args:
+        command: the command line.
+        runs: all of them.
+        numbers: None where a run failed.
+        speed: of all runs.
+        findings: what is wrong.
+        changed: files that each run has changed, by the title of the run.
+        failure: why the runs could not be compared; empty otherwise.
+        failed_under: the first wrapper under which the program failed; empty otherwise.
+        machine: facts about it, and versions.
+    """
+
+    command: str
+    runs: Sequence[Run]
+    numbers: Numbers | None
+    speed: Speed
+    findings: tuple[Finding, ...]
+    changed: dict[str, list[str]]
+    failure: str
+    failed_under: str
+    machine: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing is wrong; 1: something is; 2: nothing can be said."""
+        if self.failed_under and self.failed_under != "torch":
+            return FOUND
+        if self.failure or self.numbers is None or self.numbers.result in ("void", "unknown"):
+            return CANNOT_SAY
+        return FOUND if self.findings or not self.numbers.fine else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        numbers = self.numbers
+        return {
+            "format": "dpfuse doctor 1",
+            "command": self.command,
+            "exit code": self.exit_code,
+            **self.machine,
+            "failure": self.failure,
+            "numbers": None if numbers is None else {
+                "result": numbers.result, "text": numbers.text, "steps": numbers.steps,
+                "difference": None if numbers.difference is None else numbers.difference.to_json(),
+                "distance": list(numbers.ours), "distance of DDP": list(numbers.theirs),
+            },
+            "speed": self.speed.to_json(),
+            "findings": [finding.to_json() for finding in self.findings],
+            "changed files": self.changed,
+            "runs": [
+                {"title": run.title, "exit code": run.code, "seconds": run.seconds, "steps": run.steps,
+                 "losses": losses_of(run.traces[0]) if run.traces else []}
+                for run in self.runs
+            ],
+        }  # fmt: skip

@@ -1,0 +1,89 @@
+"""The doctor's report in at most thirty lines of a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from dpfuse.commands.doctor.report import Report
+
+__all__ = ["WORDS", "comparison", "summary"]
+
+LINES, WIDTH = 30, 110
+SHORT = 200  # characters of a finding
+ANSWERS = {
+    "equal": "yes, bit for bit",
+    "close": "yes, within rounding",
+    "different": "NO",
+    "itself": "cannot be said",
+    "void": "cannot be said",
+    "unknown": "cannot be said",
+}
+
+
+def summary(report: Report) -> str:
+    """Return the lines. What does not fit is in the page."""
+    lines = list(_lines(report))
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], "… the page has the rest"]
+    return "\n".join(lines)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    if report.failure:
+        yield from _entry("no comparison", report.failure)
+    numbers, speed = report.numbers, report.speed
+    if numbers is not None:
+        yield from _entry("same numbers?", f"{ANSWERS[numbers.result]}. {numbers.text}")
+    if speed.ratio is not None:
+        for wrapper in ("torch", "dpfuse"):
+            rates = [f"{1 / one.median:.1f}" for one in speed.timings if one.wrapper == wrapper]
+            title = "how fast?" if wrapper == "torch" else ""
+            yield from _entry(title, f"{NAMES[wrapper]}: {', '.join(rates)} steps/s")
+        yield from _entry("", comparison(speed.ratio, speed.noise))
+        ours = next(one for one in speed.timings if one.wrapper == "dpfuse")
+        total = sum(ours.parts.values())
+        large = {part: value for part, value in ours.parts.items() if value > 0.005 * total}
+        parts = ", ".join(f"{WORDS[part]} {value / total:.0%}" for part, value in large.items())
+        yield from _entry("where it goes", f"{parts}; {ours.waiting / total:.0%} is waiting for a slower rank")
+        if ours.slowest is not None:
+            yield from _entry("", f"rank {ours.slowest} is the slowest in most steps")
+    if speed.link is not None:
+        yield from _entry("link", speed.link.explain())
+    for advice in speed.advice:
+        yield from _entry("", f"{advice.what}: about {advice.step * 1e3:.3g} ms a step ({advice.how})")
+    if speed.tuned:
+        yield from _entry("buckets", speed.tuned)
+    wrong = [
+        f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}" for one in report.findings
+    ]
+    for number, text in enumerate(wrong or ["nothing was found"]):
+        yield from _entry("" if number else "what is wrong?", text)
+    changed = sorted({path for paths in report.changed.values() for path in paths})
+    text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
+    yield from _entry("files changed", text)
+
+
+NAMES = {"torch": "torch DDP", "dpfuse": "dpfuse   "}
+WORDS = {
+    "loader": "loader",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "device": "waiting for the GPU",
+    "outside": "other",
+}
+
+
+def comparison(ratio: float, noise: float) -> str:
+    """Say how a step of dpfuse compares with one of DDP, given how far runs of the same kind differ."""
+    text = f"a step with dpfuse takes {ratio:.2f} of one with DDP"
+    if abs(ratio - 1) <= noise:
+        return f"{text}; runs of one kind differ by {noise:.0%}, so this is no difference"
+    return f"{text}; runs of one kind differ by {noise:.0%}"
+
+
+def _entry(title: str, text: str) -> Iterator[str]:
+    lines = textwrap.wrap(text, WIDTH - 17)
+    for number, line in enumerate(lines):
+        yield f"{title if not number else '':<17}{line}"

@@ -1,0 +1,131 @@
+"""`dpfuse run`: a program as it is written, with dpfuse where it wraps a model in torch's class."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpfuse.errors import DPFuseError
+from dpfuse.job.startup import REPLACEMENT, startup_variables
+
+__all__ = ["Program", "run"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the user, as on torchrun's command line.
+
+    Args:
+        target: a script, a module, or a command.
+        arguments: of the program.
+        kind: "script", "module" or "command".
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: str = "script"
+
+    def check(self) -> None:
+        """Raise DPFuseError if there is no such program."""
+        if self.kind == "script" and not Path(self.target).exists():
+            raise DPFuseError(
+                f"there is no script {self.target!r} in {os.getcwd()}; expected the path of a Python file. Write -m "
+                "before the name of a module, and --no_python before that of a command"
+            )
+        if self.kind == "command" and shutil.which(self.target) is None:
+            raise DPFuseError(f"there is no command {self.target!r} on the PATH; expected one that can be run")
+
+    def words(self) -> list[str]:
+        """Return the command line that starts it on one rank."""
+        if self.kind == "command":
+            return [str(shutil.which(self.target)), *self.arguments]
+        as_module = ["-m"] if self.kind == "module" else []
+        return [sys.executable, *_interpreter_flags(sys.orig_argv), *as_module, self.target, *self.arguments]
+
+    def words_for_launcher(self) -> list[str]:
+        """Return the end of a launcher's command line."""
+        flag = {"script": [], "module": ["-m"], "command": ["--no-python"]}[self.kind]
+        return [*flag, self.target, *self.arguments]
+
+
+def run(program: Program, ranks: int | None) -> int:
+    """Run a program with dpfuse in the place of torch's DistributedDataParallel.
+
+    Args:
+        program: what to run.
+        ranks: to start on this machine. None replaces this process by the program: it is a rank already, or the program
+            starts its own ranks.
+
+    Returns:
+        The launcher's exit code. Without `ranks` it does not return.
+
+    Raises:
+        DPFuseError: there is no such program, or ranks are asked for inside a job, or Python ignores its variables.
+    """
+    program.check()
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise DPFuseError(
+            "Python was started with -E, -I or -S, so the program would not learn that dpfuse runs it; expected Python "
+            "without these flags"
+        )
+    variables = startup_variables(REPLACEMENT, os.environ)
+    if ranks is not None:
+        return start_ranks(program, ranks, variables)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    words = program.words()
+    os.execve(words[0], words, {**os.environ, **variables})
+
+
+def start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> int:
+    """Start a program on ranks of this machine with torchrun, and wait for it.
+
+    Args:
+        program: what to run.
+        ranks: how many.
+        variables: what to add to the environment of the ranks.
+
+    Returns:
+        The launcher's exit code.
+
+    Raises:
+        DPFuseError: this process is a rank of a job itself.
+    """
+    if "WORLD_SIZE" in os.environ:
+        raise DPFuseError(
+            f"--ranks={ranks} was given inside a job of WORLD_SIZE={os.environ['WORLD_SIZE']}; expected no such flag "
+            "there. Give the number to the launcher, or remove WORLD_SIZE from the environment"
+        )
+    from dpfuse.job.launcher import main
+
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        return main(["--nproc_per_node", str(ranks), *program.words_for_launcher()])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _interpreter_flags(words: Sequence[str]) -> list[str]:
+    """Return the flags of Python in the command line of this process, such as -u and -X dev.
+
+    Example:
+        >>> _interpreter_flags(["python", "-u", "-X", "dev", "-m", "dpfuse", "run", "train.py"])
+        ['-u', '-X', 'dev']
+        >>> _interpreter_flags(["python", "-O", "bin/dpfuse", "run", "train.py"])
+        ['-O']
+    """
+    flags: list[str] = []
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-m", "-c") or not word.startswith("-"):
+            break
+        flags.append(word)
+        if word in ("-X", "-W"):
+            flags.append(next(rest, ""))
+    return flags

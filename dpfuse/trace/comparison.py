@@ -1,0 +1,307 @@
+"""Where two runs part: the first step, rank, bucket and parameter, and the class of the cause. Reads traces only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dpfuse.trace.trace_file import RankTrace
+
+__all__ = ["CAUSES", "Difference", "compare", "first_setting"]
+
+# The classes of causes, and what each of them means.
+CAUSES = {
+    "settings": "an option, a version or a number of the optimizer",
+    "random state": "a generator of random numbers",
+    "data": "a batch, its targets, or weights that were loaded",
+    "kernel": "the same operation on the same numbers has given other bits",
+    "communication": "the gradients of the ranks are the same, and their average is not",
+    "optimizer": "what happens between the average and the new weights",
+}
+
+# Fields of a forward or backward in the order in which they come about, and the cause where one differs first.
+FORWARD = (
+    ("training", "settings", "the mode (train or eval) of the model"),
+    ("context", "settings", "autocast"),
+    ("weights", "optimizer", "the weights when the forward begins, changed since the step before"),
+    ("inputs", "data", "the inputs of the forward"),
+    ("outputs", "kernel", "the outputs of the forward"),
+    ("buffers", "kernel", "the buffers after the forward"),
+)
+BACKWARD = (
+    ("loss", "data", "the loss, computed from the same outputs: its targets, or the loss function"),
+    ("local", "kernel", "the gradient of this rank, before it is averaged"),
+    ("averaged", "communication", "the averaged gradient"),
+)
+STEP = (
+    ("stepped", "the gradient that the optimizer uses, after clipping and scaling"),
+    ("parameters", "the parameter after the step"),
+)
+DRAWN = {what for name, _, what in (*FORWARD, *BACKWARD) if name in ("inputs", "outputs", "loss")}
+NO_NUMBERS = {"format", "rank", "random"}  # of the settings
+NOT_CAUSES = {"dpfuse"}  # versions that are compared elsewhere
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two runs part.
+
+    Args:
+        step: of the optimizer, counted from 0 over all optimizers; -1 is before the first step.
+        rank: the first with this difference.
+        ranks: all with it.
+        cause: one of `CAUSES`.
+        what: differs, in words.
+        model: its number; None where it belongs to no model.
+        parameter: the first that differs, in the order of the model; empty if it is none.
+        parameters: how many differ.
+        bucket: its place in the order of sending; None where it is not known.
+        hint: what the two runs have set differently that may explain it, or another remark.
+    """
+
+    step: int
+    rank: int
+    ranks: tuple[int, ...]
+    cause: str
+    what: str
+    model: int | None = None
+    parameter: str = ""
+    parameters: int = 0
+    bucket: int | None = None
+    hint: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**asdict(self), "ranks": list(self.ranks)}
+
+    def explain(self) -> str:
+        """Return the difference as a few lines."""
+        step = "before the first step" if self.step < 0 else f"step {self.step}"
+        lines = [f"first difference   {step}, rank {self.rank}", f"what               {self.what}"]
+        if self.parameter:
+            more = f" and {self.parameters - 1} more" if self.parameters > 1 else ""
+            model = f" of model {self.model}" if self.model else ""
+            lines.append(f"parameter          {self.parameter}{model}{more}")
+        if self.bucket is not None:
+            lines.append(f"bucket             {self.bucket}")
+        lines.append(f"class of cause     {self.cause}: {CAUSES[self.cause]}")
+        if len(self.ranks) > 1:
+            lines.append(f"ranks that differ  {', '.join(map(str, self.ranks))}")
+        return "\n".join([*lines, *([f"note               {self.hint}"] if self.hint else [])])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One thing that differs in one step of one rank."""
+
+    place: tuple[int, int]  # in the order of the step: the event, and what of it
+    cause: str
+    what: str
+    model: int | None = None
+    names: tuple[str, ...] = ()  # of the parameters that differ
+
+
+@dataclass(frozen=True)
+class _Random:
+    """Where random states differ first."""
+
+    step: int
+    forward: int  # in the step
+    rank: int
+
+
+def compare(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
+    """Return the first difference of two runs; None if all that both have written is equal.
+
+    Args:
+        one: the traces of a run by rank, as `read_folder` returns them.
+        other: those of another one.
+    """
+    if len(one) != len(other):
+        return Difference(-1, 0, (0,), "settings", f"the number of ranks: {len(one)} and {len(other)}")
+    at_start = _before_the_first_step(one, other)
+    if at_start is not None:
+        return at_start
+    early: _Random | None = None  # where random states part
+    plans: dict[int, list[list[str]]] = {}
+    for step in range(min(len(trace.steps) for run in (one, other) for trace in run.values())):
+        for run in (other, one):
+            plans |= {int(model): plan for model, plan in run[0].steps[step].get("plan", {}).items()}
+        parts = {rank: part for rank in one if (part := _first_part(one[rank], other[rank], step)) is not None}
+        drawn = [found for rank in one if (found := _random_parts(one[rank], other[rank], step, rank)) is not None]
+        early = early or min(drawn, key=lambda found: found.forward, default=None)
+        if parts:
+            first = min(part.place for part in parts.values())
+            ranks = tuple(rank for rank, part in parts.items() if part.place == first)
+            return _told(step, ranks, parts[ranks[0]], early, plans, (one[ranks[0]], other[ranks[0]]))
+    return None
+
+
+def first_setting(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
+    """Return the first setting of an optimizer that differs, whatever numbers differ before; None if there is none.
+
+    Args:
+        one, other: as for `compare`, of as many ranks.
+    """
+    for step in range(min(len(trace.steps) for run in (one, other) for trace in run.values())):
+        for rank in one:
+            ours, theirs = one[rank].steps[step]["settings"], other[rank].steps[step]["settings"]
+            if ours != theirs:
+                return Difference(step, rank, (rank,), "settings", f"the optimizer's {_setting(ours, theirs)}")
+    return None
+
+
+def _told(
+    step: int,
+    ranks: tuple[int, ...],
+    part: _Part,
+    early: _Random | None,
+    plans: dict[int, list[list[str]]],
+    traces: tuple[RankTrace, RankTrace],
+) -> Difference:
+    cause, what, hint, rank = part.cause, part.what, "", ranks[0]
+    settings = _settings_that_differ(*traces)
+    # Data and masks are drawn from these states; a kernel that draws is no kernel that rounds.
+    if early is not None and what in DRAWN and (early.step, early.forward) <= (step, part.place[0]):
+        hint = f"{what} differ at step {step}" if early.step < step else f"{what} follow from it"
+        cause, what = "random state", "the state of a random number generator when the forward begins"
+        step, rank, ranks = early.step, early.rank, (early.rank,)
+        part = _Part(part.place, cause, what, part.model)
+    elif cause == "kernel" and settings:
+        cause, hint = "settings", f"these settings differ: {settings}"
+    elif settings or _wrappers(traces[0]) != _wrappers(traces[1]):
+        wrappers = "" if _wrappers(traces[0]) == _wrappers(traces[1]) else "the class of the wrapper"
+        hint = f"these also differ: {', '.join(filter(None, [wrappers, settings]))}"
+    name, model = part.names[0] if part.names else "", part.model
+    if model is None and ":" in name:  # of an optimizer, and of a model that is not the first
+        prefix, _, name = name.partition(":")
+        model = int(prefix)
+    buckets = plans.get(model or 0, [])
+    bucket = next((number for number, names in enumerate(buckets) if name in names), None)
+    return Difference(step, rank, ranks, cause, what, model, name, len(part.names), bucket, hint)
+
+
+def _before_the_first_step(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
+    for rank in one:
+        for ours, theirs in zip(one[rank].models, other[rank].models, strict=False):
+            number = ours["number"]
+            for name in ("class", "names", "shapes", "dtypes"):
+                if ours[name] != theirs[name]:
+                    what = f"the {name} of the parameters of model {number}" if name != "class" else "the model's class"
+                    return Difference(-1, rank, (rank,), "settings", what, number)
+            names = _names_where(ours["parameters"], theirs["parameters"], ours["names"])
+            if names:
+                ranks = tuple(
+                    r for r in one if one[r].models[number]["parameters"] != other[r].models[number]["parameters"]
+                )
+                drawn = ours["random"]["torch"] != theirs["random"]["torch"]
+                cause = "random state" if drawn else "data"
+                hint = "" if drawn else "the random states are the same: were other weights loaded?"
+                what = "the weights when the model is wrapped"
+                return Difference(-1, rank, ranks, cause, what, number, names[0], len(names), None, hint)
+    return None
+
+
+def _first_part(ours: RankTrace, theirs: RankTrace, step: int) -> _Part | None:
+    return next(_parts(ours, theirs, step), None)
+
+
+def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
+    """Yield what differs in one step of one rank, in the order in which it has come about."""
+    one, other = ours.steps[step], theirs.steps[step]
+    events = 0
+    for kind, fields in (("forwards", FORWARD), ("backwards", BACKWARD)):
+        for first, second in zip(one[kind], other[kind], strict=False):
+            for number, (name, cause, what) in enumerate(fields):
+                if name not in first or name not in second or first[name] == second[name]:
+                    continue
+                model = first.get("model")
+                if not isinstance(first[name], dict):
+                    yield _Part((events, number), cause, what, model)
+                    continue
+                for key in first[name].keys() & second[name].keys():
+                    names = _names_where(first[name][key], second[name][key], ours.models[int(key)]["names"])
+                    if names:
+                        # Before the first step of the optimizer, they were loaded.
+                        loaded = name == "weights" and step == 0
+                        about = ("data", "the weights when the first forward begins") if loaded else (cause, what)
+                        yield _Part((events, number), *about, int(key), names)
+            events += 1
+        if len(one[kind]) != len(other[kind]):
+            counts = f"{len(one[kind])} and {len(other[kind])}"
+            yield _Part((events, 9), "settings", f"the number of {kind} in the step: {counts}")
+        events = 1000 * (1 + events // 1000)
+    if one["optimizer"] != other["optimizer"]:
+        yield _Part((events, 0), "settings", "which optimizer makes the step")
+        return
+    names = ours.optimizers[one["optimizer"]]["names"]
+    if one["settings"] != other["settings"]:
+        yield _Part((events, 1), "settings", f"the optimizer's {_setting(one['settings'], other['settings'])}")
+    for number, (name, what) in enumerate(STEP, start=2):
+        if name in one and name in other and one[name] != other[name]:
+            yield _Part((events, number), "optimizer", what, None, _names_where(one[name], other[name], names))
+    if one.get("all_parameters") != other.get("all_parameters"):
+        yield _Part((events, 4), "optimizer", "the parameters after the step")
+
+
+def _setting(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    """Return the name of the first setting that differs, with both values and its group."""
+    if len(one) != len(other):
+        return f"number of groups: {len(one)} and {len(other)}"
+    for number, (ours, theirs) in enumerate(zip(one, other, strict=True)):
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                return f"{name} of group {number}: {ours.get(name)} and {theirs.get(name)}"
+    return "settings"
+
+
+def _random_parts(ours: RankTrace, theirs: RankTrace, step: int, rank: int) -> _Random | None:
+    """Return where a generator that the program uses has another state in the two runs when a forward begins.
+
+    Python's and NumPy's generators begin at random unless the program seeds them. So a state that differs counts only
+    if it has changed since the forward before, or since the start.
+    """
+    forwards = zip(ours.steps[step]["forwards"], theirs.steps[step]["forwards"], strict=False)
+    for index, (one, other) in enumerate(forwards):
+        for kind, state in one["random"].items():
+            if state != other["random"].get(kind) and (kind in ("torch", "cuda") or _moved(ours, step, index, kind)):
+                return _Random(step, index, rank)
+    return None
+
+
+def _moved(trace: RankTrace, step: int, index: int, kind: str) -> bool:
+    if index:
+        before = trace.steps[step]["forwards"][index - 1]["random"]
+    elif step and trace.steps[step - 1]["forwards"]:
+        before = trace.steps[step - 1]["forwards"][-1]["random"]
+    else:
+        before = trace.settings["random"]
+    return bool(before.get(kind) != trace.steps[step]["forwards"][index]["random"][kind])
+
+
+def _names_where(one: str, other: str, names: list[str]) -> tuple[str, ...]:
+    """Return the names of the parameters whose eight characters differ."""
+    return tuple(
+        name for index, name in enumerate(names) if one[8 * index : 8 * index + 8] != other[8 * index : 8 * index + 8]
+    )
+
+
+def _wrappers(trace: RankTrace) -> list[str]:
+    return [model["wrapper"] for model in trace.models]
+
+
+def _settings_that_differ(one: RankTrace, other: RankTrace) -> str:
+    """Return the settings of the processes that differ, with both values, as a text."""
+    found = []
+    for name in one.settings.keys() - NO_NUMBERS:
+        ours, theirs = one.settings[name], other.settings.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            found += [
+                f"{key} ({ours[key]} and {theirs.get(key)})"
+                for key in ours
+                if ours[key] != theirs.get(key) and key not in NOT_CAUSES
+            ]
+        elif ours != theirs:
+            found.append(f"{name} ({ours} and {theirs})")
+    return ", ".join(sorted(found))

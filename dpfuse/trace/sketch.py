@@ -1,0 +1,57 @@
+"""A number of a tensor from which the distance of two tensors can be estimated without having both. Knows no step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["distance", "signed_sum"]
+
+CHUNK = 1 << 20  # elements; each takes 16 bytes meanwhile
+
+
+@cache
+def _signs(device: torch.device) -> Tensor:
+    """Return fixed random signs, [CHUNK] float64."""
+    generator = torch.Generator().manual_seed(20261126)
+    return (torch.randint(2, (CHUNK,), generator=generator, dtype=torch.float64) * 2 - 1).to(device)
+
+
+def signed_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of all elements, each with a fixed random sign.
+
+    The square of the difference of two such sums is, on average over signs, the squared distance of the tensors.
+
+    Args:
+        tensor: of any shape, not complex.
+
+    Returns:
+        [] float64 on the device of the tensor.
+
+    Source: the sketch of Alon, Matias and Szegedy, "The space complexity of approximating the frequency
+    moments" (1996).
+    """
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
+        signs = _signs(flat.device)
+        total = torch.zeros((), dtype=torch.float64, device=flat.device)
+        for part in flat.split(CHUNK):
+            total += torch.dot(part.double(), signs[: len(part)])
+        return total
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Estimate the distance of two lists of tensors, taken as vectors, from the sums of each tensor.
+
+    Example:
+        >>> from dpfuse.trace.sketch import distance
+        >>> distance([1.0, 5.0], [1.0, 5.0]), distance([0.0, 3.0], [4.0, 0.0])
+        (0.0, 5.0)
+    """
+    return math.sqrt(sum((ours - theirs) ** 2 for ours, theirs in zip(one, other, strict=True)))

@@ -1,0 +1,114 @@
+"""The file of one rank's trace: JSON lines. Writes and reads them, and knows what each field means.
+
+The first line holds the settings of the process. A line `model` comes when a model is wrapped, and a line `optimizer`
+before the first step of an optimizer. A line `step` comes behind each step of an optimizer:
+
+- `forwards`: of each forward `model`, `training`, `context` (autocast), `random`, `inputs`, `outputs`, `buffers`, and
+  of the first one of each model `weights`
+- `backwards`: of each backward `loss` (hash), `value`, `local` and `averaged` (by model, eight characters a parameter)
+- `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used), `parameters`
+- `plan`: for each model the names of the parameters of each bucket; written when it changes
+- `sketch`, `gradient sketch`: where they are asked for, a sum of each parameter or gradient with fixed random signs
+- `times`: seconds by phase, which no comparison reads
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from dpfuse.errors import DPFuseError
+
+__all__ = ["FORMAT", "RankTrace", "Writer", "read_folder"]
+
+FORMAT = "dpfuse trace 1"
+NAME = re.compile(r"rank(\d+)\.jsonl")
+
+
+class Writer:
+    """Writes the trace of one rank.
+
+    Args:
+        folder: made if it is not there. A trace of this rank in it is replaced.
+        rank: of the process.
+
+    Raises:
+        DPFuseError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = open(folder / f"rank{rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise DPFuseError(
+                f"DPFUSE_TRACE: rank {rank} cannot write into the folder {str(folder)!r}: {error.strerror}; expected a "
+                "folder that it may write to. Name another"
+            ) from error
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        """Write one line, so that it is in the file even if the process is killed afterwards."""
+        self._file.write(json.dumps({"kind": kind, **values}, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+@dataclass
+class RankTrace:
+    """What one rank has written."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    models: list[dict[str, Any]] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_folder(folder: Path) -> dict[int, RankTrace]:
+    """Return the traces of a folder by rank.
+
+    Raises:
+        DPFuseError: there is none, or one cannot be read.
+    """
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    named = [(match, path) for path in files if (match := NAME.fullmatch(path.name))]
+    if not named:
+        raise DPFuseError(
+            f"{str(folder)!r} holds no trace; expected files such as rank0.jsonl. Run the program with "
+            f"DPFUSE_TRACE={folder} in its environment"
+        )
+    traces = {int(match[1]): _read(path) for match, path in named}
+    count = traces[min(traces)].settings.get("ranks", len(traces))
+    missing = sorted(set(range(count)) - traces.keys())
+    if missing:
+        raise DPFuseError(f"{str(folder)!r} holds no trace of rank {missing[0]}; the run had {count} ranks")
+    return {rank: traces[rank] for rank in range(count)}
+
+
+def _read(path: Path) -> RankTrace:
+    found = RankTrace()
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            values = json.loads(line)
+            kind = values.pop("kind")
+            if kind == "settings":
+                if values.get("format") != FORMAT:
+                    raise DPFuseError(f"{path} has the format {values.get('format')!r}, expected {FORMAT!r}")
+                found.settings = values
+            else:
+                {"model": found.models, "optimizer": found.optimizers, "step": found.steps}[kind].append(values)
+        except (ValueError, KeyError, AttributeError) as error:
+            raise DPFuseError(f"{path}, line {number} is no line of a trace; was the file changed?") from error
+    if not found.settings:
+        raise DPFuseError(f"{path} is empty; the run has ended before its first line was written")
+    return found
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield whole lines: a process that was killed may have left the beginning of one."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line

@@ -1,0 +1,335 @@
+"""Hashes what a rank computes, and writes a line behind each optimizer step. Works for torch's wrapper and for ours."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from dpfuse.trace.phases import Phases
+from dpfuse.trace.random_state import random_states
+from dpfuse.trace.settings import process_settings
+from dpfuse.trace.sketch import signed_sum
+from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
+from dpfuse.trace.trace_file import Writer
+
+__all__ = ["Tracer"]
+
+Plan = Callable[[], list[list[str]] | None]
+
+
+class _Traced:
+    """One wrapped model.
+
+    Args:
+        number: in the order in which models were wrapped.
+        wrapper: torch's or ours.
+        plan: returns the names of the parameters of each bucket, if they are known.
+    """
+
+    def __init__(self, number: int, wrapper: nn.Module, plan: Plan) -> None:
+        self.number = number
+        self.wrapper = weakref.ref(wrapper)
+        named = [(name, param) for name, param in wrapper.module.named_parameters() if param.requires_grad]  # type: ignore[union-attr]
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        self.plan = plan
+        self.written: list[list[str]] | None = None  # the plan in the file
+        self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
+
+    def hears(self, index: int, tracer: Tracer) -> Callable[[Tensor], None]:
+        """Return the hook of a parameter, which hashes the gradient of this rank before it is averaged."""
+
+        def hook(grad: Tensor) -> None:
+            if tracer.deep:
+                with tracer.phases.inside("tracing"):
+                    before = self.local[index]
+                    self.local[index] = hash_of(grad, 0 if before is NOTHING else before)
+
+        return hook
+
+    def synchronises(self) -> bool:
+        """Whether a backward that begins now averages, as far as its wrapper says."""
+        return bool(getattr(self.wrapper(), "require_backward_grad_sync", True))
+
+
+class Tracer:
+    """Writes the trace of this rank.
+
+    Args:
+        folder: for the file.
+        deep_steps: how many steps of an optimizer have hashes of gradients and of buffers, and of each parameter; the
+            others have one number for all parameters. None: all.
+        after_step: called behind each line, with the number of steps of that optimizer.
+        sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
+            runs follows.
+
+    Raises:
+        DPFuseError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        deep_steps: int | None = None,
+        after_step: Callable[[int], None] | None = None,
+        *,
+        sketch: bool = False,
+    ) -> None:
+        self.phases = Phases()
+        self.deep = deep_steps is None or deep_steps > 0
+        self._deep_steps = math.inf if deep_steps is None else deep_steps
+        self._after_step = after_step
+        self._sketch = sketch
+        self._models: list[_Traced] = []
+        self._optimizers: list[tuple[weakref.ref[Optimizer], int, list[int]]] = []  # with its number and its steps
+        self._names: dict[int, str] = {}  # of parameters, by id
+        self._forwards: list[dict[str, Any]] = []
+        self._backwards: list[dict[str, Any]] = []
+        self._stepped: list[Hash] = []
+        self._gradient: list[Tensor | float] = []  # its sketch
+        self._lines = 0
+        rank = dist.get_rank()
+        self._file = Writer(folder, rank)
+        self._file.write("settings", {**process_settings(), "random": random_states()})
+
+    def add(self, wrapper: nn.Module, plan: Plan) -> None:
+        """Trace a model that was wrapped just now.
+
+        Args:
+            wrapper: has the model as `module`.
+            plan: returns the names of each bucket's parameters, or None where they are not known.
+        """
+        with self.phases.inside("tracing"):
+            traced = _Traced(len(self._models), wrapper, plan)
+            self._models.append(traced)
+            for index, (name, param) in enumerate(zip(traced.names, traced.params, strict=True)):
+                self._names[id(param)] = f"{traced.number}:{name}" if traced.number else name
+                param.register_hook(traced.hears(index, self))
+            wrapper.register_forward_pre_hook(_Hook(self._forward_begins, traced), with_kwargs=True)
+            wrapper.register_forward_hook(_Hook(self._forward_ended, traced), with_kwargs=True)
+            facts = {
+                "number": traced.number,
+                "class": type(wrapper.module).__name__,
+                "wrapper": type(wrapper).__module__.partition(".")[0],
+                "names": traced.names,
+                "shapes": [list(param.shape) for param in traced.params],
+                "dtypes": [str(param.dtype) for param in traced.params],
+                "random": random_states(),
+                "parameters": text_of(read([hash_of(param) for param in traced.params])),
+            }
+            self._file.write("model", facts)
+
+    def _forward_begins(self, traced: _Traced, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        with self.phases.inside("tracing"):
+            context = [
+                str(torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+            ]
+            wrapper = traced.wrapper()
+            line: dict[str, Any] = {
+                "model": traced.number,
+                "training": wrapper is not None and wrapper.module.training,  # type: ignore[union-attr]
+                "context": context,
+                "random": random_states(),
+                "inputs": hash_of_all([args, kwargs]),
+            }
+            if self.deep and all(one["model"] != traced.number for one in self._forwards):
+                line["weights"] = {str(traced.number): [hash_of(param) for param in traced.params]}
+            self._forwards.append(line)
+        self.phases.enter("forward")
+
+    def _forward_ended(self, traced: _Traced, wrapper: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled() or not self._forwards:
+            return
+        self.phases.enter("tracing")
+        self._forwards[-1]["outputs"] = hash_of_all(outputs)
+        if self.deep:
+            self._forwards[-1]["buffers"] = hash_of_all([buffer for _, buffer in wrapper.module.named_buffers()])  # type: ignore[union-attr]
+        self.phases.enter("outside")
+
+    def backward_begins(self, roots: Sequence[Any]) -> None:
+        """Note that a backward of these tensors begins, which is not inside another one."""
+        self.phases.enter("tracing")
+        values = [root for root in roots if isinstance(root, Tensor)]
+        number = values[0].detach() if len(values) == 1 and values[0].numel() == 1 else None
+        self._backwards.append({"loss": hash_of_all(values), "value": number})
+        self.phases.enter("backward")
+
+    def backward_ended(self) -> None:
+        """Note that it has ended; gradients are averaged."""
+        self.phases.enter("tracing")
+        for traced in self._models if self.deep else ():
+            if any(number is not NOTHING for number in traced.local):
+                line = self._backwards[-1]
+                line.setdefault("local", {})[str(traced.number)] = traced.local
+                traced.local = [NOTHING] * len(traced.params)
+                if traced.synchronises():
+                    line.setdefault("averaged", {})[str(traced.number)] = [
+                        hash_of(param.grad) for param in traced.params
+                    ]
+        self.phases.enter("outside")
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """As `BeforeStep.before_step`."""
+        self.phases.enter("tracing")
+        if self.deep:
+            self._stepped = [hash_of(param.grad) for param in _params_of(optimizer)]
+            if self._sketch:
+                self._gradient = [0.0 if one.grad is None else signed_sum(one.grad) for one in _params_of(optimizer)]
+        self.phases.enter("optimizer")
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """As `AfterStep.after_step`."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.phases.enter("device")  # else the wait would count as tracing
+            torch.cuda.synchronize()
+        self.phases.enter("tracing")
+        number, steps = self._known(optimizer)
+        steps[0] += 1
+        params = [hash_of(param) for param in _params_of(optimizer)]
+        line: dict[str, Any] = {"step": self._lines, "optimizer": number, "settings": settings_of(optimizer)}
+        line |= {"forwards": self._forwards, "backwards": self._backwards}
+        if self.deep:
+            line |= {"stepped": self._stepped, "parameters": params}
+        else:
+            line["all_parameters"] = hash_of_all_hashes(params)
+        if self._sketch:
+            line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
+            if self.deep:
+                line["gradient sketch"] = self._gradient
+        plans = {}
+        for traced in self._models:
+            plan = traced.plan() if traced.wrapper() is not None else None
+            if plan is not None and plan != traced.written:
+                traced.written = plans[str(traced.number)] = plan
+        if plans:
+            line["plan"] = plans
+        line = _resolved(line)
+        self._lines += 1
+        self.deep = steps[0] < self._deep_steps
+        self._forwards, self._backwards, self._stepped = [], [], []
+        self._file.write("step", {**line, "times": self.phases.taken()})
+        if self._after_step is not None:
+            self._after_step(steps[0])
+        self.phases.enter("outside")
+
+    def _known(self, optimizer: Optimizer) -> tuple[int, list[int]]:
+        """Return the number of an optimizer, in the order of their first steps, and its counter of steps."""
+        for reference, number, steps in self._optimizers:
+            if reference() is optimizer:
+                return number, steps
+        number, steps = len(self._optimizers), [0]
+        self._optimizers.append((weakref.ref(optimizer), number, steps))
+        names = [self._names.get(id(param), f"parameter {index}") for index, param in enumerate(_params_of(optimizer))]
+        self._file.write("optimizer", {"number": number, "class": type(optimizer).__name__, "names": names})
+        return number, steps
+
+
+class _Hook:
+    """A hook of a wrapper that stays with this wrapper: copies and files of it do not have it."""
+
+    def __init__(self, call: Callable[..., None], traced: _Traced) -> None:
+        self._call = call
+        self._traced = traced
+
+    def __call__(self, *args: Any) -> None:
+        self._call(self._traced, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """Stands for the hook in a copy."""
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers, switches and texts of each group of an optimizer, as JSON values."""
+    groups = []
+    for group in optimizer.param_groups:
+        values = {
+            name: value.item() if _is_number(value) else value for name, value in group.items() if name != "params"
+        }
+        groups.append(
+            {
+                name: repr(value) if isinstance(value, (float, tuple, list)) else value
+                for name, value in values.items()
+                if isinstance(value, (float, int, str, tuple, list))
+            }
+        )
+    return groups
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def hash_of_all_hashes(hashes: Sequence[Hash]) -> Hash:
+    """Return one number for several."""
+    waiting = [number for number in hashes if isinstance(number, Tensor)]
+    if not waiting:
+        return hash_of(torch.tensor([int(number) for number in hashes], dtype=torch.int64))
+    return hash_of(torch.stack([torch.as_tensor(number, device=waiting[0].device) for number in hashes]))
+
+
+def _resolved(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line as JSON values, after one wait for the device."""
+    found: list[Hash] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
+                found.append(value)
+        elif isinstance(value, dict):
+            for one in value.values():
+                collect(one)
+        elif isinstance(value, list):
+            for one in value:
+                collect(one)
+
+    collect(line)
+    numbers = iter(read(found))
+
+    def resolve(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.double().item() if value.is_floating_point() else next(numbers)
+        if isinstance(value, dict):
+            return {key: resolve(key, one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [resolve(name, one) for one in value]
+        return value
+
+    return _in_characters(resolve("", line))
+
+
+def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
+    """Write hashes as texts: eight characters for each."""
+    for name, value in line.items():
+        if name in ("stepped", "parameters"):
+            line[name] = text_of(value)
+        elif name in ("local", "averaged", "weights"):
+            line[name] = {number: text_of(hashes) for number, hashes in value.items()}
+        elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
+            line[name] = text_of([value])
+        elif name in ("forwards", "backwards"):
+            line[name] = [_in_characters(one) for one in value]
+        elif name == "value" and isinstance(value, float) and not math.isfinite(value):
+            line[name] = repr(value)
+    return line

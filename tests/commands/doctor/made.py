@@ -1,0 +1,42 @@
+"""Runs as the doctor would have made them, from trainings in the ranks of the tests, and from nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dpfuse.commands.doctor.runs import Run
+from dpfuse.trace.trace_file import RankTrace, read_folder
+
+
+def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:
+    """The run whose trace lies in a folder."""
+    return Run(number, wrapper, 0, 1.0, folder / "log.txt", read_folder(folder), {"0": plain_facts(**facts)})
+
+
+def plain_facts(**facts: Any) -> dict[str, Any]:
+    return {"communication": [], "tunings": [], "findings": [], "read": [], **facts}
+
+
+def timed(
+    number: int, wrapper: str, steps: int = 12, ranks: int = 2, busy: tuple[float, ...] = (), **parts: float
+) -> Run:
+    """A run of steps that take the given seconds; `busy` is added to the forward of each rank."""
+    traces = {}
+    for rank in range(ranks):
+        times = {
+            "loader": 0.0,
+            "forward": 0.0,
+            "backward": 0.0,
+            "optimizer": 0.0,
+            "device": 0.0,
+            "outside": 0.0,
+            "tracing": 9.0,
+        }
+        times |= parts
+        times["forward"] += busy[rank] if busy else 0.0
+        line = {"optimizer": 0, "forwards": [], "backwards": [], "times": times, "parameters": ""}
+        settings = {"ranks": ranks}
+        model = {"number": 0, "class": "Net", "names": []}
+        traces[rank] = RankTrace(settings, [model], [{"names": []}], [dict(line) for _ in range(steps)])
+    return Run(number, wrapper, 0, 1.0, Path("log.txt"), traces, {"0": plain_facts()})

@@ -1,0 +1,104 @@
+"""Same numbers? Judged on trainings on real ranks, with differences that are planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpfuse.commands.doctor.numbers import judge
+from dpfuse.commands.doctor.runs import Run
+from tests.commands.doctor.made import run_of
+from tests.trace.training import PLANTS, train
+
+# Of each run: the wrapper, a plant or none.
+HEALTHY = [("torch", ""), ("dpfuse", ""), ("torch", ""), ("dpfuse", "")]
+
+
+def trained(rank: int, size: int, folder: Path, runs: list[tuple[str, str]], cap: float) -> None:
+    for number, (wrapper, name) in enumerate(runs, start=1):
+        plant = PLANTS[name][-1] if name else None
+        options = {"bucket_cap_mb": cap} if wrapper == "torch buckets" else {}
+        wrap = "dpfuse" if wrapper == "dpfuse" else "torch"
+        train(folder / str(number), wrap, plant, sketch=size > 2, deep=2, **options)
+
+
+@pytest.fixture
+def judged(ranks, tmp_path):
+    def make(runs, resumed=(), size=2, cap=0.0001):
+        ranks(trained, tmp_path, runs, cap, size=size)
+        made = [run_of(tmp_path / str(number), number, wrapper) for number, (wrapper, _) in enumerate(runs, start=1)]
+        of = {name: [run for run in made if run.wrapper == name] for name in ("torch", "dpfuse", "torch buckets")}
+        return judge(of["torch"], of["dpfuse"], next(iter(of["torch buckets"]), None), resumed)
+
+    return make
+
+
+def test_two_ranks_are_equal_bit_for_bit(judged):
+    found = judged(HEALTHY)
+    assert (found.result, found.fine, found.steps) == ("equal", True, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("another_backward", "kernel"),
+        ("another_clip", "optimizer"),
+        ("one_label", "data"),
+        ("another_lr", "settings"),
+    ],
+)
+def test_a_difference_under_dpfuse_alone_is_named(name, cause, judged):
+    found = judged([("torch", ""), ("dpfuse", name), ("torch", ""), ("dpfuse", name)])
+    assert found.result == "different"
+    assert not found.fine
+    assert found.difference.step == PLANTS[name][1]
+    assert cause in found.text or found.difference.step >= 2  # behind the deep steps only the step is known
+
+
+@pytest.mark.parametrize("place", [2, 3], ids=["under DDP", "under dpfuse"])
+def test_a_program_that_differs_from_itself_is_told_so(place, judged):
+    runs = [*HEALTHY]
+    runs[place] = (runs[place][0], "one_number_of_a_batch")
+    found = judged(runs)
+    assert found.result == "itself"
+    assert "step 3, rank 1: the inputs of the forward (class: data)" in found.text
+
+
+def test_a_run_that_starts_from_what_another_one_wrote_voids_the_comparison(judged):
+    runs = [HEALTHY[0], *((wrapper, "loaded_weights") for wrapper, _ in HEALTHY[1:])]
+    found = judged(runs, resumed=["saved/checkpoint.pt", "saved/more.pt"])
+    assert (found.result, found.fine) == ("void", False)
+    assert "saved/checkpoint.pt and 1 more" in found.text
+
+
+def test_files_that_were_read_again_void_nothing_where_the_numbers_are_equal(judged):
+    assert judged(HEALTHY, resumed=["cache/data.bin"]).result == "equal"
+
+
+def test_three_ranks_may_lie_as_far_from_ddp_as_ddp_with_other_buckets(judged):
+    found = judged([*HEALTHY, ("torch buckets", "")], size=3)
+    assert found.result in ("equal", "close")
+    assert found.fine
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("another_lr", "the optimizer's lr of group 0: 0.01 and 0.02"),
+        ("no_clip", "Farther than rounding explains"),
+        ("narrow_wire", "Farther than rounding explains"),
+        ("all_labels_from_the_start", "Farther than rounding explains"),
+    ],
+)
+def test_three_ranks_that_lie_farther_are_different(name, words, judged):
+    runs = [(wrapper, name if wrapper == "dpfuse" else "") for wrapper, _ in HEALTHY]
+    found = judged([*runs, ("torch buckets", "")], size=3)
+    assert found.result == "different", found
+    assert words in found.text
+    assert len(found.ours) == len(found.theirs) == 5
+
+
+def test_without_a_step_nothing_is_said():
+    empty = [Run(number, wrapper, 0, 1.0, Path("log")) for number, (wrapper, _) in enumerate(HEALTHY, start=1)]
+    assert judge(empty[::2], empty[1::2], None, []).result == "unknown"

@@ -1,0 +1,139 @@
+"""`dpfuse doctor` on whole programs: what it says, what it writes, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from tests.commands.programs import PROGRAMS
+from tests.commands.test_run import python
+from tests.distributed.processes import all_gone, family, free_port, start
+from tests.patience import patience
+
+pytestmark = pytest.mark.slow
+
+
+def doctor(tmp_path, *words, ranks=2, steps=16, options=(), program="toy.py"):
+    out = tmp_path / "report"
+    command = ["-m", "dpfuse", "doctor", "--ranks", ranks, "--steps", steps, "--out", out, *options, program, *words]
+    done = python(*command, timeout=400)
+    report = json.loads((out / "report.json").read_text())
+    assert report["exit code"] == done.returncode, done.stderr
+    assert len(done.stdout.splitlines()) <= 31
+    page = (out / "doctor.html").read_text()
+    assert "http" not in page
+    assert "<script" not in page
+    return done, report, page
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("toy.py", []), ("language_model.py", []), ("trainer.py", ["--epochs", "9"]), ("contrast", ["--steps", "99"])],
+    ids=["toy", "language model", "trainer", "contrast"],
+)
+def test_a_healthy_program_has_equal_numbers_and_nothing_is_named(program, words, tmp_path):
+    options = ["-m"] if program == "contrast" else []
+    done, report, page = doctor(tmp_path, *words, options=options, program=program)
+    assert report["numbers"]["result"] == "equal", done.stdout
+    assert report["findings"] == []
+    assert done.returncode == 0
+    assert "yes, bit for bit" in page
+    seconds = {run["title"]: run["seconds"] for run in report["runs"]}
+    assert sum(seconds.values()) <= 6 * max(value for title, value in seconds.items() if "torch DDP" in title)
+
+
+def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
+    done, report, _ = doctor(tmp_path, "--width", 128, ranks=3)
+    assert report["numbers"]["result"] in ("equal", "close"), done.stdout
+    assert done.returncode == 0
+    assert any("other buckets" in run["title"] for run in report["runs"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "result", "text"),
+    [
+        ("fails", 2, None, "the program fails under torch DDP, in run 1, so dpfuse cannot be compared: ValueError: no"),
+        ("needs torch", 1, None, "runs under torch DDP and fails under dpfuse, in run 2: TypeError: only torch's own"),
+        ("no wrapper", 2, None, "made no DistributedDataParallel"),
+        ("clock", 1, "itself", "The program differs from itself: run 1, torch DDP and run 3, torch DDP had the same"),
+        ("unseeded", 0, "equal", "the same bits as under DDP"),
+        ("unused", 1, "equal", "unused parameters: never.weight, never.bias of model 0 (Net) got no gradient"),
+        ("drift", 1, "equal", "the weights of the ranks differ: after step 5 the ranks hold different weights"),
+        ("same batches", 1, "equal", "the same batches on every rank"),
+    ],
+)
+def test_what_is_wrong_is_said(wrong, code, result, text, tmp_path):
+    steps = 400 if wrong == "no wrapper" else 1000
+    done, report, _ = doctor(tmp_path, "--wrong", wrong, "--steps", steps)
+    assert re.sub(r"\s+", " ", text) in re.sub(r"\s+", " ", done.stdout)
+    assert done.returncode == code
+    assert (report["numbers"] or {}).get("result") == result
+
+
+def test_a_program_that_hangs_is_ended_and_its_output_is_kept(tmp_path):
+    done, _, _ = doctor(tmp_path, "--wrong", "hangs", options=["--patience", "12"])
+    assert done.returncode == 2
+    assert "it made no step for too long" in re.sub(r"\s+", " ", done.stdout)
+    assert (tmp_path / "report" / "run1.log").exists()
+
+
+def test_a_run_that_resumes_voids_the_comparison_and_no_code_behind_the_loop_runs(tmp_path):
+    (tmp_path / "saved").mkdir()
+    done, report, _ = doctor(tmp_path, "--out", tmp_path / "saved")
+    assert report["numbers"]["result"] == "void"
+    assert "checkpoint.pt" in report["numbers"]["text"]
+    assert done.returncode == 2
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["checkpoint.pt"]
+    assert all(len(paths) == 1 for paths in report["changed files"].values())
+
+
+def test_a_program_that_starts_its_own_ranks(tmp_path):
+    words = [2, free_port(), 1000]
+    done, report, _ = doctor(tmp_path, *words, options=["--own_ranks"], program="momentum_encoder.py")
+    assert report["numbers"]["result"] == "equal", done.stdout
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("latency", "rate", "width", "text"),
+    [
+        (1e-4, 20e6, 256, "the link is the limit"),
+        (5e-2, 1e9, 32, "the link is the limit, by its latency"),
+        (1e-5, 100e9, 256, "the link is not the limit"),
+    ],
+    ids=["little bandwidth", "long latency", "fast"],
+)
+def test_the_link_is_told(latency, rate, width, text, tmp_path):
+    done, report, _ = doctor(tmp_path, latency, rate, width, ranks=1, steps=24, program="slow_link.py")
+    assert re.sub(r"\s+", " ", done.stdout).partition("% of a step waits for it: ")[2].startswith(text)
+    assert [finding["title"] for finding in report["findings"]] == ["a group of one rank"]
+    limited = "not" not in text
+    advice = [one["what"] for one in report["speed"]["advice"]]
+    assert bool(advice) == limited
+    assert ("send 16 bits" in advice) == (limited and "latency" not in text)
+
+
+def test_a_doctor_that_is_terminated_ends_its_run_and_removes_its_folder(tmp_path):
+    words = ["-m", "dpfuse", "doctor", "--out", tmp_path / "report", PROGRAMS / "toy.py", "--wrong", "hangs"]
+    process = start(*words, TMPDIR=str(tmp_path))
+    (folder,) = waited(lambda: list(tmp_path.glob("dpfuse-doctor-*")))
+    waited(lambda: list(folder.glob("run1/rank0.jsonl")))
+    members = family(process.pid)
+    assert len(members) >= 4  # the doctor, the launcher and its ranks
+    process.terminate()
+    process.communicate(timeout=patience(60))
+    assert process.returncode == 128 + signal.SIGTERM
+    assert all_gone(members, within=20)
+    assert list(tmp_path.glob("dpfuse-doctor-*")) == []
+
+
+def waited(found, seconds=90):
+    until = time.monotonic() + patience(seconds)
+    while not found() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert found()
+    return found()

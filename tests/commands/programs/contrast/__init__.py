@@ -1,0 +1,1 @@
+"""A package that is started as `python -m contrast`."""

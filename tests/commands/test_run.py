@@ -1,0 +1,236 @@
+"""`dpfuse run`: programs that know nothing of it run as under plain Python, and their weights are those of DDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dpfuse.commands.command_line import main
+from dpfuse.commands.run_command import _interpreter_flags
+from dpfuse.job.startup import FOLDER, startup_variables
+from tests.commands.programs import PROGRAMS
+from tests.distributed.processes import clean_environment, free_port
+from tests.patience import patience
+
+REPLACED = re.compile(r"^dpfuse run: (\w+) is wrapped by dpfuse's DistributedDataParallel instead of torch's", re.M)
+
+
+def python(*words, folder=PROGRAMS, timeout=120, **variables):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env=clean_environment(**{"PYTHONPATH": clean_environment()["PYTHONPATH"], **variables}),
+        capture_output=True,
+        text=True,
+        timeout=patience(timeout),
+    )
+
+
+def lines_of(done):
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert len(lines) == 2, done.stdout
+    return lines
+
+
+@pytest.fixture
+def gan_settings(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"seed": 1, "lr": 0.002, "steps": 4}))
+    return path
+
+
+def assert_same(plain, ours, name):
+    assert lines_of(ours) == lines_of(plain)
+    assert REPLACED.findall(plain.stderr) == []
+    assert REPLACED.findall(ours.stderr) == [name]
+
+
+def test_two_wrappers_settings_and_another_folder(gan_settings):
+    plain = python("-m", "dpfuse.launch", "--nproc_per_node", 2, "gan.py", gan_settings)
+    ours = python("-m", "dpfuse", "run", "--ranks", 2, "gan.py", gan_settings)
+    assert_same(plain, ours, "Sequential")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["-m", "contrast", "--steps", 4], "Towers"),
+        (["language_model.py"], "Model"),
+        (["trainer.py", "--epochs", 2, "--workers", 1], "Sequential"),
+    ],
+    ids=["contrastive package", "language model", "trainer"],
+)
+def test_ranks_of_torchrun(words, name):
+    plain = python(*TORCHRUN, *words)
+    ours = python(*TORCHRUN, "-m", "dpfuse", "run", *words)
+    assert_same(plain, ours, name)
+
+
+@pytest.mark.slow
+def test_a_file_of_settings_that_is_run_and_the_launchers_flag(tmp_path):
+    (tmp_path / "settings.py").write_text("steps, micro_steps, width = 3, 2, 8")
+    words = ["language_model.py", tmp_path / "settings.py"]
+    plain = python(*TORCHRUN, *words)
+    ours = python("-m", "dpfuse.launch", "--nproc_per_node", 2, "--patch", *words)
+    assert_same(plain, ours, "Model")
+
+
+@pytest.mark.slow
+def test_a_program_that_starts_its_own_ranks():
+    words = ["momentum_encoder.py", 2]
+    plain = python(*words, free_port(), 4)
+    ours = python("-m", "dpfuse", "run", *words, free_port(), 4)
+    hide = [[re.sub(r"'\d{4,5}'", "PORT", line) for line in lines_of(done)] for done in (plain, ours)]
+    assert hide[0] == hide[1]
+    assert REPLACED.findall(ours.stderr) == ["Pair"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "words", "name"),
+    [
+        ("transformers", ["hf_trainer.py", "OUT", 4], "LlamaForCausalLM"),
+        ("accelerate", ["accelerated.py", 1], "Sequential"),
+    ],
+)
+def test_libraries_that_wrap_the_model_themselves(library, words, name, tmp_path):
+    pytest.importorskip(library)
+    words = [tmp_path if word == "OUT" else word for word in words]
+    plain = python(*TORCHRUN, *words)
+    ours = python(*TORCHRUN, "-m", "dpfuse", "run", *words)
+    assert_same(plain, ours, name)
+
+
+@pytest.mark.slow
+def test_a_library_that_starts_the_program_again_as_the_second_rank():
+    pytest.importorskip("lightning")
+    words = ["lightning_loop.py", 4]
+    plain = python(*words)
+    ours = python("-m", "dpfuse", "run", *words)
+    assert_same(plain, ours, "Module")
+
+
+SEEN = """
+import json, os, sys
+print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec__.name, sys.flags.dev_mode,
+                  sys.flags.optimize, [path for path in sys.path if "at_startup" in path], os.getcwd(),
+                  sorted(globals())]))
+print("torch" in sys.modules, "dpfuse" in sys.modules, "sitecustomize of the user" in os.environ.get("SEEN", ""))
+sys.stderr.write("on stderr")
+"""
+
+
+def test_the_program_sees_what_plain_python_shows_it(tmp_path):
+    (tmp_path / "seen.py").write_text(SEEN)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(SEEN)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os; os.environ['SEEN'] = 'sitecustomize of the user'")
+    path = os.pathsep.join([str(own), clean_environment()["PYTHONPATH"]])
+    for flags, words in ((["-X", "dev"], ["seen.py", "--x", "a b"]), (["-O"], ["-m", "package", "-m", "--ranks"])):
+        plain = python(*flags, *words, folder=tmp_path, PYTHONPATH=path)
+        ours = python(*flags, "-m", "dpfuse", "run", *words, folder=tmp_path, PYTHONPATH=path)
+        assert plain.stdout.endswith("False False True\n")
+        assert ours.stdout == plain.stdout
+        assert ours.stderr.endswith("on stderr")
+        assert "dpfuse" not in ours.stderr
+
+
+def test_exit_codes_signals_and_texts_of_errors_pass_through(tmp_path):
+    (tmp_path / "ends.py").write_text(
+        "import os, sys\nif sys.argv[1] == 'kill':\n    os.kill(os.getpid(), int(sys.argv[2]))\nsys.exit(sys.argv[1])"
+    )
+    (tmp_path / "raises.py").write_text("raise ValueError('mine')")
+    for words in (["ends.py", "mine"], ["ends.py", "kill", int(signal.SIGTERM)], ["raises.py"]):
+        plain = python(*words, folder=tmp_path)
+        ours = python("-m", "dpfuse", "run", *words, folder=tmp_path)
+        assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
+        assert plain.returncode != 0
+
+
+REPLACING = """
+import os, subprocess, sys
+if sys.argv[1] == "inner":
+    import dpfuse  # before torch
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+if sys.argv[1] == "outer":
+    sys.exit(subprocess.run([sys.executable, __file__, "inner"]).returncode)
+os.environ["RANK"] = "0"
+if sys.argv[1] == "inner":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(2):
+        print(type(DistributedDataParallel(torch.nn.Linear(2, 2))).__module__.split(".")[0])
+    dist.destroy_process_group()
+"""
+
+
+def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_path):
+    (tmp_path / "replacing.py").write_text(REPLACING)
+    done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
+    assert REPLACED.findall(done.stderr) == ["Linear"]
+    assert "(replacing.py:13): 2 parameters" in done.stderr
+    (tmp_path / "compiler.py").write_text("import torch")
+    variables = startup_variables("dpfuse.commands.replacement", clean_environment())
+    done = python("compiler.py", folder=tmp_path, RANK="0", DPFUSE_STARTUP_RANK="0", **variables)
+    assert done.stderr == ""
+    done = python("replacing.py", "none", folder=tmp_path, **variables)
+    assert done.stderr == (
+        "dpfuse run: this program has made no DistributedDataParallel on rank 0, so dpfuse has replaced nothing\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "texts"),
+    [
+        (["nothing.py"], {}, ["there is no script 'nothing.py'", "Write -m before"]),
+        (["--no_python", "no-such-command"], {}, ["there is no command 'no-such-command'"]),
+        (["--ranks", "2", __file__], {"WORLD_SIZE": "4"}, ["--ranks=2", "WORLD_SIZE=4", "remove WORLD_SIZE"]),
+    ],
+)
+def test_a_wrong_command_line_says_what_to_write(words, environment, texts, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("dpfuse run: ")
+    assert [text for text in texts if text not in said] == []
+
+
+def test_python_must_read_its_variables(tmp_path):
+    command = "import sys; from dpfuse.commands.command_line import main; sys.exit(main(['run', sys.argv[1]]))"
+    code = f"import sys; sys.path[:0] = {clean_environment()['PYTHONPATH'].split(os.pathsep)}; {command}"
+    done = python("-E", "-c", code, __file__)
+    assert done.returncode == 1
+    assert "Python was started with -E, -I or -S" in done.stderr
+
+
+def test_the_folder_is_added_once():
+    once = startup_variables("a.module", {"PYTHONPATH": os.pathsep.join(["/x", "/y"])})
+    again = startup_variables("a.module", once)
+    assert once == again
+    assert once["PYTHONPATH"].split(os.pathsep) == [FOLDER, "/x", "/y"]
+    assert startup_variables("a.module", {})["PYTHONPATH"] == FOLDER
+
+
+def test_flags_of_python_are_kept():
+    assert _interpreter_flags(["python", "-u", "-Werror", "-W", "error", "-m", "dpfuse", "run", "-m", "x"]) == [
+        "-u",
+        "-Werror",
+        "-W",
+        "error",
+    ]
+    assert _interpreter_flags(["python", "-X", "dev", "-c", "main()"]) == ["-X", "dev"]

@@ -1,0 +1,118 @@
+"""The variable, the files, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import dpfuse
+from dpfuse.trace.attachment import stop_tracer
+from dpfuse.trace.trace_file import read_folder
+from tests.distributed.processes import clean_environment
+from tests.patience import patience
+
+
+@pytest.fixture
+def traced(group, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFUSE_TRACE", str(tmp_path / "new" / "folder"))
+    yield tmp_path / "new" / "folder"
+    stop_tracer()
+
+
+def step(model, optimizer):
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_variable_traces_every_wrapper_and_optimizer(traced):
+    first, second = nn.Linear(4, 2), nn.Linear(4, 3, bias=False)
+    models = [dpfuse.DataParallel(first), dpfuse.DistributedDataParallel(second)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer)
+    (trace,) = read_folder(traced).values()
+    assert [model["names"] for model in trace.models] == [["weight", "bias"], ["weight"]]
+    assert [line["optimizer"] for line in trace.steps] == [0, 1, 0, 1]
+    assert trace.optimizers[1]["names"] == ["1:weight"]
+    assert trace.steps[0]["plan"]["0"] == [["weight", "bias"]]
+    (backward,) = trace.steps[1]["backwards"]
+    assert list(backward["local"]) == list(backward["averaged"]) == ["1"]
+    assert backward["local"] == backward["averaged"]  # one rank: its gradient is the average
+    assert trace.steps[1]["stepped"] == backward["averaged"]["1"]
+    assert trace.steps[0]["parameters"] != trace.steps[2]["parameters"]
+    assert set(trace.steps[0]["times"]) == {
+        "outside",
+        "loader",
+        "forward",
+        "backward",
+        "optimizer",
+        "device",
+        "tracing",
+    }
+
+
+def test_copies_and_pickles_of_a_traced_wrapper_are_not_traced(traced):
+    model = dpfuse.DataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copy = pickle.loads(pickle.dumps(model))
+    copy(torch.ones(1, 4)).sum().backward()
+    step(model, optimizer)
+    (trace,) = read_folder(traced).values()
+    assert len(trace.models) == 1
+    assert [len(line["forwards"]) for line in trace.steps] == [1]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_wrapper(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPFUSE_TRACE", str(tmp_path / "file" / "below"))
+    with pytest.raises(dpfuse.DPFuseError, match=r"DPFUSE_TRACE: rank 0 cannot write into the folder .*Name another"):
+        dpfuse.DataParallel(nn.Linear(2, 2))
+
+
+SETTINGS = json.dumps({"kind": "settings", "format": "dpfuse trace 1", "ranks": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (None, "holds no trace; expected files such as rank0.jsonl"),
+        ("", "rank0.jsonl is empty"),
+        ("nonsense\n", "line 1 is no line of a trace"),
+        ('{"kind":"other"}\n', "line 1 is no line of a trace"),
+        ('{"kind":"settings","format":"dpfuse trace 9"}\n', "has the format 'dpfuse trace 9', expected"),
+        (SETTINGS.replace('"ranks": 1', '"ranks": 2') + "\n", "holds no trace of rank 1; the run had 2 ranks"),
+    ],
+)
+def test_what_is_no_trace_is_an_error(text, error, tmp_path):
+    if text is not None:
+        (tmp_path / "rank0.jsonl").write_text(text)
+    with pytest.raises(dpfuse.DPFuseError, match=error):
+        read_folder(tmp_path)
+
+
+def test_the_line_that_a_killed_process_has_begun_is_left_out(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text(f'{SETTINGS}\n{{"kind":"step","step":0}}\n{{"kind":"st')
+    assert [line["step"] for line in read_folder(tmp_path)[0].steps] == [0]
+
+
+def test_nothing_of_it_is_imported_where_the_variable_is_not_set():
+    code = """
+import sys, torch, torch.distributed as dist, dpfuse
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+plain = torch.autograd.backward
+dpfuse.DataParallel(torch.nn.Linear(2, 2))
+print([name for name in sys.modules if name.startswith("dpfuse.trace")], torch.autograd.backward is plain)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=patience(60)
+    )
+    assert done.stdout == "[] True\n", done.stderr
