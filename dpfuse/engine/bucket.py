@@ -89,6 +89,7 @@ class GradBucket:
         state: FREE, FLIGHT or LANDED.
         missing: registration indices of the parameters without a gradient in the last backward.
         error: why the last backward cannot use this rank's gradients; zeros were sent in their place.
+        gave_views: whether every gradient was last delivered as a view of the communication buffer.
     """
 
     def __init__(self, plan: Bucket, params: Sequence[Tensor], parts: Parts, around: Surroundings, label: str) -> None:
@@ -98,6 +99,8 @@ class GradBucket:
         self.state = FREE
         self.missing: list[int] = []
         self.error: Exception | None = None
+        self.gave_views = not params
+        self._gives_views = parts.delivery.gives_views and len(parts.buffer.params) == len(params)
         self._around = around
         self._label = label
         self._frozen: frozenset[int] = frozenset()
@@ -200,7 +203,7 @@ class GradBucket:
         if self._frozen:
             untouched = untouched | self._frozen
         if parts.buffer.params:
-            parts.delivery.deliver(self.missing, untouched)
+            self.gave_views = parts.delivery.deliver(self.missing, untouched) and self._gives_views
         if parts.exchange.has_outside:
             parts.exchange.deliver(untouched)
         for step in parts.steps:

@@ -35,6 +35,8 @@ class Views(Delivery):
         handed_out: whether views were handed out when the buffer was sent.
     """
 
+    gives_views = True
+
     def __init__(self, buffer: CommBuffer, hooks: Hooks) -> None:
         self.handed_out = False
         self._buffer = buffer

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse_kernels import SpoilTable, spoil
 from dpfuse_kernels.spoil import any_pair
 
@@ -26,6 +27,8 @@ class DeviceGuard:
 
     def __init__(self, params: Sequence[Tensor], squares: Sequence[Tensor] = ()) -> None:
         self._squares = list(squares)
+        self._buffers: Sequence[CommBuffer] = ()  # the last ones that were filled
+        self._buffer_kinds: list[tuple[SpoilTable, list[CommBuffer]]] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.dtype, param.device), []).append(param)
@@ -45,6 +48,22 @@ class DeviceGuard:
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
             spoil(table, grads, pairs.to(table.device))
+        self._spoil_squares(pairs)
+
+    def fill_buffers(self, buffers: Sequence[CommBuffer], pairs: Tensor) -> None:
+        """As a call, where all gradients lie in these buffers: their few addresses are those of the step before.
+
+        Args:
+            buffers: of all gradients.
+            pairs: as for a call.
+        """
+        if buffers != self._buffers:
+            self._buffers, self._buffer_kinds = buffers, _tables_of(buffers)
+        for table, alike in self._buffer_kinds:
+            spoil(table, [buffer.gradients.flat for buffer in alike], pairs.to(table.device))
+        self._spoil_squares(pairs)
+
+    def _spoil_squares(self, pairs: Tensor) -> None:
         if self._squares:
             poison = torch.where(any_pair(pairs), math.nan, 0.0).double()
             torch._foreach_add_(self._squares, [poison] * len(self._squares))  # else the host would read the value
@@ -53,6 +72,19 @@ class DeviceGuard:
 def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:
     """Return a guard if one is needed: on a CPU errors are raised in the same backward; one rank has no peers."""
     return DeviceGuard(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
+
+
+def _tables_of(buffers: Sequence[CommBuffer]) -> list[tuple[SpoilTable, list[CommBuffer]]]:
+    """Return a table for the gradients in the buffers of each dtype and device. What lies between them is kept."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[CommBuffer]] = {}
+    for buffer in buffers:
+        kinds.setdefault((buffer.table.dtype, buffer.flat.device), []).append(buffer)
+    tables = []
+    for (dtype, device), alike in kinds.items():
+        numels = [buffer.gradients.flat.numel() for buffer in alike]
+        spans = [[(slot.offset, slot.numel) for slot in buffer.gradients.slots] for buffer in alike]
+        tables.append((SpoilTable(numels, dtype, device, spans=spans), alike))
+    return tables
 
 
 def _width(param: Tensor) -> int:

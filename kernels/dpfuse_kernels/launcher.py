@@ -15,7 +15,7 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
 
-__all__ = ["Dispatcher", "Launcher", "dispatch", "jit", "shared_dispatcher"]
+__all__ = ["Dispatcher", "Launcher", "Repeatable", "dispatch", "jit", "shared_dispatcher"]
 
 # The first arguments of every kernel over a table, with their types. Further addresses (i64) and compile-time arguments
 # follow.
