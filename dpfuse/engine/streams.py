@@ -57,7 +57,8 @@ class WritingStreams:
     """The streams on which gradients of one bucket became ready since it was last packed.
 
     Autograd finishes a gradient on the stream of its forward. The pack runs on the stream of the last gradient, and
-    must not begin before the other streams are done.
+    must not begin before the other streams are done. At the end of a backward nothing is to be noted: before autograd
+    calls what was queued for the end, it lets the current stream wait for all streams that have written gradients.
 
     Args:
         device: of the gradients, with its index.
@@ -73,15 +74,13 @@ class WritingStreams:
         noted, streams, device = self._noted, self._streams, self._device
         # Each call of `current_stream` makes a new object; to get the handle alone takes a tenth of the time.
         handle_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        index, is_compiling = device.index, torch.compiler.is_compiling
+        index, is_compiling = device.index, torch.compiler.is_dynamo_compiling
 
         def mark_ready(param: Any) -> None:
             if not is_compiling():  # what compiled autograd traces runs on one stream
-                handle = handle_of(index)
-                if handle not in noted:
-                    noted[handle] = None
-                    if handle not in streams:
-                        streams[handle] = torch.cuda.current_stream(device)
+                noted[handle := handle_of(index)] = None
+                if handle not in streams:
+                    streams[handle] = torch.cuda.current_stream(device)
             marker(param)
 
         return mark_ready

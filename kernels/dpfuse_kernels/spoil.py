@@ -81,6 +81,7 @@ class SpoilTable:
 
     Attributes:
         dispatcher: launches the kernels; `dispatcher.launches` counts them.
+        triton: whether the kernel fills these tensors; None until that is chosen.
 
     Example:
         >>> from dpfuse_kernels import SpoilTable
@@ -103,6 +104,7 @@ class SpoilTable:
         self.device = device
         self.chunk = chunk
         self.dispatcher = Dispatcher(device)
+        self.triton: bool | None = None
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
         self._seen = Seen()  # what these tensors were like
         self._repeated: tuple[tuple[Any, ...], Tensor, Repeatable] | None = None  # the last launch

@@ -70,7 +70,7 @@ def test_a_captured_stream_waits_only_for_captured_ones(streams):
 
 
 def test_what_compiled_autograd_traces_notes_nothing(streams, monkeypatch):
-    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    monkeypatch.setattr("torch.compiler.is_dynamo_compiling", lambda: True)
     writers = WritingStreams(CUDA)
     with streams.stream(streams.new("side")):
         writers.noting(lambda param: None)(None)
@@ -117,7 +117,7 @@ def writing(streams, group, monkeypatch):
         params = dict(model.module.named_parameters())
         for name, param in params.items():
             param.register_hook(partial(write_on_a_side, streams, sides, wrote, name))
-        # The last gradient is on its stream alone, and its bucket is sent from another one.
+        # Autograd calls what is queued for the end of a backward on the main stream, which has waited by then.
         first = next(iter(params.values()))
         first.register_post_accumulate_grad_hook(lambda param: setattr(streams, "current", main))
         return model, wrote
@@ -149,7 +149,9 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
         if bucket.params:
             exchanges.add(type(bucket.parts.exchange))
             names = [model.bucket_plan.specs[index].name for index in bucket.plan.params]
-            assert_waited(streams, {wrote[name] for name in names})
+            at_end = not model.reducer.rebuilt or bucket is model.reducer.buckets[-1]
+            assert_waited(streams, set() if at_end else {wrote[name] for name in names})
+            early.append(not at_end)
         start(bucket, flat, outcome)
 
     def taken(large, **options):
@@ -158,12 +160,13 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
 
     monkeypatch.setattr(GradBucket, "_start", started)
     monkeypatch.setattr(in_place._LargeGradient, "take", taken)
-    most = 0
+    most, early = 0, []
     for _ in range(3):
         wrote.clear()
         model(torch.tensor([1, 2, 2])).sum().backward()
         most = max(most, len(set(wrote.values())))
     assert most > 1
+    assert sum(early) > 1
     assert exchanges >= ({HookedBuffer, HookedRows} if prepare is hooked else {SparseRows})
     assert prepare is hooked or exchanges >= {AllReduce if views else InPlace}
 
