@@ -272,6 +272,8 @@ class GradBucket:
             step.before(arguments)
         if parts.exchange.has_outside:
             outside = parts.exchange.take(arguments.scale, parts.steps, self._frozen)
+            if parts.exchange.multiplies_buffer:
+                arguments.scale = 1.0
             self.missing += [index for index in outside if index not in self._frozen]
         if self.missing:
             outcome.missing += tuple(self.missing)

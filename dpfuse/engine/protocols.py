@@ -65,12 +65,15 @@ class Exchange:
         takes_factors: whether gradients are multiplied by a factor before the sum.
         has_outside: whether the class overrides `take`, since some gradients travel outside the buffer. Only then
             `take`, `empty`, `deliver` and `discard` are called.
+        multiplies_buffer: whether the exchange itself multiplies the buffer by the scale that `take` was given. Then
+            it is packed as it is.
         error: why the result of the last exchange cannot be used, if it cannot.
         bytes_in_place: bytes of the gradients that the last exchange has reduced in their own memory.
     """
 
     takes_factors = True
     has_outside = False  # the empty call of `take` would be on each gradient's way, and cost 0.1 us, as `prepare` does
+    multiplies_buffer = False
     error: Exception | None = None
     bytes_in_place = 0
 

@@ -201,25 +201,28 @@ def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tu
     return list(map(_owners, tensors)), list(map(torch._C._storage_Use_Count, storages))
 
 
-def is_private(grad: Tensor) -> bool:
+def is_private(grad: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
     """Whether only one parameter refers to `grad` and its memory: no graph, no view, no gradient still on its way.
 
-    A thread of the process group may have both a moment longer than an all-reduce takes.
+    A thread of the process group may have both a moment longer than an all-reduce takes. A caller that has the storage
+    at hand passes it, since making its Python object takes as long as the rest.
     """
-    return _REFERENCES is not None and not grad.requires_grad and _references(grad) == _REFERENCES
+    if _REFERENCES is None or grad.requires_grad:
+        return False
+    return _references(grad, grad.untyped_storage() if storage is None else storage) == _REFERENCES
 
 
-def _references(grad: Tensor) -> tuple[int, int]:
+def _references(grad: Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
     """Count the tensors that use its memory, and the owners of `grad`: parameters, autograd, views that users keep."""
     owners: int = grad._use_count()  # type: ignore[attr-defined]
-    return holders_of(grad.untyped_storage()), owners
+    return torch._C._storage_Use_Count(storage._cdata), owners
 
 
 def _references_of_one() -> tuple[int, int] | None:
     param = torch.zeros(1, requires_grad=True)
     param.grad = torch.zeros(1)
     try:
-        return _references(param.grad)
+        return _references(param.grad, param.grad.untyped_storage())
     except AttributeError:  # this torch does not tell: other code may refer to every gradient, too
         return None
 
