@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.engine.torch_private import OnStream, no_graph
 from dpfuse_kernels.address_ring import CudaStreams
 
 __all__ = ["HostCopy", "SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
@@ -130,6 +133,11 @@ class SideStream:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
+        is_cuda = isinstance(self._stream, torch.cuda.Stream)
+        self._on: Callable[[], AbstractContextManager[object]] = partial(self._module.stream, self._stream)
+        if is_cuda:
+            on_stream = OnStream(self._stream)
+            self._on = lambda: on_stream
         self._held: list[object] = []
         finalize(self, _outlive, self._held, self._stream).atexit = False
 
@@ -146,7 +154,7 @@ class SideStream:
         """
         self._held += held
         try:
-            with self._module.stream(self._stream), torch.no_grad():
+            with self._on(), no_graph():
                 work.wait(NO_LIMIT)
                 unpack()
         except (ValueError, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ __all__ = [
     "UNSHARED",
     "EndOfCompiledBackward",
     "Hooks",
+    "OnStream",
+    "are_private",
     "compiled_backward",
     "holders_of",
     "is_private",
@@ -186,6 +189,37 @@ def ranged_without_graph(name: str, label: str) -> Iterator[None]:
         yield
 
 
+class OnStream:
+    """A context in which a CUDA stream is the current one: `torch.cuda.stream`, to be entered again and again.
+
+    Torch's own makes three objects for streams and asks for the current device several times: 20 us instead of one.
+    It cannot be entered inside itself.
+
+    Args:
+        stream: on any device.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream.stream_id, stream.device_index, stream.device_type
+        self._index = stream.device_index
+        self._device = -1  # that was the current one
+        self._before: Any = ()  # the stream that was the current one of this device
+
+    def __enter__(self) -> None:
+        self._device = torch._C._cuda_getDevice()
+        self._before = torch._C._cuda_getCurrentStream(self._index)
+        self._set(*self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(*self._before)
+        if self._device != self._index:
+            torch._C._cuda_setDevice(self._device)
+
+    @staticmethod
+    def _set(stream_id: int, device_index: int, device_type: int) -> None:
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 def holders_of(storage: torch.UntypedStorage) -> int:
     """Count the tensors that use this memory, and its Python object as one."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -212,6 +246,16 @@ def is_private(grad: Tensor, storage: torch.UntypedStorage | None = None) -> boo
     return _references(grad, grad.untyped_storage() if storage is None else storage) == _REFERENCES
 
 
+def are_private(grads: Sequence[Tensor]) -> bool:
+    """Whether `is_private` holds for each of these gradients, in a few passes in C."""
+    if _REFERENCES is None or any(map(_requires_grad, grads)):
+        return False
+    holders, owners = _REFERENCES
+    storages = list(map(Tensor.untyped_storage, grads))
+    counts = set(map(torch._C._storage_Use_Count, map(_cdata, storages)))
+    return counts <= {holders} and set(map(_owners, grads)) <= {owners}
+
+
 def _references(grad: Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
     """Count the tensors that use its memory, and the owners of `grad`: parameters, autograd, views that users keep."""
     owners: int = grad._use_count()  # type: ignore[attr-defined]
@@ -234,6 +278,7 @@ def _counts_unshared() -> tuple[int, int]:
     return owners[0], holders[0]
 
 
+_requires_grad, _cdata = attrgetter("requires_grad"), attrgetter("_cdata")
 # Where torch does not tell, every tensor may be shared.
 _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor: -1)
 UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to
