@@ -141,9 +141,11 @@ class GradBucket:
         # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
-        parts.feed.sent()
-        assert self._work is not None
-        parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+        if parts.feed.hears_sent:
+            parts.feed.sent()
+        if parts.delivery.hears_sent:
+            assert self._work is not None
+            parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
@@ -186,10 +188,12 @@ class GradBucket:
             raise
         for companion in parts.beside:
             companion.finish()
-        parts.delivery.landed()
+        if parts.delivery.hears_landed:
+            parts.delivery.landed()
         for observer in observers:
             observer.wait_ends()
-        parts.exchange.landed(self._work)
+        if parts.exchange.hears_landed:
+            parts.exchange.landed(self._work)
         self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
@@ -314,7 +318,8 @@ class GradBucket:
             if has_raised(error):
                 self._around.leave(error)
             raise
-        exchange.started(self._work)
+        if exchange.hears_started:
+            exchange.started(self._work)
         for observer in self._around.observers:
             observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
         try:

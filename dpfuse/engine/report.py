@@ -149,7 +149,7 @@ class Report:
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
         self._copy: HostCopy | None = None  # of the states, on CUDA
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
-        self._usual: list[float] = []  # the states that said last that all is well, on CUDA
+        self._usual: Tensor | None = None  # the states that said last that all is well, on CUDA; on the CPU
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
@@ -344,12 +344,12 @@ class Report:
     def _read_pending(self) -> Reading:
         assert self._copy is not None
         self._pending = False
-        numbers = self._copy.read()
-        if numbers == self._usual:
+        if self._usual is not None and self._copy.are(self._usual):
             return ALL_WELL  # as in nearly every backward
+        numbers = self._copy.read()
         reading = self._interpret(numbers)
         if reading.all_well and not reading.any_asks:
-            self._usual = numbers
+            self._usual = torch.tensor(numbers, dtype=self._copy.dtype, device="cpu")
         return reading
 
 
