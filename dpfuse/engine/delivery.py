@@ -82,10 +82,12 @@ class Private(Delivery):
 
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         buffer = self._buffer
-        grads: list[Tensor | None] = [param.grad for param in buffer.params]
-        if untouched or buffer.dtype.is_complex or type(None) in set(map(type, grads)):
-            for place, index in enumerate(buffer.indices):
-                grads[place] = None if index in untouched else buffer.target(place)
+        grads: list[Tensor | None] = list(map(_grad_of, buffer.params))
+        if not untouched and not buffer.dtype.is_complex and type(None) not in set(map(type, grads)):
+            self.copy_to(grads)
+            return True
+        for place, index in enumerate(buffer.indices):
+            grads[place] = None if index in untouched else buffer.target(place)
         self.copy_to(grads)
         return type(None) not in set(map(type, grads))
 

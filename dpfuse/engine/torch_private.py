@@ -246,12 +246,12 @@ def is_private(grad: Tensor, storage: torch.UntypedStorage | None = None) -> boo
     return _references(grad, grad.untyped_storage() if storage is None else storage) == _REFERENCES
 
 
-def are_private(grads: Sequence[Tensor]) -> bool:
-    """Whether `is_private` holds for each of these gradients, in a few passes in C."""
+def are_private(grads: Sequence[Tensor], storages: Sequence[torch.UntypedStorage] = ()) -> bool:
+    """Whether `is_private` holds for each of these gradients, in a few passes in C; `storages` may be passed, too."""
     if _REFERENCES is None or any(map(_requires_grad, grads)):
         return False
     holders, owners = _REFERENCES
-    storages = list(map(Tensor.untyped_storage, grads))
+    storages = storages or list(map(Tensor.untyped_storage, grads))
     counts = set(map(torch._C._storage_Use_Count, map(_cdata, storages)))
     return counts <= {holders} and set(map(_owners, grads)) <= {owners}
 

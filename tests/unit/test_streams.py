@@ -154,9 +154,9 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
             early.append(not at_end)
         start(bucket, flat, outcome)
 
-    def taken(large, grad, *, usual):
+    def taken(large, grad, **known):
         streams.log.append("read")
-        return take(large, grad, usual=usual)
+        return take(large, grad, **known)
 
     monkeypatch.setattr(GradBucket, "_start", started)
     monkeypatch.setattr(in_place._LargeGradient, "take", taken)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
+from dpfuse.comm.abilities import abilities_of
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket, Slot
 from dpfuse.engine.protocols import Exchange, PackStep
-from dpfuse.engine.torch_private import is_private, no_graph
+from dpfuse.engine.torch_private import Hooks, are_private, is_private, no_graph
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 from dpfuse_kernels.seen import Seen
@@ -52,7 +53,10 @@ class InPlace(Exchange):
         self._large = [_LargeGradient(params[place], bucket, place, names[place]) for place in places]
         self._scale = 1.0
         self._seen = Seen()  # what the large gradients were like when all of them had the planned layout
-        self._can_multiply = collective.multiplies(getattr(torch, bucket.dtype), torch.device(bucket.device), group)
+        self._hooks = Hooks([one.param for one in self._large if one.param is not None])
+        dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
+        self._can_multiply = collective.multiplies(dtype, device, group) and group.size() > 1
+        self._coalesces = abilities_of(group, device).coalesces
 
     @staticmethod
     def small_part(
@@ -77,6 +81,7 @@ class InPlace(Exchange):
     def bind(self, params: Sequence[Tensor]) -> set[int]:
         for one in self._large:
             one.param = params[one.place] if params else None
+        self._hooks = Hooks([one.param for one in self._large if one.param is not None])
         return {one.place for one in self._large}
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
@@ -85,9 +90,10 @@ class InPlace(Exchange):
         with no_graph():
             grads = [None if one.index in frozen or one.param is None else one.param.grad for one in self._large]
             usual = self._seen.like(grads)  # type: ignore[arg-type]  # False for None
+            alone = usual and self._are_alone(grads)  # type: ignore[arg-type]
             self.bytes_in_place = 0
             for one, grad in zip(self._large, grads, strict=True):
-                if one.take(grad, usual=usual):
+                if one.take(grad, usual=usual, alone=alone):
                     self.bytes_in_place += one.nbytes
             if not usual and all(one.in_place for one in self._large):
                 self._seen.remember(grads)  # type: ignore[arg-type]
@@ -95,6 +101,13 @@ class InPlace(Exchange):
                 present = [one for one in self._large if not one.missing]
                 step.outside([one.name for one in present], [one.flat for one in present])
         return [one.index for one in self._large if one.missing]
+
+    def _are_alone(self, grads: Sequence[Tensor]) -> bool:
+        """Whether `_LargeGradient._is_alone` holds for all gradients, in a few passes in C."""
+        if not self._hooks.are_ours:
+            return False
+        storages = list(map(Tensor.untyped_storage, grads))
+        return all(map(torch.UntypedStorage.resizable, storages)) and are_private(grads, storages)
 
     def empty(self) -> None:
         self.bytes_in_place = 0
@@ -105,6 +118,8 @@ class InPlace(Exchange):
         large, small = [one.flat for one in self._large], [flat] if flat.numel() else []
         if self.multiplies_buffer:
             large, small = large + small, []
+            if self._coalesces:
+                return collective.all_reduce_coalesced(large, self._scale, self.group)
         return collective.all_reduce_together(small, large, self._scale, self.group)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
@@ -115,8 +130,7 @@ class InPlace(Exchange):
             for one in self._large:
                 if one.index not in untouched:
                     one.deliver()
-        for one in self._large:
-            one.forget()
+                one.forget()
 
     def discard(self) -> None:
         """As `Exchange.discard`. Large gradients are lost, and become zeros."""
@@ -165,19 +179,22 @@ class _LargeGradient:
         """The name of the parameter."""
         return self._slot.name
 
-    def take(self, grad: Tensor | None, *, usual: bool) -> bool:
+    def take(self, grad: Tensor | None, *, usual: bool, alone: bool) -> bool:
         """Make `flat` the gradient, or a copy, or zeros where there is none or it is frozen; write no gradient.
 
         Args:
             grad: of the parameter; None if it has none, or is frozen.
             usual: whether it is known to have the planned layout.
+            alone: whether it is known that only the parameter refers to it.
 
         Returns:
             `in_place`.
         """
         self._taken = grad
         self.missing = grad is None
-        self.in_place = grad is not None and (usual or self._has_planned_layout(grad)) and self._is_alone(grad)
+        self.in_place = grad is not None and (
+            alone or ((usual or self._has_planned_layout(grad)) and self._is_alone(grad))
+        )
         if self.in_place:
             assert grad is not None
             # A flat view: the order of dimensions does not matter for a sum, and `grad.data = x` would move `grad`.
