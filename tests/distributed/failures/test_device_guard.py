@@ -100,6 +100,43 @@ def test_until_a_peers_failure_is_read_gradients_are_nan(ranks, kind, check):
     ranks(a_peer_fails, kind, False, check)
 
 
+def views_are_filled_in_their_buffers(rank, size, freezes):
+    filled = []
+    fill = DeviceGuard.fill_buffers
+
+    def noted(guard, buffers, pairs):
+        filled.append(len(buffers))
+        fill(guard, buffers, pairs)
+
+    with as_on_a_gpu(), mock.patch.object(DeviceGuard, "fill_buffers", noted):
+        chain = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+        model = dpfuse.DataParallel(chain, None, 4e-5, 4e-5)
+        params, x = list(chain.parameters()), torch.ones(2, 3)
+        for step in range(4):
+            model.zero_grad()
+            if freezes and step == 3:
+                params[-1].requires_grad_(False)
+                params[-1].grad = torch.full((3,), 5.0)  # its own, not a view
+            model(x).sum().backward()
+        buffers = [bucket.parts.buffer for bucket in model.reducer.buckets]
+        assert len(buffers) > 1
+        assert filled == [len(buffers)] * (2 if freezes else 3), "the first backward is read at once"
+        pairs = torch.tensor([1.0, 1.0])
+        if not freezes:
+            gaps = [buffer.flat.clone() for buffer in buffers]
+            fill(DeviceGuard(params), buffers, pairs)
+            assert all(is_nan(param.grad) for param in params)
+            for before, buffer in zip(gaps, buffers, strict=True):
+                between = ~buffer.flat.isnan()
+                assert between.sum() == buffer.flat.numel() - sum(param.numel() for param in buffer.params)
+                assert torch.equal(buffer.flat[between], before[between]), "the report and the gaps are kept"
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_where_all_gradients_are_views_the_buffers_are_filled(ranks, freezes):
+    ranks(views_are_filled_in_their_buffers, freezes)
+
+
 def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
     ranks(a_peer_fails, "views", True, "deferred")
 
