@@ -219,9 +219,9 @@ class EarlyPrivate(Delivery):
         """Return and forget the places whose gradient is still the one that was written, at the same address."""
         written, self._written = self._written, []
         params = self._buffer.params
-        if written and all(map(is_, map(_grad_of, params), written)):
-            if list(map(Tensor.data_ptr, written)) == self._addresses:
-                return set(range(len(written)))  # as usual, in a few passes in C
+        same = bool(written) and all(map(is_, map(_grad_of, params), written))
+        if same and list(map(Tensor.data_ptr, written)) == self._addresses:
+            return set(range(len(written)))  # as usual, in a few passes in C
         return {
             place
             for place, (grad, address) in enumerate(zip(written, self._addresses, strict=bool(written)))

@@ -162,10 +162,7 @@ class SpoilTable:
     def parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Return what is filled of these tensors: views of them where the table has spans."""
         return [
-            part
-            for place, tensor in enumerate(tensors)
-            if tensor is not None
-            for part in self._parts_of(place, tensor)
+            part for place, tensor in enumerate(tensors) if tensor is not None for part in self._parts_of(place, tensor)
         ]
 
     def _parts_of(self, place: int, tensor: Tensor) -> list[Tensor]:
