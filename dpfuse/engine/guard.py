@@ -51,7 +51,7 @@ class DeviceGuard:
         self._spoil_squares(pairs)
 
     def fill_buffers(self, buffers: Sequence[CommBuffer], pairs: Tensor) -> None:
-        """As a call, where all gradients lie in these buffers: their few addresses are those of the step before.
+        """As a call, where all gradients lie in these communication buffers, whose few addresses do not change.
 
         Args:
             buffers: of all gradients.

@@ -159,7 +159,7 @@ class SpoilTable:
             self._seen.remember(present)
         return addresses, others
 
-    def parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    def _parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Return what is filled of these tensors: views of them where the table has spans."""
         return [
             part for place, tensor in enumerate(tensors) if tensor is not None for part in self._parts_of(place, tensor)
@@ -170,15 +170,15 @@ class SpoilTable:
             return [tensor]
         return [tensor[first : first + numel] for first, numel in self.spans[place]]
 
-    def repeat(self, addresses: list[int], pairs: Tensor) -> bool:
+    def _repeat(self, addresses: list[int], pairs: Tensor) -> bool:
         """Launch the last launch again if it was for the same addresses and pairs; return whether it was launched."""
         last = self._repeated
         if last is None or last[0] != (pairs.data_ptr(), pairs.numel(), pairs.dtype):
             return False
         return self.ring.ready_copy(addresses) is last[1] and self.dispatcher.repeat(last[2])
 
-    def launched(self, copy: Tensor, pairs: Tensor, call: Repeatable | None) -> None:
-        """Note a launch for `repeat`; `copy` are its addresses on the device."""
+    def _launched(self, copy: Tensor, pairs: Tensor, call: Repeatable | None) -> None:
+        """Note a launch for `_repeat`; `copy` are its addresses on the device."""
         self._repeated = None if call is None else ((pairs.data_ptr(), pairs.numel(), pairs.dtype), copy, call)
 
     def _constants(self, pair: torch.dtype) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
     addresses, others = table.addresses(tensors)
     if others:
         _fill(others, pairs)
-    if not any(addresses) or table.repeat(addresses, pairs):
+    if not any(addresses) or table._repeat(addresses, pairs):
         return
     try:
         copy = table.ring.device_copy(addresses)
@@ -238,7 +238,7 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
     arguments = (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2)
     constants = partial(table._constants, pairs.dtype)
     table.dispatcher.launch(key, programs, arguments, {1: copy, 2: rows}, constants, WARPS)
-    table.launched(copy, pairs, table.dispatcher.repeatable(key, programs, arguments))
+    table._launched(copy, pairs, table.dispatcher.repeatable(key, programs, arguments))
 
 
 @torch.no_grad()
@@ -257,7 +257,7 @@ def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: 
         >>> gradient
         tensor([1., 1.])
     """
-    _fill(table.parts(tensors), pairs)
+    _fill(table._parts(tensors), pairs)
 
 
 @torch.no_grad()
