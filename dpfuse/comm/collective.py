@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -168,7 +168,7 @@ def all_reduce_coalesced(tensors: list[Tensor], factor: float, group: dist.Proce
     return _called(group.allreduce_coalesced, tensors, _coalesced_sum(factor))
 
 
-@cache
+@lru_cache
 def _coalesced_sum(factor: float) -> Any:
     options = dist.AllreduceCoalescedOptions()
     if factor != 1.0:
