@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 import dpfuse
+from dpfuse.engine.averaging import Averaging
+from dpfuse.engine.comm_buffer import CommBuffer, zeros_on
 from dpfuse.engine.guard import DeviceGuard, guard_of
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.report import ALL_WELL, Report
 from dpfuse.engine.sync import GradSync
 
@@ -124,17 +129,33 @@ def views_are_filled_in_their_buffers(rank, size, freezes):
         pairs = torch.tensor([1.0, 1.0])
         if not freezes:
             gaps = [buffer.flat.clone() for buffer in buffers]
-            fill(DeviceGuard(params), buffers, pairs)
+            guard = DeviceGuard(params)
+            fill(guard, buffers, pairs)
             assert all(is_nan(param.grad) for param in params)
             for before, buffer in zip(gaps, buffers, strict=True):
                 between = ~buffer.flat.isnan()
                 assert between.sum() == buffer.flat.numel() - sum(param.numel() for param in buffer.params)
                 assert torch.equal(buffer.flat[between], before[between]), "the report and the gaps are kept"
+            buffers[0].renew()
+            fill(guard, buffers, pairs)
+            assert all(view.isnan().all() for buffer in buffers for view in buffer.views)
 
 
 @pytest.mark.parametrize("freezes", [False, True])
 def test_where_all_gradients_are_views_the_buffers_are_filled(ranks, freezes):
     ranks(views_are_filled_in_their_buffers, freezes)
+
+
+def test_the_guard_keeps_no_buffer():
+    plan = plan_buckets([ParamSpec("a", (4,), "float32")], 1, 1)
+    params = [nn.Parameter(torch.ones(4))]
+    buffer = CommBuffer(plan.buckets[0], params, ["a"], Averaging("float32", 1.0), zeros=zeros_on("cpu"))
+    guard = DeviceGuard(params)
+    guard.fill_buffers([buffer], torch.tensor([1.0, 1.0]))
+    assert buffer.views[0].isnan().all()
+    gone = weakref.ref(buffer.flat)
+    del buffer
+    assert gone() is None
 
 
 def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
