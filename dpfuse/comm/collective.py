@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ __all__ = [
     "check_all_to_all",
     "coalesced",
     "group_device",
+    "multiplies",
     "resolve_group",
     "start_all_gather",
     "start_all_gather_into",
@@ -120,12 +122,11 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     """
     first = (*scaled, *sums)[0]
     abilities = abilities_of(group, first.device)
-    # NCCL multiplies while it reads, without a pass over memory. In 16 bits it would round the factor, too.
-    exact = first.dtype in (torch.float32, torch.float64)
-    multiplies = abilities.multiplies and exact and factor != 1.0 and group.size() > 1
-    if not multiplies:
+    if factor == 1.0 or group.size() == 1 or not multiplies(first.dtype, first.device, group):
         _multiply(scaled, factor)
         sums, scaled = [*scaled, *sums], []
+    if abilities.coalesces and not (sums and scaled) and len(sums) + len(scaled) > 1:
+        return all_reduce_coalesced(scaled or sums, factor if scaled else 1.0, group)
     kinds = [(tensors, by) for tensors, by in ((scaled, factor), (sums, 1.0)) if tensors]
 
     def start() -> Iterator[dist.Work]:
@@ -143,6 +144,14 @@ def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float,
     return together(start())
 
 
+def multiplies(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether an all-reduce of the group multiplies tensors like these while it reads them, without a pass over memory.
+
+    NCCL does. In 16 bits it would round the factor, too.
+    """
+    return abilities_of(group, device).multiplies and dtype in (torch.float32, torch.float64)
+
+
 def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup) -> dist.Work:
     """Start the SUM of `factor` times `flat` over the ranks, in place, where the group can multiply."""
     options = dist.AllreduceOptions()
@@ -156,10 +165,15 @@ def all_reduce_coalesced(tensors: list[Tensor], factor: float, group: dist.Proce
     The group must be able to do that, and to multiply unless the factor is 1. For the host that is less work than one
     call for each tensor, between the two ends of coalescing.
     """
+    return _called(group.allreduce_coalesced, tensors, _coalesced_sum(factor))
+
+
+@lru_cache
+def _coalesced_sum(factor: float) -> Any:
     options = dist.AllreduceCoalescedOptions()
     if factor != 1.0:
         options.reduceOp = _times(factor)
-    return _called(group.allreduce_coalesced, tensors, options)
+    return options
 
 
 def _times(factor: float) -> Any:

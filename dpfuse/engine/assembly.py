@@ -284,6 +284,8 @@ class _Making:
     ) -> Parts:
         steps = [each.step(order, bucket, buffer, report) for each in self.assembly.features]
         taken = tuple(step for step in steps if step is not None)
+        if isinstance(exchange, InPlace) and report is None and not taken:
+            exchange.multiply_buffer()
         found = () if report is None else (each.beside() for each in self.assembly.features)
         beside = tuple(companion for companion in found if companion is not None)
         return Parts(buffer, feed, exchange, delivery, taken, report, writers_on(torch.device(bucket.device)), beside)

@@ -89,6 +89,7 @@ class GradBucket:
         state: FREE, FLIGHT or LANDED.
         missing: registration indices of the parameters without a gradient in the last backward.
         error: why the last backward cannot use this rank's gradients; zeros were sent in their place.
+        gave_views: whether every gradient was last delivered as a view of the communication buffer.
     """
 
     def __init__(self, plan: Bucket, params: Sequence[Tensor], parts: Parts, around: Surroundings, label: str) -> None:
@@ -98,6 +99,8 @@ class GradBucket:
         self.state = FREE
         self.missing: list[int] = []
         self.error: Exception | None = None
+        self.gave_views = not params
+        self._gives_views = parts.delivery.gives_views and len(parts.buffer.params) == len(params)
         self._around = around
         self._label = label
         self._frozen: frozenset[int] = frozenset()
@@ -138,9 +141,11 @@ class GradBucket:
         # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
-        parts.feed.sent()
-        assert self._work is not None
-        parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+        if parts.feed.hears_sent:
+            parts.feed.sent()
+        if parts.delivery.hears_sent:
+            assert self._work is not None
+            parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
@@ -183,10 +188,12 @@ class GradBucket:
             raise
         for companion in parts.beside:
             companion.finish()
-        parts.delivery.landed()
+        if parts.delivery.hears_landed:
+            parts.delivery.landed()
         for observer in observers:
             observer.wait_ends()
-        parts.exchange.landed(self._work)
+        if parts.exchange.hears_landed:
+            parts.exchange.landed(self._work)
         self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
@@ -200,7 +207,7 @@ class GradBucket:
         if self._frozen:
             untouched = untouched | self._frozen
         if parts.buffer.params:
-            parts.delivery.deliver(self.missing, untouched)
+            self.gave_views = parts.delivery.deliver(self.missing, untouched) and self._gives_views
         if parts.exchange.has_outside:
             parts.exchange.deliver(untouched)
         for step in parts.steps:
@@ -269,6 +276,8 @@ class GradBucket:
             step.before(arguments)
         if parts.exchange.has_outside:
             outside = parts.exchange.take(arguments.scale, parts.steps, self._frozen)
+            if parts.exchange.multiplies_buffer:
+                arguments.scale = 1.0
             self.missing += [index for index in outside if index not in self._frozen]
         if self.missing:
             outcome.missing += tuple(self.missing)
@@ -309,7 +318,8 @@ class GradBucket:
             if has_raised(error):
                 self._around.leave(error)
             raise
-        exchange.started(self._work)
+        if exchange.hears_started:
+            exchange.started(self._work)
         for observer in self._around.observers:
             observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter, is_
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,11 @@ from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.renewed_memory import RenewedMemory
 from dpfuse.engine.streams import SideStream, capturing
-from dpfuse.engine.torch_private import Hooks, is_private, no_graph, ranged
+from dpfuse.engine.torch_private import Hooks, are_private, no_graph, ranged
 
 __all__ = ["LEAST", "EarlyPrivate", "Private", "RenewedViews", "Views"]
 
+_grad_of = attrgetter("grad")
 LEAST = 64 << 10  # bytes of a bucket's mean gradient; for smaller ones the checks of the host take longer than the copy
 
 
@@ -34,6 +36,8 @@ class Views(Delivery):
     Attributes:
         handed_out: whether views were handed out when the buffer was sent.
     """
+
+    gives_views = True
 
     def __init__(self, buffer: CommBuffer, hooks: Hooks) -> None:
         self.handed_out = False
@@ -78,10 +82,12 @@ class Private(Delivery):
 
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         buffer = self._buffer
-        grads: list[Tensor | None] = [param.grad for param in buffer.params]
-        if untouched or buffer.dtype.is_complex or type(None) in set(map(type, grads)):
-            for place, index in enumerate(buffer.indices):
-                grads[place] = None if index in untouched else buffer.target(place)
+        grads: list[Tensor | None] = list(map(_grad_of, buffer.params))
+        if not untouched and not buffer.dtype.is_complex and type(None) not in set(map(type, grads)):
+            self.copy_to(grads)
+            return True
+        for place, index in enumerate(buffer.indices):
+            grads[place] = None if index in untouched else buffer.target(place)
         self.copy_to(grads)
         return type(None) not in set(map(type, grads))
 
@@ -181,17 +187,18 @@ class EarlyPrivate(Delivery):
         self._buffer = buffer
         self._side = side
         self._hooks = Hooks(buffer.params)
-        self._written: list[tuple[Tensor, int]] = []  # gradients and their addresses, by place
+        self._written: list[Tensor] = []  # gradients, by place
+        self._addresses: list[int] = []  # where they were
 
     def sent(self, work: dist.Work, *, clean: bool) -> None:
-        grads = [param.grad for param in self._buffer.params]
-        present = [grad for grad in grads if grad is not None]
-        del grads
-        # The backward that goes on may still read memory that a gradient shares, and another hook the gradient.
-        if not clean or capturing() or not (self._hooks.are_ours and all(map(is_private, present))):
+        if not clean or capturing() or not self._hooks.are_ours:  # another hook may still read the gradient
+            return
+        present = [grad for grad in map(_grad_of, self._buffer.params) if grad is not None]
+        # The backward that goes on may still read memory that a gradient shares.
+        if not are_private(present):
             return
         if self._side.queue(work, partial(self._private.copy_now, present), [self._buffer.table, *present]):
-            self._written = [(grad, grad.data_ptr()) for grad in present]
+            self._written, self._addresses = present, list(map(Tensor.data_ptr, present))
 
     def landed(self) -> None:
         self._side.join()
@@ -204,15 +211,19 @@ class EarlyPrivate(Delivery):
 
     def discard(self) -> None:
         # A program may have zeroed a gradient before the sum with the peers landed in it.
-        written = [grad for grad, _ in self._written]
+        written = self._written
         for place in self.delivered():
             written[place].zero_()
 
     def delivered(self) -> set[int]:
         """Return and forget the places whose gradient is still the one that was written, at the same address."""
         written, self._written = self._written, []
+        params = self._buffer.params
+        same = bool(written) and all(map(is_, map(_grad_of, params), written))
+        if same and list(map(Tensor.data_ptr, written)) == self._addresses:
+            return set(range(len(written)))  # as usual, in a few passes in C
         return {
             place
-            for place, (param, (grad, address)) in enumerate(zip(self._buffer.params, written, strict=bool(written)))
-            if param.grad is grad and grad.data_ptr() == address
+            for place, (grad, address) in enumerate(zip(written, self._addresses, strict=bool(written)))
+            if params[place].grad is grad and grad.data_ptr() == address
         }

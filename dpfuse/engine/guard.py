@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse_kernels import SpoilTable, spoil
+from dpfuse_kernels.seen import Seen
 from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["DeviceGuard", "guard_of"]
@@ -26,6 +28,8 @@ class DeviceGuard:
 
     def __init__(self, params: Sequence[Tensor], squares: Sequence[Tensor] = ()) -> None:
         self._squares = list(squares)
+        self._layouts: list[Seen] = []  # of the buffers that were filled last: an object of each that holds no memory
+        self._buffer_kinds: list[tuple[SpoilTable, list[int]]] = []  # with the places of the buffers
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.dtype, param.device), []).append(param)
@@ -44,7 +48,24 @@ class DeviceGuard:
             grads = [param.grad for param in params]
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
-            spoil(table, grads, pairs.to(table.device))
+            spoil(table, grads, _on(table.device, pairs))
+        self._spoil_squares(pairs)
+
+    def fill_buffers(self, buffers: Sequence[CommBuffer], pairs: Tensor) -> None:
+        """As a call, where all gradients lie in these communication buffers, whose few addresses do not change.
+
+        Args:
+            buffers: of all gradients.
+            pairs: as for a call.
+        """
+        layouts = [buffer.gradients.seen for buffer in buffers]
+        if layouts != self._layouts:
+            self._layouts, self._buffer_kinds = layouts, _tables_of(buffers)
+        for table, places in self._buffer_kinds:
+            spoil(table, [buffers[place].gradients.flat for place in places], _on(table.device, pairs))
+        self._spoil_squares(pairs)
+
+    def _spoil_squares(self, pairs: Tensor) -> None:
         if self._squares:
             poison = torch.where(any_pair(pairs), math.nan, 0.0).double()
             torch._foreach_add_(self._squares, [poison] * len(self._squares))  # else the host would read the value
@@ -53,6 +74,24 @@ class DeviceGuard:
 def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:
     """Return a guard if one is needed: on a CPU errors are raised in the same backward; one rank has no peers."""
     return DeviceGuard(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
+
+
+def _tables_of(buffers: Sequence[CommBuffer]) -> list[tuple[SpoilTable, list[int]]]:
+    """Return a table for the buffers of each dtype and device, and their places. Gaps between gradients are kept."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, buffer in enumerate(buffers):
+        kinds.setdefault((buffer.table.dtype, buffer.flat.device), []).append(place)
+    tables = []
+    for (dtype, device), places in kinds.items():
+        alike = [buffers[place].gradients for place in places]
+        spans = [[(slot.offset, slot.numel) for slot in gradients.slots] for gradients in alike]
+        table = SpoilTable([gradients.flat.numel() for gradients in alike], dtype, device, spans=spans)
+        tables.append((table, places))
+    return tables
+
+
+def _on(device: torch.device, pairs: Tensor) -> Tensor:
+    return pairs if pairs.device == device else pairs.to(device)  # a call of `to` costs several times the comparison
 
 
 def _width(param: Tensor) -> int:

@@ -222,7 +222,7 @@ class Reducer:
         hooks: dict[int, ReadyHook] = {}
         marks = self._in_use.marks
         for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
-            writers = bucket.parts.writers
+            writers = bucket.parts.writers if self._is_packed_early(order) else None
             eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
             usual = noting(ready.entries.append if self._uses_ready_lists else self._record)
@@ -243,6 +243,11 @@ class Reducer:
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
         self.accumulation = Accumulation(taking, self._wiring.window)
         self._wiring.calls.install(self.hooks())
+
+    def _is_packed_early(self, order: int) -> bool:
+        """Whether this bucket may be packed while backward goes on, so that the streams of its gradients count."""
+        sent_early = self._uses_ready_lists and order < len(self.buckets) - 1
+        return sent_early or order in self.accumulation.feeds
 
     @property
     def _uses_ready_lists(self) -> bool:

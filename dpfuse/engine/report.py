@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -169,9 +168,10 @@ class Report:
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
-        self._copy: HostCopy | None = None  # of the states, on CUDA
+        self._copy: HostCopy | None = None  # of the pairs, on CUDA
+        self._host: _Parts | None = None  # of that copy
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
-        self._usual: list[float] = []  # the states that said last that all is well, on CUDA
+        self._usual: Tensor | None = None  # the states that said last that all is well, on CUDA; on the CPU
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
@@ -250,12 +250,8 @@ class Report:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
         before = self._latest
         # It is usually where the one before was, and making a slice takes a microsecond.
-        if before is not None and before.view is view:
-            self._latest = self._sums = _Sums(view, before.told, before.states, before.ones, before.zeros)
-            return
-        states, number = view[: self._places.number], view[self._places.number : self._places.slots]
-        ones, zeros = (number[::2], number[1::2]) if number.numel() else (None, None)
-        self._latest = self._sums = _Sums(view, view[: self._places.slots], states, ones, zeros)
+        parts = None if before is None or before.view is not view else before.parts
+        self._latest = self._sums = _Sums(view, parts or self._parts_of(view[: self._places.slots]))
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
@@ -294,17 +290,16 @@ class Report:
             return ALL_WELL  # no other rank can report anything
         if not (wait or self.is_on_cpu):
             return self._read_later(sums)
-        states = sums.states
+        states = sums.parts.states
         before = self._read_pending() if self._pending else ALL_WELL
         self._tell_of(before)
         if not before.all_well and outcome.well:
             return before
-        if self.is_on_cpu and sums.ones is not None:
-            # Both sums of a pair are 0 or above, so the products add up to 0 only if all of them are 0.
-            self.differs = torch.dot(sums.ones, sums.zeros).item() != 0  # type: ignore[arg-type]
+        if self.is_on_cpu:
+            self.differs = _numbers_differ(sums.parts)
         if self._well is not None and torch.equal(states, self._well):
             return ALL_WELL
-        numbers = sums.told.tolist()
+        numbers = sums.parts.told.tolist()
         reading = self._interpret(numbers)
         if self.is_on_cpu:
             self.asked = reading.any_asks
@@ -329,7 +324,7 @@ class Report:
     def pairs(self) -> Tensor:
         """Return the summed pairs, [2 * pairs], on the device: where ranks differ, both numbers of a pair are not 0."""
         assert self._sums is not None
-        return self._sums.states
+        return self._sums.parts.states
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
         """Return the compared pairs of a rank that has not failed."""
@@ -389,24 +384,31 @@ class Report:
         before = self._read_pending() if self._pending else ALL_WELL
         self._tell_of(before)
         if self._copy is None:
-            self._copy = HostCopy(sums.told)
+            self._copy = HostCopy(sums.parts.told)
+            self._host = self._parts_of(self._copy.arriving)
         else:
-            self._copy.take(sums.told)
+            self._copy.take(sums.parts.told)
         self._pending = True
         return before
 
     def _read_pending(self) -> Reading:
         assert self._copy is not None
+        assert self._host is not None
         self._pending = False
-        numbers = self._copy.read()
-        usual = numbers[: self._places.number]
-        any_number = any(map(mul, numbers[self._places.number :: 2], numbers[self._places.number + 1 :: 2]))
-        if usual == self._usual and not any_number:
+        self._copy.wait()
+        host = self._host
+        usual = self._usual is not None and torch.equal(host.states, self._usual)
+        if usual and not _numbers_differ(host):
             return ALL_WELL  # as in nearly every backward
-        reading = self._interpret(numbers)
+        reading = self._interpret(host.told.tolist())
         if reading.all_well and not reading.any_asks:
-            self._usual = usual
+            self._usual = host.states.clone()
         return reading
+
+    def _parts_of(self, told: Tensor) -> _Parts:
+        states, number = told[: self._places.number], told[self._places.number :]
+        ones, zeros = (number[::2], number[1::2]) if number.numel() else (None, None)
+        return _Parts(told, states, ones, zeros)
 
 
 class _Places(NamedTuple):
@@ -419,16 +421,30 @@ class _Places(NamedTuple):
     flags: int  # one element for each parameter
 
 
+class _Parts(NamedTuple):
+    """The pairs of a summed report, on any device."""
+
+    told: Tensor  # all of them
+    states: Tensor  # those without a feature's number
+    ones: Tensor | None  # of the pairs of that number the first elements, [32]
+    zeros: Tensor | None  # and the second ones, [32]
+
+
 @dataclass(slots=True)
 class _Sums:
     """The summed report of one backward."""
 
     view: Tensor
-    told: Tensor  # its pairs, those of a feature's number among them
-    states: Tensor  # its pairs without those
-    ones: Tensor | None  # of the pairs of that number the first elements, [32]
-    zeros: Tensor | None  # and the second ones, [32]
+    parts: _Parts
     reading: Reading | None = None
+
+
+def _numbers_differ(parts: _Parts) -> bool:
+    """Whether the ranks' numbers of a feature differ; the parts are on the CPU."""
+    if parts.ones is None or parts.zeros is None:
+        return False
+    # Both sums of a pair are 0 or above, so the products add up to 0 only if all of them are 0.
+    return torch.dot(parts.ones, parts.zeros).item() != 0
 
 
 def _bits(number: int, count: int) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.engine.torch_private import OnStream, no_graph
 from dpfuse_kernels.address_ring import CudaStreams
 
 __all__ = ["HostCopy", "SideStream", "WritingStreams", "capturing", "new_stream", "writers_on"]
@@ -31,33 +34,39 @@ class HostCopy:
 
     Attributes:
         late: whether the values come from a GPU.
+        arriving: the values on the CPU, once `wait` has returned; the next `take` changes them.
     """
 
     def __init__(self, values: Tensor) -> None:
         self.late = values.is_cuda
         self._event: torch.cuda.Event | None = None
-        self._copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self.late)
+        self.arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self.late)
         self._streams = CudaStreams(values.device)  # not always the current device
         self.take(values)
 
     def take(self, values: Tensor) -> None:
         """Copy other values of the same shape, dtype and device. Those before must have been read, or are lost."""
-        self._copy.copy_(values, non_blocking=True)
+        self.arriving.copy_(values, non_blocking=True)
         if self.late:
             self._event = self._streams.current().record_event(self._event)
 
     def read(self) -> list[Any]:
         """Return the values, as `Tensor.tolist` does, once they have arrived."""
+        self.wait()
+        return list(self.arriving.tolist())
+
+    def wait(self) -> None:
+        """Wait until the values have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return list(self._copy.tolist())
 
 
 class WritingStreams:
     """The streams on which gradients of one bucket became ready since it was last packed.
 
     Autograd finishes a gradient on the stream of its forward. The pack runs on the stream of the last gradient, and
-    must not begin before the other streams are done.
+    must not begin before the other streams are done. At the end of a backward nothing is to be noted: before autograd
+    calls what was queued for the end, it lets the current stream wait for all streams that have written gradients.
 
     Args:
         device: of the gradients, with its index.
@@ -73,15 +82,13 @@ class WritingStreams:
         noted, streams, device = self._noted, self._streams, self._device
         # Each call of `current_stream` makes a new object; to get the handle alone takes a tenth of the time.
         handle_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        index, is_compiling = device.index, torch.compiler.is_compiling
+        index, is_compiling = device.index, torch.compiler.is_dynamo_compiling
 
         def mark_ready(param: Any) -> None:
             if not is_compiling():  # what compiled autograd traces runs on one stream
-                handle = handle_of(index)
-                if handle not in noted:
-                    noted[handle] = None
-                    if handle not in streams:
-                        streams[handle] = torch.cuda.current_stream(device)
+                noted[handle := handle_of(index)] = None
+                if handle not in streams:
+                    streams[handle] = torch.cuda.current_stream(device)
             marker(param)
 
         return mark_ready
@@ -131,6 +138,11 @@ class SideStream:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
+        is_cuda = isinstance(self._stream, torch.cuda.Stream)
+        self._on: Callable[[], AbstractContextManager[object]] = partial(self._module.stream, self._stream)
+        if is_cuda:
+            on_stream = OnStream(self._stream)
+            self._on = lambda: on_stream
         self._held: list[object] = []
         finalize(self, _outlive, self._held, self._stream).atexit = False
 
@@ -147,7 +159,7 @@ class SideStream:
         """
         self._held += held
         try:
-            with self._module.stream(self._stream), torch.no_grad():
+            with self._on(), no_graph():
                 work.wait(NO_LIMIT)
                 unpack()
         except (ValueError, RuntimeError):

@@ -286,10 +286,15 @@ class GradSync:
     def _guard(self, report: Report) -> None:
         """Let the device act on the report. On CUDA the host reads it one backward later."""
         if self._spoiler is not None:
-            if not any(feature.divides for feature in self._assembly.features):  # else that feature has the gradients
+            buckets, features = self.reducer.buckets, self._assembly.features
+            if any(feature.divides for feature in features):
+                pass  # that feature has the gradients
+            elif all(bucket.gave_views for bucket in buckets):
+                self._spoiler.fill_buffers([b.parts.buffer for b in buckets if b.params], report.pairs())
+            else:
                 self._spoiler(report.pairs())
-            deliveries = [bucket.parts.delivery for bucket in self.reducer.buckets]
-            for feature in self._assembly.features:
+            deliveries = [bucket.parts.delivery for bucket in buckets] if features else []
+            for feature in features:
                 feature.alarmed(report.alarm, deliveries)
 
     def _check_idle(self, what: str) -> None:

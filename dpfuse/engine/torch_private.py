@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ __all__ = [
     "UNSHARED",
     "EndOfCompiledBackward",
     "Hooks",
+    "OnStream",
+    "are_private",
     "compiled_backward",
     "has_hooks_of_others",
     "holders_of",
@@ -194,6 +197,37 @@ def ranged_without_graph(name: str, label: str) -> Iterator[None]:
         yield
 
 
+class OnStream:
+    """A context in which a CUDA stream is the current one: `torch.cuda.stream`, to be entered again and again.
+
+    Torch's own makes three objects for streams and asks for the current device several times: 20 us instead of one.
+    It cannot be entered inside itself.
+
+    Args:
+        stream: on any device.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream.stream_id, stream.device_index, stream.device_type
+        self._index = stream.device_index
+        self._device = -1  # that was the current one
+        self._before: Any = ()  # the stream that was the current one of this device
+
+    def __enter__(self) -> None:
+        self._device = torch._C._cuda_getDevice()
+        self._before = torch._C._cuda_getCurrentStream(self._index)
+        self._set(*self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(*self._before)
+        if self._device != self._index:
+            torch._C._cuda_setDevice(self._device)
+
+    @staticmethod
+    def _set(stream_id: int, device_index: int, device_type: int) -> None:
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 def holders_of(storage: torch.UntypedStorage) -> int:
     """Count the tensors that use this memory, and its Python object as one."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -209,25 +243,38 @@ def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tu
     return list(map(_owners, tensors)), list(map(torch._C._storage_Use_Count, storages))
 
 
-def is_private(grad: Tensor) -> bool:
+def is_private(grad: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
     """Whether only one parameter refers to `grad` and its memory: no graph, no view, no gradient still on its way.
 
-    A thread of the process group may have both a moment longer than an all-reduce takes.
+    A thread of the process group may have both a moment longer than an all-reduce takes. A caller that has the storage
+    at hand passes it, since making its Python object takes as long as the rest.
     """
-    return _REFERENCES is not None and not grad.requires_grad and _references(grad) == _REFERENCES
+    if _REFERENCES is None or grad.requires_grad:
+        return False
+    return _references(grad, grad.untyped_storage() if storage is None else storage) == _REFERENCES
 
 
-def _references(grad: Tensor) -> tuple[int, int]:
+def are_private(grads: Sequence[Tensor], storages: Sequence[torch.UntypedStorage] = ()) -> bool:
+    """Whether `is_private` holds for each of these gradients, in a few passes in C; `storages` may be passed, too."""
+    if _REFERENCES is None or any(map(_requires_grad, grads)):
+        return False
+    holders, owners = _REFERENCES
+    storages = storages or list(map(Tensor.untyped_storage, grads))
+    counts = set(map(torch._C._storage_Use_Count, map(_cdata, storages)))
+    return counts <= {holders} and set(map(_owners, grads)) <= {owners}
+
+
+def _references(grad: Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
     """Count the tensors that use its memory, and the owners of `grad`: parameters, autograd, views that users keep."""
     owners: int = grad._use_count()  # type: ignore[attr-defined]
-    return holders_of(grad.untyped_storage()), owners
+    return torch._C._storage_Use_Count(storage._cdata), owners
 
 
 def _references_of_one() -> tuple[int, int] | None:
     param = torch.zeros(1, requires_grad=True)
     param.grad = torch.zeros(1)
     try:
-        return _references(param.grad)
+        return _references(param.grad, param.grad.untyped_storage())
     except AttributeError:  # this torch does not tell: other code may refer to every gradient, too
         return None
 
@@ -242,6 +289,7 @@ def _counts_unshared() -> tuple[int, int]:
 # The class of what `iter(DataLoader)` returns; its `__next__` waits for a batch.
 LOADER_ITERATOR: type | None = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
+_requires_grad, _cdata = attrgetter("requires_grad"), attrgetter("_cdata")
 # Where torch does not tell, every tensor may be shared.
 _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor: -1)
 UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to

@@ -292,7 +292,9 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
         >>> gradient
         tensor([nan, nan])
     """
-    if _choose(table.device):
+    if table.triton is None:
+        table.triton = _choose(table.device)
+    if table.triton:
         spoil_triton(table, tensors, pairs)
     else:
         spoil_reference(table, tensors, pairs)

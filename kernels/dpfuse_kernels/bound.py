@@ -30,9 +30,9 @@ class BoundKernel:
         from triton.runtime import driver
 
         self._kernel = compiled  # Triton may unload a kernel without references
-        self._run: Callable[..., Any] = compiled.run
+        self._run, self._before = _without_scratch(compiled.run)
         self._function = compiled.function
-        self._metadata = compiled.packed_metadata
+        self._behind = (compiled.packed_metadata, None, None, None)  # the launch metadata, which hooks read; two hooks
         self._constants = constants
         self._pointers = tuple(index for index, kind in enumerate(types) if kind.startswith("*"))
         self._runtime = knobs.runtime
@@ -45,15 +45,22 @@ class BoundKernel:
             Whether it was launched. It is not if it was not compiled for such arguments, or if a hook (such as a
             profiler's) is set on launches.
         """
+        whole = self.whole(arguments)
+        return whole is not None and self.launch_whole(programs, device, whole)
+
+    def whole(self, arguments: tuple[float, ...]) -> tuple[Any, ...] | None:
+        """Return what Triton's launcher gets for these arguments; None if the kernel was not compiled for them."""
         for index in self._pointers:
             if arguments[index] % ALIGNMENT:
-                return False
+                return None
+        return (*self._before, *self._behind, *arguments, *self._constants)
+
+    def launch_whole(self, programs: int, device: int, arguments: tuple[Any, ...]) -> bool:
+        """As `launch`, with what `whole` has returned."""
         runtime = self._runtime
         if not (_unheard(runtime.launch_enter_hook) and _unheard(runtime.launch_exit_hook)):
             return False
-        # Three times None: the launch metadata, which only hooks read, and the two hooks.
-        common = (self._stream_of(device), self._function, self._metadata, None, None, None)
-        self._run(programs, 1, 1, *common, *arguments, *self._constants)
+        self._run(programs, 1, 1, self._stream_of(device), self._function, *arguments)
         return True
 
 
@@ -72,6 +79,27 @@ def bind(compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> B
         # A future Triton may change these private parts in any way. Its dispatcher still works.
         pass
     return None
+
+
+def _without_scratch(run: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what `run` calls in the end, and what it puts between the function and the metadata of each call.
+
+    Triton's launcher first allocates scratch memory, for kernels that need some. For others that is only time. A probe
+    shows what it calls. If anything is unknown, `run` itself is returned.
+    """
+    calls: list[tuple[Any, ...]] = []
+    try:
+        if run.global_scratch_size or run.profile_scratch_size:
+            return run, ()
+        probe = SimpleNamespace(**{**vars(run), "launch": lambda *arguments: calls.append(arguments)})
+        type(run).__call__(probe, 2, 3, 4, "stream", "function", "metadata", "first")
+        (call,) = calls
+        if call[:5] + call[-2:] == (2, 3, 4, "stream", "function", "metadata", "first"):
+            return run.launch, call[5:-2]
+    except Exception:
+        # As in `bind`: a future Triton may launch in any other way.
+        pass
+    return run, ()
 
 
 def _takes(compiled: Any, types: tuple[str, ...], constants: int) -> bool:

@@ -231,9 +231,11 @@ def flatten(
     if factor is not None or residual is not None:
         check_options(table, factor, residual)
     entries = check_all(tensors, table)
-    plain = factor is None and residual is None and not accumulate
-    if entries.own is None and scale == 1.0 and counts is None and plain:
-        return
+    if counts is None and factor is None and residual is None and not accumulate:
+        if entries.own is None and scale == 1.0:
+            return
+        if table.launcher.repeat(_flatten_kernel, entries.addresses, scale):
+            return
     entries.make_dense(table.slots, read=True)
     table.launcher.launch(
         _flatten_kernel,

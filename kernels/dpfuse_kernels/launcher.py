@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
 
-__all__ = ["Dispatcher", "Launcher", "dispatch", "jit", "shared_dispatcher"]
+__all__ = ["Dispatcher", "Launcher", "Repeatable", "dispatch", "jit", "shared_dispatcher"]
 
 # The first arguments of every kernel over a table, with their types. Further addresses (i64) and compile-time arguments
 # follow.
@@ -132,6 +132,7 @@ class Dispatcher:
         self.bound_launches = 0
         self._device = device
         self._index = device.index or 0
+        self._on_cuda = device.type == "cuda"
         self._bound: dict[Any, BoundKernel | None] = {}  # None: this version of Triton launches in an unknown way
 
     def launch(
@@ -154,7 +155,7 @@ class Dispatcher:
             constants: returns the compile-time arguments, in the order of the kernel's.
             warps: of each program.
         """
-        if self._device.type == "cuda" and torch._C._cuda_getDevice() != self._index:
+        if self._on_cuda and torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._device):  # only here: a context costs as much as the launch
                 self.launch(key, programs, arguments, pointers, constants, warps)
             return
@@ -178,6 +179,43 @@ class Dispatcher:
             )
             self._bound[key] = bind(done, types, tuple(named.values()))
         self.launches += 1
+
+    def repeatable(self, key: tuple[Any, ...], programs: int, arguments: tuple[float, ...]) -> Repeatable | None:
+        """Return the launch that was just made with these arguments, if it can be repeated."""
+        bound = self._bound.get(key)
+        whole = None if bound is None else bound.whole(arguments)
+        return None if bound is None or whole is None else Repeatable(key, bound, programs, whole)
+
+    def repeat(self, call: Repeatable) -> bool:
+        """Launch again, on the current stream of the device, and return whether that was possible."""
+        if self._on_cuda and torch._C._cuda_getDevice() != self._index:
+            return False
+        try:
+            if not call.bound.launch_whole(call.programs, self._index, call.arguments):
+                return False
+        except (TypeError, AttributeError):  # as in `launch`
+            self._bound[call.key] = None
+            return False
+        self.launches += 1
+        self.bound_launches += 1
+        return True
+
+
+class Repeatable(NamedTuple):
+    """A launch that can be made again with nothing to look up."""
+
+    key: tuple[Any, ...]
+    bound: BoundKernel
+    programs: int
+    arguments: tuple[Any, ...]  # all of them, as `BoundKernel.whole` returns them
+
+
+class _Repeated(NamedTuple):
+    """What one launch over a table was given."""
+
+    copy: torch.Tensor  # of the addresses, on the device
+    scale: float
+    call: Repeatable
 
 
 @cache
@@ -216,6 +254,7 @@ class Launcher:
         self._programs = range(len(self._rows))
         self._scale, self._scale_bits = 1.0, double_bits(1.0)
         self.ring = AddressRing(len(table.slots), device)
+        self._repeated: dict[Any, _Repeated] = {}  # by kernel: its last launch over all chunks, without extras
 
     @property
     def launches(self) -> int:
@@ -271,14 +310,27 @@ class Launcher:
             types = {"TENSOR": tensor_type, "WIRE": wire_type, "COMPUTE": compute_type}
             return {**types, "SCALED": scaled, **options, "CHUNK": self.shape.chunk}
 
-        self.dispatcher.launch(
-            (kernel, scaled, *options.values()),  # the names of the options depend on the kernel alone
-            len(programs),
-            arguments,
-            {1: copy, 2: self._rows},
-            constants,
-            self.shape.warps,
-        )
+        key = (kernel, scaled, *options.values())  # the names of the options depend on the kernel alone
+        pointers = {1: copy, 2: self._rows}
+        self.dispatcher.launch(key, len(programs), arguments, pointers, constants, self.shape.warps)
+        if programs is self._programs and not any((*arguments[len(ARGUMENTS) :], *options.values())):
+            call = self.dispatcher.repeatable(key, len(programs), arguments)
+            if call is not None:
+                self._repeated[kernel] = _Repeated(copy, scale, call)
+
+    def repeat(self, kernel: Callable[..., None], addresses: list[int], scale: float) -> bool:
+        """Launch `kernel` as `launch` did for the same list of addresses and scale, without extras and options.
+
+        Returns:
+            Whether it was launched. It is not if anything differs from that launch.
+        """
+        last = self._repeated.get(kernel)
+        if last is None or last.scale != scale or self.ring.ready_copy(addresses) is not last.copy:
+            return False
+        if self.dispatcher.repeat(last.call):
+            return True
+        del self._repeated[kernel]
+        return False
 
 
 def interpreting(compiled: Any) -> bool:

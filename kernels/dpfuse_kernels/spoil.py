@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
-from dpfuse_kernels.launcher import Dispatcher, triton_dtype
+from dpfuse_kernels.launcher import Dispatcher, Repeatable, triton_dtype
+from dpfuse_kernels.seen import Seen
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
@@ -75,9 +76,12 @@ class SpoilTable:
         dtype: of the tensors: float32, float16, bfloat16 or float64.
         device: of the tensors.
         chunk: elements that a program fills at a time, a power of two.
+        spans: of each tensor, the parts to be filled, as first element and number of elements; the rest of it is left
+            alone. None fills the tensors as a whole. Tensors with spans are contiguous.
 
     Attributes:
         dispatcher: launches the kernels; `dispatcher.launches` counts them.
+        triton: whether the kernel fills these tensors; None until that is chosen.
 
     Example:
         >>> from dpfuse_kernels import SpoilTable
@@ -85,21 +89,35 @@ class SpoilTable:
         [[0, 0, 4], [0, 4, 1], [1, 0, 2]]
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, *, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        chunk: int = CHUNK,
+        spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
         self.numels = list(numels)
+        self.spans = spans
         self.dtype = dtype
         self.device = device
         self.chunk = chunk
         self.dispatcher = Dispatcher(device)
+        self.triton: bool | None = None
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
+        self._seen = Seen()  # what these tensors were like
+        self._repeated: tuple[tuple[Any, ...], Tensor, Repeatable] | None = None  # the last launch
 
     @cached_property
     def rows(self) -> Tensor:
         """Per chunk: tensor, first element, number of elements; [chunks, 3] int64, on the device."""
+        spans = [[(0, numel)] for numel in self.numels] if self.spans is None else self.spans
         rows = [
-            (index, start, min(self.chunk, numel - start))
-            for index, numel in enumerate(self.numels)
-            for start in range(0, numel, self.chunk)
+            (index, start, min(self.chunk, first + numel - start))
+            for index, parts in enumerate(spans)
+            for first, numel in parts
+            for start in range(first, first + numel, self.chunk)
         ]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.device)
 
@@ -112,27 +130,56 @@ class SpoilTable:
         """Return each tensor's address (0 for None), and a list of the tensors that the kernel cannot fill.
 
         The kernel cannot fill a tensor that differs from the table's description, is sparse, or has holes. Its address
-        is 0, too. A check costs about 0.1 us per tensor if the addresses equal those of the last call. No reference is
-        kept, because gradients are freed between steps.
+        is 0, too. A check costs about 0.1 us per tensor if the addresses equal those of the last call, or the tensors
+        are like those. No reference is kept, because gradients are freed between steps.
         """
         try:
             # A parameter's gradient keeps its size, dtype and device. An address that passed before passes again.
             found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             if found == self._found:
                 return self._found, []  # not `found`: a later comparison of a list with itself costs little
+            if self._seen.like(tensors):  # type: ignore[arg-type]  # False for None
+                self._found = found
+                return found, []
         except RuntimeError:  # a sparse tensor has no address
             pass
         if len(tensors) != len(self.numels):
             return [0] * len(self.numels), [tensor for tensor in tensors if tensor is not None]
-        addresses, others = [], []
-        for tensor, numel in zip(tensors, self.numels, strict=True):
+        addresses: list[int] = []
+        others: list[Tensor] = []
+        for place, (tensor, numel) in enumerate(zip(tensors, self.numels, strict=True)):
             addresses.append(0)
             if tensor is not None and self._is_as_described(tensor, numel):
                 addresses[-1] = tensor.data_ptr()
             elif tensor is not None:
-                others.append(tensor)
+                others += self._parts_of(place, tensor)
         self._found = None if others else addresses
+        present = [tensor for tensor in tensors if tensor is not None]
+        if not others and len(present) == len(tensors):
+            self._seen.remember(present)
         return addresses, others
+
+    def _parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what is filled of these tensors: views of them where the table has spans."""
+        return [
+            part for place, tensor in enumerate(tensors) if tensor is not None for part in self._parts_of(place, tensor)
+        ]
+
+    def _parts_of(self, place: int, tensor: Tensor) -> list[Tensor]:
+        if self.spans is None:
+            return [tensor]
+        return [tensor[first : first + numel] for first, numel in self.spans[place]]
+
+    def _repeat(self, addresses: list[int], pairs: Tensor) -> bool:
+        """Launch the last launch again if it was for the same addresses and pairs; return whether it was launched."""
+        last = self._repeated
+        if last is None or last[0] != (pairs.data_ptr(), pairs.numel(), pairs.dtype):
+            return False
+        return self.ring.ready_copy(addresses) is last[1] and self.dispatcher.repeat(last[2])
+
+    def _launched(self, copy: Tensor, pairs: Tensor, call: Repeatable | None) -> None:
+        """Note a launch for `_repeat`; `copy` are its addresses on the device."""
+        self._repeated = None if call is None else ((pairs.data_ptr(), pairs.numel(), pairs.dtype), copy, call)
 
     def _constants(self, pair: torch.dtype) -> dict[str, Any]:
         """Return the compile-time arguments of the kernel, for pairs of this dtype."""
@@ -173,14 +220,13 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
         >>> gradient
         tensor([nan, nan, nan])
     """
-    capturing = table.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing and "rows" not in table.__dict__:
+    if "rows" not in table.__dict__ and table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         spoil_reference(table, tensors, pairs)
         return
     addresses, others = table.addresses(tensors)
     if others:
-        spoil_reference(table, others, pairs)
-    if not any(addresses):
+        _fill(others, pairs)
+    if not any(addresses) or table._repeat(addresses, pairs):
         return
     try:
         copy = table.ring.device_copy(addresses)
@@ -188,14 +234,11 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
         spoil_reference(table, tensors, pairs)
         return
     rows = table.rows
-    table.dispatcher.launch(
-        (_spoil_kernel, pairs.dtype),
-        min(len(rows), PROGRAMS),
-        (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2),
-        {1: copy, 2: rows},
-        partial(table._constants, pairs.dtype),
-        WARPS,
-    )
+    key, programs = (_spoil_kernel, pairs.dtype), min(len(rows), PROGRAMS)
+    arguments = (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2)
+    constants = partial(table._constants, pairs.dtype)
+    table.dispatcher.launch(key, programs, arguments, {1: copy, 2: rows}, constants, WARPS)
+    table._launched(copy, pairs, table.dispatcher.repeatable(key, programs, arguments))
 
 
 @torch.no_grad()
@@ -203,7 +246,7 @@ def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: 
     """Fill with torch's own operations, for tensors of any layout. The result equals that of `spoil`.
 
     Args:
-        table: the tensors' sizes; not used.
+        table: what of each tensor is filled.
         tensors: as for `spoil`.
         pairs: as for `spoil`.
 
@@ -214,11 +257,15 @@ def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: 
         >>> gradient
         tensor([1., 1.])
     """
+    _fill(table._parts(tensors), pairs)
+
+
+@torch.no_grad()
+def _fill(tensors: Sequence[Tensor], pairs: Tensor) -> None:
     alarm = any_pair(pairs)
     for tensor in tensors:
-        if tensor is not None:
-            memory = tensor if tensor.layout is torch.strided else tensor._values()
-            memory.masked_fill_(alarm, math.nan)
+        memory = tensor if tensor.layout is torch.strided else tensor._values()
+        memory.masked_fill_(alarm, math.nan)
 
 
 def any_pair(pairs: Tensor) -> Tensor:

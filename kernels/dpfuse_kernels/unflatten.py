@@ -158,6 +158,8 @@ def unflatten(
         if squares is not None:
             squares.copy_(squared_norm(tensors, table))
         return
+    if squares is None and not accumulate and table.launcher.repeat(_unflatten_kernel, entries.addresses, scale):
+        return
     entries.make_dense(table.slots, read=accumulate)
     # Freed after the launch. Work that reuses this memory is ordered behind it, on the same stream.
     sums = None if squares is None else chunk_sums(table)

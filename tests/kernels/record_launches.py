@@ -6,6 +6,7 @@ since Triton's interpreter and its compiler do not share one.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -154,6 +155,7 @@ def moved_table() -> dict[str, Any]:
     rows = table.launcher._rows
     shifted = torch.empty(rows.numel() + 1, dtype=torch.int64)[1:].view_as(rows).copy_(rows)
     for table.launcher._rows in (shifted, rows):
+        table.launcher._repeated.clear()  # else the first launch would be made again, with the rows that it had
         flatten([tensor], table)
     return seen(table.launcher.dispatcher)
 
@@ -214,6 +216,28 @@ def broken() -> dict[str, Any]:
     return seen(table.launcher.dispatcher, attempts=len(attempts), error=None)
 
 
+def repeated() -> dict[str, Any]:
+    """More lists of addresses than a table keeps, which come again; and whether each launch reads its own."""
+    from dpfuse_kernels.flatten import flatten
+    from dpfuse_kernels.unflatten import unflatten
+
+    table, reads = new_table(), []
+    tensors = [torch.ones(9000) for _ in range(6)]
+
+    def read(tensor: torch.Tensor) -> None:
+        place = Recorder.calls[-1]["values"][1]
+        reads.append(ctypes.c_int64.from_address(place).value == tensor.data_ptr())
+
+    for number in (0, 0, 1, 2, 3, 4, 5, 0, 0):
+        for _ in range(2):
+            flatten([tensors[number]], table, scale=0.5)
+            read(tensors[number])
+        if number in (0, 3):
+            unflatten(table, [tensors[number]])
+            read(tensors[number])
+    return seen(table.launcher.dispatcher, reads=reads, uploads=table.launcher.ring.uploads)
+
+
 def unknown() -> dict[str, Any]:
     """A Triton whose CompiledKernel gives its launcher one argument more."""
     from triton.compiler import CompiledKernel
@@ -235,7 +259,18 @@ def unknown() -> dict[str, Any]:
     return seen(table.launcher.dispatcher)
 
 
-SCENARIOS = (both_ways, every_kernel, eight_bits, without_a_table, moved_table, listened, refused, broken, unknown)
+SCENARIOS = (
+    both_ways,
+    every_kernel,
+    eight_bits,
+    without_a_table,
+    moved_table,
+    listened,
+    refused,
+    broken,
+    repeated,
+    unknown,
+)
 
 
 def main() -> None:

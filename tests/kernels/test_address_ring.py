@@ -80,7 +80,8 @@ class LateRing(AddressRing):
 
 def read_later(streams: LateStreams, ring: AddressRing, addresses: list[int], seen: list[tuple[Any, Any]]) -> None:
     """A kernel on the current stream that reads the device copy when it runs."""
-    copy: Any = ring.device_copy(addresses)
+    again = ring.ready_copy(addresses)
+    copy: Any = ring.device_copy(addresses) if again is None else again
     wanted = list(addresses)
     streams.stream.queue.append(lambda: seen.append((copy.memory.tolist(), wanted)))
 
@@ -138,6 +139,47 @@ def test_an_entry_that_is_read_again_is_written_behind_that_reader() -> None:
     side.run(len(side.queue))
     assert len(seen) == 2 * ENTRIES + 1
     assert all(got == wanted for got, wanted in seen)
+
+
+def test_a_reader_of_a_copy_that_was_ready_is_waited_for_like_any_other() -> None:
+    streams = LateStreams()
+    ring = LateRing(1, torch.device("cpu"), streams)
+    seen: list[tuple[Any, Any]] = []
+    main, side = streams.stream, LateStream()
+    held = [0]
+    streams.stream = side
+    read_later(streams, ring, held, seen)
+    streams.stream = main
+    for address in range(1, ENTRIES):
+        read_later(streams, ring, [address], seen)
+    streams.stream = side
+    read_later(streams, ring, held, seen)
+    assert ring.ready_copy(held) is not None
+    read_later(streams, ring, held, seen)
+    streams.stream = main
+    for address in range(ENTRIES, 2 * ENTRIES):
+        read_later(streams, ring, [address], seen)
+    main.run(len(main.queue))
+    side.run(len(side.queue))
+    assert all(got == wanted for got, wanted in seen)
+
+
+def test_a_copy_is_ready_for_the_same_list_on_the_same_stream_outside_of_captures() -> None:
+    streams = LateStreams()
+    ring = LateRing(1, torch.device("cpu"), streams)
+    held, other, equal = [1], [2], [1]
+    assert ring.ready_copy(held) is None
+    copy = ring.device_copy(held)
+    assert ring.ready_copy(held) is copy
+    assert ring.ready_copy(equal) is None, "only the caller's own list is recognised without a comparison"
+    main, streams.stream = streams.stream, LateStream()
+    assert ring.ready_copy(held) is None, "another stream must first wait for the upload"
+    streams.stream, streams.graph = main, True
+    assert ring.ready_copy(held) is None, "the ring must note that a graph reads the copy"
+    streams.graph = False
+    ring.device_copy(other)
+    assert ring.ready_copy(held) is None
+    assert ring.ready_copy(other) is not copy
 
 
 def test_a_known_list_is_not_uploaded_again() -> None:

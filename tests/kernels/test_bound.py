@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dpfuse_kernels.bound import bind
+from dpfuse_kernels.bound import _without_scratch, bind
 from tests.patience import patience
 from tests.warm import warm_python
 
@@ -105,6 +105,49 @@ def test_a_misaligned_pointer_goes_through_the_dispatcher(recorded: dict[str, An
     assert shifted["hooks"] == [True, True]
     assert back["hooks"] == [False, False]
     assert without(back, *TOLD) == without(first, *TOLD)
+
+
+def test_a_launch_that_is_repeated_reads_the_addresses_of_its_own_tensors(recorded: dict[str, Any]) -> None:
+    seen = recorded["repeated"]
+    assert seen["reads"] == [True] * 23
+    assert seen["uploads"] == 7, "the first list was forgotten, and came again"
+    assert (seen["launches"], seen["bound"]) == (23, 21)
+
+
+class Launcher:
+    """As Triton 3.6 launches a kernel: constants of the kernel, and perhaps scratch memory, before the arguments."""
+
+    def __init__(self, **scratch: int) -> None:
+        self.global_scratch_size = scratch.get("shared", 0)
+        self.profile_scratch_size = scratch.get("profile", 0)
+        self.cooperative, self.calls = True, list[tuple[Any, ...]]()
+        self.launch = lambda *arguments: self.calls.append(arguments)
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *arguments: Any) -> None:
+        memory = [bytearray(size) if size else None for size in (self.global_scratch_size, self.profile_scratch_size)]
+        self.launch(x, y, z, stream, function, self.cooperative, *memory, *arguments)
+
+
+class OtherLauncher(Launcher):
+    """As Triton 3.9: the arguments are one tuple."""
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *arguments: Any) -> None:
+        self.launch(x, y, z, stream, function, self.cooperative, arguments)
+
+
+def test_a_kernel_without_scratch_memory_is_launched_with_the_same_arguments() -> None:
+    run = Launcher()
+    direct, between = _without_scratch(run)
+    assert direct is run.launch
+    assert run.calls == [], "only a probe was launched"
+    run(5, 1, 1, 1234, 77, "metadata", None, None, None, 8, 9)
+    direct(5, 1, 1, 1234, 77, *between, "metadata", None, None, None, 8, 9)
+    assert run.calls[0] == run.calls[1]
+
+
+@pytest.mark.parametrize("run", [Launcher(shared=64), Launcher(profile=64), OtherLauncher(), print])
+def test_other_kernels_and_launchers_go_through_the_launcher(run: Any) -> None:
+    assert _without_scratch(run) == (run, ())
 
 
 def test_listeners_hear_every_launch(recorded: dict[str, Any]) -> None:

@@ -117,6 +117,41 @@ def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
     assert tensors[0].isnan().all()
 
 
+@both
+def test_only_the_spans_of_a_tensor_are_filled(fill: Spoil) -> None:
+    (flat, whole), memory = guarded([300, 5], torch.float32)
+    spans = [[(3, 130), (136, 64), (299, 1)], [(0, 5)]]
+    table = SpoilTable([300, 5], torch.float32, CPU, chunk=64, spans=spans)
+    fill(table, [flat, whole], CALM)
+    assert not flat.isnan().any()
+    fill(table, [flat, whole], ALARM)
+    filled = torch.zeros(300, dtype=torch.bool)
+    for first, numel in spans[0]:
+        filled[first : first + numel] = True
+    assert torch.equal(flat.isnan(), filled)
+    assert whole.isnan().all()
+    assert all(around[[0, -1]].eq(7.0).all() for around in memory)
+
+
+def test_other_tensors_like_those_before_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SpoilTable([4, 3], torch.float32, CPU)
+    spoil(table, [torch.ones(4), torch.ones(3)], CALM)
+    monkeypatch.setattr(table, "_is_as_described", lambda *_: pytest.fail("it was checked"))
+    others = [torch.ones(4), torch.ones(3)]
+    spoil(table, list(others), ALARM)
+    assert all(tensor.isnan().all() for tensor in others)
+
+
+@pytest.mark.parametrize("odd", [torch.ones(4, dtype=torch.float64), torch.ones(8)[::2], torch.ones(5)])
+def test_a_tensor_unlike_those_before_is_checked(odd: Tensor) -> None:
+    table = SpoilTable([4, 3], torch.float32, CPU)
+    spoil(table, [torch.ones(4), torch.ones(3)], CALM)
+    last, odd = torch.ones(3), odd.clone() if odd.is_contiguous() else odd
+    spoil(table, [odd, last], ALARM)
+    assert odd.isnan().all()
+    assert last.isnan().all()
+
+
 def test_new_addresses_in_a_capture_are_filled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = [torch.ones(4)], [torch.ones(4)]
     table = SpoilTable([4], torch.float32, CPU)

@@ -141,6 +141,23 @@ def test_each_further_bucket_costs_a_launch_a_collective_and_three_events(unhash
     assert calls == Calls(collectives=buckets, launches=buckets + 1, events=3 * buckets + 2)
 
 
+@pytest.mark.parametrize("name", ["two streams", "two streams, private"])
+def test_autograd_lets_the_bucket_at_the_end_of_a_backward_wait_for_every_stream(name):
+    # dpfuse notes no stream for that bucket, and relies on what autograd does before it calls what is queued.
+    step = steps(WAYS[name], SETTLED)
+    with logged() as lines:
+        step()
+    pack = max(place for place, line in enumerate(lines) if "triton _flatten" in line)
+    own = lines[pack].split(":")[0]
+    kernels = {line.split(":")[0]: place for place, line in enumerate(lines[:pack]) if "at::native" in line}
+    assert len(kernels) > 1
+    for stream, last in kernels.items():
+        between = lines[last:pack]
+        events = [line.rsplit(" ", 1)[1] for line in between if line.startswith(f"{stream}: records event")]
+        waited = [line for line in between if line.startswith(f"{own}: waits for event")]
+        assert stream == own or any(f"event {event} " in line for event in events for line in waited)
+
+
 def test_a_bucket_is_sent_after_its_pack_and_the_program_goes_on_after_all_buckets():
     step = steps(SEVERAL, 2 * SETTLED)
     with logged() as lines:

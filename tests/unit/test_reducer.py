@@ -960,8 +960,9 @@ def test_a_parameter_that_becomes_ready_several_times_is_not_packed_early():
     assert bench.orders("pack") == [3]
 
 
-def test_hooks_note_the_stream_where_there_are_streams():
-    bench = Bench().settled()
+@pytest.mark.parametrize("feed", [None, NotedAccumulating])
+def test_hooks_note_the_stream_where_a_bucket_may_be_packed_before_the_end_of_backward(feed):
+    bench = Bench(feed=feed).settled() if feed else Bench().settled()
     noted = []
 
     def noting(hook):
@@ -971,8 +972,20 @@ def test_hooks_note_the_stream_where_there_are_streams():
         bucket.parts.writers = SimpleNamespace(noting=noting)
     bench.install(bench.reducer.hooks())
     bench.backward()
-    assert list(map(id, noted)) == list(map(id, bench.params[::-1]))
+    early = bench.params[::-1] if feed else bench.params[:0:-1]  # the last bucket has one parameter
+    assert list(map(id, noted)) == list(map(id, early))
     assert bench.orders("send") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("feed", [None, NotedAccumulating])
+def test_no_hook_notes_the_stream_in_the_recorded_backward_unless_buckets_accumulate(feed):
+    bench = Bench(feed=feed) if feed else Bench()
+    noted = []
+    for bucket in bench.buckets:
+        bucket.parts.writers = SimpleNamespace(noting=lambda hook: lambda param: (noted.append(param), hook(param)))
+    bench.install(bench.reducer.hooks())
+    bench.backward()
+    assert len(noted) == (6 if feed else 0)
 
 
 @pytest.mark.parametrize("settled", [True, False])

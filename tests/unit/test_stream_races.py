@@ -22,6 +22,7 @@ from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges import in_place, ordered
 from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.guard import DeviceGuard
+from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.streams import SideStream, WritingStreams
 from tests.cuda_model import Cuda, RaceError, StreamGroup
 
@@ -174,6 +175,14 @@ def without_waiting_for_writers(monkeypatch):
     monkeypatch.setattr(WritingStreams, "precede", lambda self: bool(self._streams))
 
 
+def without_noting_the_bucket_before_the_last(monkeypatch):
+    monkeypatch.setattr(Reducer, "_is_packed_early", lambda reducer, order: order < len(reducer.buckets) - 2)
+
+
+def without_noting_what_is_accumulated(monkeypatch):
+    monkeypatch.setattr(Reducer, "_is_packed_early", lambda reducer, order: False)
+
+
 def without_keeping_sources(monkeypatch):
     send = GradBucket.send
 
@@ -205,6 +214,8 @@ BROKEN = [
     (without_waiting_for_writers, "views"),
     (without_waiting_for_writers, "private"),
     (without_waiting_for_writers, "in place"),
+    (without_noting_the_bucket_before_the_last, "views"),
+    (without_noting_what_is_accumulated, "accumulated"),
     (without_keeping_sources, "views"),
     (without_joining_the_side_stream, "private"),
     (without_waiting_for_the_collective, "views"),

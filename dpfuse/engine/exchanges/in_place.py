@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
+from dpfuse.comm.abilities import abilities_of
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket, Slot
 from dpfuse.engine.protocols import Exchange, PackStep
-from dpfuse.engine.torch_private import is_private
+from dpfuse.engine.torch_private import Hooks, are_private, is_private, no_graph
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
+from dpfuse_kernels.seen import Seen
 
 __all__ = ["LARGE", "InPlace", "suits_in_place"]
 
@@ -50,6 +52,11 @@ class InPlace(Exchange):
         places = [place for place, slot in enumerate(bucket.slots) if _is_large(slot, bucket.dtype)]
         self._large = [_LargeGradient(params[place], bucket, place, names[place]) for place in places]
         self._scale = 1.0
+        self._seen = Seen()  # what the large gradients were like when all of them had the planned layout
+        self._hooks = Hooks([one.param for one in self._large if one.param is not None])
+        dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
+        self._can_multiply = collective.multiplies(dtype, device, group) and group.size() > 1
+        self._coalesces = abilities_of(group, device).coalesces
 
     @staticmethod
     def small_part(
@@ -64,22 +71,43 @@ class InPlace(Exchange):
         )
         return rest, [params[place] for place in places], [names[place] for place in places]
 
+    def multiply_buffer(self) -> None:
+        """Multiply the buffer, too, if the group can: then large and small gradients are one call of the group.
+
+        The buffer must have nothing but gradients, and no step may use what is packed there.
+        """
+        self.multiplies_buffer = self._can_multiply
+
     def bind(self, params: Sequence[Tensor]) -> set[int]:
         for one in self._large:
             one.param = params[one.place] if params else None
+        self._hooks = Hooks([one.param for one in self._large if one.param is not None])
         return {one.place for one in self._large}
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
         """As `Exchange.take`. No gradient is written before all were read."""
         self._scale = scale
-        with torch.no_grad():
-            for one in self._large:
-                one.take(frozen=one.index in frozen)
-            present = [one for one in self._large if not one.missing]
+        with no_graph():
+            grads = [None if one.index in frozen or one.param is None else one.param.grad for one in self._large]
+            usual = self._seen.like(grads)  # type: ignore[arg-type]  # False for None
+            alone = usual and self._are_alone(grads)  # type: ignore[arg-type]
+            self.bytes_in_place = 0
+            for one, grad in zip(self._large, grads, strict=True):
+                if one.take(grad, usual=usual, alone=alone):
+                    self.bytes_in_place += one.nbytes
+            if not usual and all(one.in_place for one in self._large):
+                self._seen.remember(grads)  # type: ignore[arg-type]
             for step in steps:
+                present = [one for one in self._large if not one.missing]
                 step.outside([one.name for one in present], [one.flat for one in present])
-        self.bytes_in_place = sum(one.nbytes for one in self._large if one.in_place)
         return [one.index for one in self._large if one.missing]
+
+    def _are_alone(self, grads: Sequence[Tensor]) -> bool:
+        """Whether `_LargeGradient._is_alone` holds for all gradients, in a few passes in C."""
+        if not self._hooks.are_ours:
+            return False
+        storages = list(map(Tensor.untyped_storage, grads))
+        return all(map(torch.UntypedStorage.resizable, storages)) and are_private(grads, storages)
 
     def empty(self) -> None:
         self.bytes_in_place = 0
@@ -87,18 +115,21 @@ class InPlace(Exchange):
             one.clear()
 
     def start(self, flat: Tensor) -> dist.Work:
-        large = [one.flat for one in self._large]
-        return collective.all_reduce_together([flat] if flat.numel() else [], large, self._scale, self.group)
+        large, small = [one.flat for one in self._large], [flat] if flat.numel() else []
+        if self.multiplies_buffer:
+            large, small = large + small, []
+            if self._coalesces:
+                return collective.all_reduce_coalesced(large, self._scale, self.group)
+        return collective.all_reduce_together(small, large, self._scale, self.group)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
         return [*(one.flat for one in self._large), *([flat] if flat.numel() else ())]
 
     def deliver(self, untouched: Set[int]) -> None:
-        with torch.no_grad():
+        with no_graph():
             for one in self._large:
                 if one.index not in untouched:
                     one.deliver()
-            for one in self._large:
                 one.forget()
 
     def discard(self) -> None:
@@ -123,6 +154,7 @@ class _LargeGradient:
         param: the parameter, if the bucket is bound to any.
         missing: whether there was no gradient when it was taken.
         in_place: whether the gradient itself travels, not a copy.
+        nbytes: the bytes of the gradient.
         flat: the tensor that travels, [elements], in the planned memory order, until it is delivered.
     """
 
@@ -134,6 +166,8 @@ class _LargeGradient:
         self._dtype = getattr(torch, bucket.dtype)
         self._device = torch.device(bucket.device)
         self._slot = KernelSlot(name, 0, tuple(param.shape), dense_stride(param))
+        self._numel = self._slot.numel
+        self.nbytes = self._numel * int(self._dtype.itemsize)
         self.in_place = False
         self._nothing = torch.empty(0, dtype=self._dtype)
         self.flat = self._nothing
@@ -145,25 +179,31 @@ class _LargeGradient:
         """The name of the parameter."""
         return self._slot.name
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the gradient."""
-        return self._slot.numel * int(self._dtype.itemsize)
+    def take(self, grad: Tensor | None, *, usual: bool, alone: bool) -> bool:
+        """Make `flat` the gradient, or a copy, or zeros where there is none or it is frozen; write no gradient.
 
-    def take(self, *, frozen: bool) -> None:
-        """Make `flat` the gradient, or a copy, or zeros where there is none or it is frozen; write no gradient."""
-        param = self.param
-        self._taken = grad = None if frozen or param is None else param.grad
+        Args:
+            grad: of the parameter; None if it has none, or is frozen.
+            usual: whether it is known to have the planned layout.
+            alone: whether it is known that only the parameter refers to it.
+
+        Returns:
+            `in_place`.
+        """
+        self._taken = grad
         self.missing = grad is None
-        self.in_place = grad is not None and self._may_be_written(grad)
+        self.in_place = grad is not None and (
+            alone or ((usual or self._has_planned_layout(grad)) and self._is_alone(grad))
+        )
         if self.in_place:
             assert grad is not None
             # A flat view: the order of dimensions does not matter for a sum, and `grad.data = x` would move `grad`.
-            self.flat = grad.as_strided((self._slot.numel,), (1,))
+            self.flat = grad.as_strided((self._numel,), (1,))
         else:
             table = self._table_for_copy()
             flatten([grad], table, matched=True)
             self.flat = table.flat
+        return self.in_place
 
     def clear(self) -> None:
         """Send zeros instead of the gradient."""
@@ -209,14 +249,12 @@ class _LargeGradient:
 
     def _table_for_copy(self) -> PointerTable:
         if self._copy is None:
-            flat = torch.zeros(self._slot.numel, dtype=self._dtype, device=self._device)
+            flat = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
             self._copy = PointerTable(flat, [self._slot], self._dtype)
         return self._copy
 
-    def _may_be_written(self, grad: Tensor) -> bool:
-        """Whether `grad` has the planned layout, and only the parameter refers to it."""
-        slot, param = self._slot, self.param
-        assert param is not None
+    def _has_planned_layout(self, grad: Tensor) -> bool:
+        slot = self._slot
         return (
             type(grad) is Tensor
             and grad.layout is torch.strided
@@ -226,10 +264,17 @@ class _LargeGradient:
             and grad.stride() == slot.stride
             and not grad.is_neg()
             and not grad.is_inference()
+        )
+
+    def _is_alone(self, grad: Tensor) -> bool:
+        """Whether only the parameter refers to `grad`, so that its memory may be written."""
+        assert self.param is not None
+        hooks, storage = self.param._post_accumulate_grad_hooks, grad.untyped_storage()
+        return (
             # Another hook, such as that of a second wrapper, still has to read the gradient.
-            and len(param._post_accumulate_grad_hooks or ()) <= 1
-            and grad.untyped_storage().resizable()  # else the memory may be that of numpy
-            and is_private(grad)
+            (hooks is None or len(hooks) <= 1)
+            and storage.resizable()  # else the memory may be that of numpy
+            and is_private(grad, storage)
         )
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
+from dpfuse.comm import collective
+from dpfuse.comm.abilities import Abilities, answers_of
 from dpfuse.engine.exchanges import in_place as in_place_exchange
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.hooks import fused_bf16
@@ -110,6 +114,65 @@ def test_other_dtypes_are_too(ranks, dtype):
 
 def test_three_ranks_get_the_gradients_of_ddp_but_for_the_order_of_the_sum(ranks):
     ranks(beside_ddp, SometimesUnused, torch.float32, ALL, True, size=3)
+
+
+def as_nccl(group, calls):
+    """Let gloo do what NCCL can: sum several tensors in one call, and multiply them while it reads."""
+    answers_of(group)["cpu"] = Abilities(coalesces=True, multiplies=True)
+
+    def multiplied(tensors, factor, group):
+        calls.append(([tensor.numel() for tensor in tensors], factor))
+        for tensor in tensors:
+            tensor.mul_(factor)
+        return collective.together(collective.all_reduce(tensor, group) for tensor in tensors)
+
+    return mock.patch.multiple(
+        collective,
+        all_reduce_coalesced=multiplied,
+        all_reduce_multiplied=lambda tensor, factor, group: multiplied([tensor], factor, group),
+        coalesced=lambda start, device, group: start(),
+    )
+
+
+def in_one_call(rank, size, dtype, options, in_one):
+    def gradients(calls, threshold):
+        group = dist.new_group()
+        with large_from(threshold), as_nccl(group, calls) if calls is not None else nullcontext():
+            torch.manual_seed(0)
+            chain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]).to(dtype)
+            # Buckets of two layers or more; the last one carries the report.
+            model = dpfuse.DataParallel(
+                chain, None, 4e-4, 4e-4, gradient_as_bucket_view=False, gradient_scale=0.3, group=group, **options
+            )
+            for step in range(4):
+                model.zero_grad()
+                model(batch(rank, step, dtype=dtype)).square().mean().backward()
+            return [param.grad for param in model.parameters()], model.reducer.buckets
+
+    expected, _ = gradients(None, NONE)
+    calls = []
+    found, buckets = gradients(calls, 50)  # weights are large, biases are not
+    assert all(map(torch.equal, found, expected))
+    mixed = [bucket for bucket in buckets if isinstance(bucket.parts.exchange, InPlace) and bucket.parts.buffer.params]
+    assert len(mixed) > 1
+    together = [bucket for bucket in mixed if bucket.parts.exchange.multiplies_buffer]
+    assert together == ([bucket for bucket in mixed if bucket.parts.report is None] if in_one else [])
+    for bucket in together:
+        large = [one._numel for one in bucket.parts.exchange._large]
+        assert ([*large, bucket.parts.buffer.flat.numel()], bucket.parts.buffer.averaging.pre_scale) in calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "in_one"),
+    [
+        (torch.float32, {}, True),
+        (torch.float64, {}, True),
+        (torch.bfloat16, {}, False),  # the factor would be rounded
+        (torch.float32, {"check_finite": "warn"}, False),  # a step uses what is packed
+    ],
+)
+def test_a_group_that_can_sums_and_multiplies_large_and_small_gradients_in_one_call(ranks, dtype, options, in_one):
+    ranks(in_one_call, dtype, options, in_one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

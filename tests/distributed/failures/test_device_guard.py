@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 import dpfuse
+from dpfuse.engine.averaging import Averaging
+from dpfuse.engine.comm_buffer import CommBuffer, zeros_on
 from dpfuse.engine.guard import DeviceGuard, guard_of
+from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.report import ALL_WELL, Report
 from dpfuse.engine.sync import GradSync
 
@@ -98,6 +103,59 @@ def a_peer_fails(rank, size, kind, first, check):
 @pytest.mark.parametrize("kind", WRAPS)
 def test_until_a_peers_failure_is_read_gradients_are_nan(ranks, kind, check):
     ranks(a_peer_fails, kind, False, check)
+
+
+def views_are_filled_in_their_buffers(rank, size, freezes):
+    filled = []
+    fill = DeviceGuard.fill_buffers
+
+    def noted(guard, buffers, pairs):
+        filled.append(len(buffers))
+        fill(guard, buffers, pairs)
+
+    with as_on_a_gpu(), mock.patch.object(DeviceGuard, "fill_buffers", noted):
+        chain = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+        model = dpfuse.DataParallel(chain, None, 4e-5, 4e-5)
+        params, x = list(chain.parameters()), torch.ones(2, 3)
+        for step in range(4):
+            model.zero_grad()
+            if freezes and step == 3:
+                params[-1].requires_grad_(False)
+                params[-1].grad = torch.full((3,), 5.0)  # its own, not a view
+            model(x).sum().backward()
+        buffers = [bucket.parts.buffer for bucket in model.reducer.buckets]
+        assert len(buffers) > 1
+        assert filled == [len(buffers)] * (2 if freezes else 3), "the first backward is read at once"
+        pairs = torch.tensor([1.0, 1.0])
+        if not freezes:
+            gaps = [buffer.flat.clone() for buffer in buffers]
+            guard = DeviceGuard(params)
+            fill(guard, buffers, pairs)
+            assert all(is_nan(param.grad) for param in params)
+            for before, buffer in zip(gaps, buffers, strict=True):
+                between = ~buffer.flat.isnan()
+                assert between.sum() == buffer.flat.numel() - sum(param.numel() for param in buffer.params)
+                assert torch.equal(buffer.flat[between], before[between]), "the report and the gaps are kept"
+            buffers[0].renew()
+            fill(guard, buffers, pairs)
+            assert all(view.isnan().all() for buffer in buffers for view in buffer.views)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_where_all_gradients_are_views_the_buffers_are_filled(ranks, freezes):
+    ranks(views_are_filled_in_their_buffers, freezes)
+
+
+def test_the_guard_keeps_no_buffer():
+    plan = plan_buckets([ParamSpec("a", (4,), "float32")], 1, 1)
+    params = [nn.Parameter(torch.ones(4))]
+    buffer = CommBuffer(plan.buckets[0], params, ["a"], Averaging("float32", 1.0), zeros=zeros_on("cpu"))
+    guard = DeviceGuard(params)
+    guard.fill_buffers([buffer], torch.tensor([1.0, 1.0]))
+    assert buffer.views[0].isnan().all()
+    gone = weakref.ref(buffer.flat)
+    del buffer
+    assert gone() is None
 
 
 def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
