@@ -13,6 +13,7 @@ LOGS = {
     "rebuild": "the buckets after the first synchronised backward",
     "group": "what the back end of a process group can do on GPUs",
     "loop": "what a training loop could save, and groups of one rank",
+    "weights": "where weights of the ranks are not compared, and why",
     "stall": "ranks that are silent, slow, or have failed",
 }
 

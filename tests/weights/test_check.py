@@ -257,8 +257,8 @@ def test_no_weights_are_synchronized_while_a_backward_runs(rank, size):
         outputs.sum().backward()
 
 
-def test_a_checkpoint_and_the_metrics_tell_of_a_known_difference(rank, size, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
+def test_a_checkpoint_and_the_metrics_tell_of_a_known_difference(rank, size, tmp_path):
+    folder = tmp_path
     trained = Trained(rank, metrics=True)
     trained.step(2)
     assert "weights_differ_since" not in trained.model.metrics()
