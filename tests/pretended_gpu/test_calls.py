@@ -18,7 +18,7 @@ from tests.pretended_gpu.ways import SETTLED, WAYS, Way, chain, weighing, wrappe
 
 @pytest.fixture(autouse=True)
 def _collects_nothing():
-    """What Python's garbage collector frees in the middle of a step, of tests before as well, would count as its calls."""
+    """What the garbage collector frees in the middle of a step, also of tests before, would count as its calls."""
     gc.collect()
     gc.disable()
     yield
