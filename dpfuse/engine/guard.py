@@ -28,7 +28,7 @@ class DeviceGuard:
 
     def __init__(self, params: Sequence[Tensor], squares: Sequence[Tensor] = ()) -> None:
         self._squares = list(squares)
-        self._layouts: list[Seen] = []  # of the buffers that were filled last: an object of each that holds no memory
+        self._layouts: list[Seen] = []  # of the communication buffers filled last: it holds no memory
         self._buffer_kinds: list[tuple[SpoilTable, list[int]]] = []  # with the places of the buffers
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
