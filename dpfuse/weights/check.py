@@ -189,11 +189,9 @@ class WeightsCheck(Feature):
             kept = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor, device)}
             if len(kept) < len(tensors) and self._made_for < 0:
                 left = [name for name in tensors if name not in kept]
-                log.info(
-                    "weights are not compared between ranks of %d parameters, %r among them: they are divided, "
-                    "wrapped or on another device",
-                    len(left),
-                    left[0],
+                self._log(
+                    f"weights of {len(left)} parameters are not compared between ranks, {left[0]!r} among them: they "
+                    "are divided, wrapped or on another device"
                 )
             self._hashing = Hashing(kept, self._strides, device) if kept else None
             self._ids = set(map(id, kept.values()))
@@ -215,9 +213,13 @@ class WeightsCheck(Feature):
             reason: for the log; a clause.
         """
         if not self.off:
-            log.info("rank %d: weights are not compared between ranks any more: %s", self._group.rank(), reason)
+            self._log(f"weights are not compared between ranks any more: {reason}")
         self.off = reason
         self._say_nothing()
+
+    def _log(self, text: str) -> None:
+        rank = self._group.rank()
+        log.info("rank %d: %s", rank, text, extra={"rank": rank})
 
     def examine(self) -> None:
         """Find what differs; to be called on every rank in the backward in which all do so."""

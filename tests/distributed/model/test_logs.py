@@ -65,12 +65,13 @@ def wrap_with_variable(rank, size, value):
 
 
 def test_the_variable_shows_the_logs_that_it_names(ranks):
-    assert ranks(wrap_with_variable, "plan, stall", size=2, timeout=60) == [[1, 0, 0, 1]] * 2
+    shown = [int(name in ("plan", "stall")) for name in LOGS]
+    assert ranks(wrap_with_variable, "plan, stall", size=2, timeout=60) == [shown] * 2
 
 
 def test_an_unknown_log_is_named_on_every_rank(ranks):
     for text in ranks(wrap_with_variable, "plans", size=2, timeout=60):
-        assert "DPFUSE_LOGS names 'plans', expected some of plan, rebuild, group, stall" in text
+        assert "DPFUSE_LOGS names 'plans', expected some of plan, rebuild, group, loop, weights, stall" in text
 
 
 @pytest.mark.parametrize("page", ["diagnosis", "environment"])
