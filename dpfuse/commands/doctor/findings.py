@@ -11,7 +11,7 @@ from dpfuse.commands.doctor.runs import Run
 __all__ = ["Finding", "findings_of"]
 
 DIFFER, SAME = "the weights of the ranks differ", "the same batches on every rank"
-CHECKED = {DIFFER, SAME}  # dpfuse's own checks find these, too, and say more
+CHECKED = {DIFFER: "DPF-W01", SAME: "DPF-L05"}  # dpfuse's own checks find these, too, and say more
 SHOWN = 3  # names of a list
 
 
@@ -44,8 +44,8 @@ def findings_of(runs: Sequence[Run]) -> tuple[Finding, ...]:
     """
     found: dict[tuple[str, str], Finding] = {}
     said = [(run, finding) for run in runs for finding in _said(run)]
-    coded = any(finding.code for _, finding in said)
-    traced = [(run, finding) for run in runs for finding in _traced(run) if not (coded and finding.title in CHECKED)]
+    codes = {finding.code for _, finding in said}
+    traced = [(run, one) for run in runs for one in _traced(run) if CHECKED.get(one.title, "untold") not in codes]
     for run, finding in (*said, *traced):
         # With a code, the text may name other steps in each run.
         key = (finding.code, "" if finding.code else finding.text)
