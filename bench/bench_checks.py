@@ -140,7 +140,7 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
             workload = build()
             if name == "without checks":
                 with without_checks():
-                    steps[name] = proved(name, workload, check_weights="off")
+                    steps[name] = proved(name, workload, checks="off")
             else:
                 steps[name] = proved(name, workload, metrics=METRICS.get(name, False))
         alive.append(steps)
@@ -160,10 +160,10 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
 
 
 def proved(
-    name: str, workload: Workload, *, metrics: bool | int = False, check_weights: Literal["raise", "off"] = "raise"
+    name: str, workload: Workload, *, metrics: bool | int = False, checks: Literal["raise", "off"] = "raise"
 ) -> Callable[[], None]:
     """A step of the wrapped workload, which averages rightly; with metrics, it reads them."""
-    model = dpfuse.DataParallel(workload.module, metrics=metrics, check_weights=check_weights)
+    model = dpfuse.DataParallel(workload.module, metrics=metrics, check_weights=checks, check_loop=checks)
     params = list(workload.module.parameters())
 
     def step() -> None:

@@ -37,7 +37,7 @@ from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
-from dpfuse.model.options import SyncOptions
+from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
@@ -612,6 +612,9 @@ class SyncedModule(nn.Module):
         return state
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        options: SyncOptions = state["_options"]
+        # An earlier version had fewer options.
+        state = {**state, "_options": replace(options, common=filled(options.common, type(self)))}
         nn.Module.__setstate__(self, state)
         require_sync = state["_require_sync"]
         self._connect(group, fresh=False)

@@ -133,7 +133,7 @@ class WatchedGradient:
     def local_ends(self, *, announced: bool) -> None:
         """Note the end of a backward that was not averaged; `announced` says that it went through an output."""
         grad = self.param.grad
-        if grad is None or self._is_as_marked(grad):
+        if grad is None or grad.layout is not torch.strided or self._is_as_marked(grad):
             return
         self._mark()
         self._count_backward()

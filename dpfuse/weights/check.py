@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from dpfuse.comm import collective
 from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Feature
-from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import IDLE, Reducer
@@ -99,7 +98,6 @@ class WeightsCheck(Feature):
         self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
         self._false_alarms = 0
         self._last_alarm = 0  # the averaged backward of the last one
-        call_after_steps(self)
 
     # --- What the engine tells ---
 

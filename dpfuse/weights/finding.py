@@ -91,7 +91,7 @@ class Finding:
         elements = max(one.elements for one in self.measured)
         total = sum(self.numels[: self.measured_count])
         place = "" if self.measured_count == len(self.names) else f" in the first {self.measured_count} of them"
-        return f"The largest difference is {largest.largest:.6g}; {elements} of {total} elements differ{place}."
+        return f"The largest difference is {largest.largest:.0e}; {elements} of {total} elements differ{place}."
 
     def _kind(self) -> str:
         if all(one.one_bit for one in self.measured) and len(self.names) == 1:

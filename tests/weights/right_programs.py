@@ -238,7 +238,7 @@ def torchs_periodic_averager(rank: int, size: int) -> None:
 
 @right
 def weights_that_are_averaged_behind_each_step(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network())
+    model = dpfuse.DataParallel(network(), check_loop="off")  # which names rates that differ
     optimizer = SGD(model.parameters(), lr=0.05 * (rank + 1))  # each rank explores at its own rate
     for inputs in batches(rank):
         loss_of(model(inputs)).backward()
