@@ -59,7 +59,7 @@ class _StepHook:
             self._handle = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for reference in tuple(self._users):  # a copy, since users may come and go meanwhile
+        for reference in self._users.copy():  # users may come and go meanwhile, also while a tuple is made
             user = reference()
             if user is not None:
                 getattr(user, self._method)(optimizer)

@@ -138,7 +138,7 @@ class SideStream:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
-        is_cuda = device.type == "cuda"
+        is_cuda = hasattr(self._stream, "stream_id")
         self._on: Callable[[], AbstractContextManager[object]] = partial(self._module.stream, self._stream)
         if is_cuda:
             on_stream = OnStream(self._stream)
