@@ -248,18 +248,18 @@ class WeightsCheck(Feature):
         self._false_alarms = 0
         own = hashing if takes_part else None
         first = max(self._last_equal(hashing, place) for place in new)
-        reference, measured, count, first = measure(own, self._after_step, new, first, self._group, device)
+        apart = measure(own, self._after_step, new, first, self._group, device)
         finding = Finding(
             names=tuple(names[place] for place in new),
             count=len(names),
             numels=tuple(hashing.numel(place) for place in new),
-            first=first,
+            first=apart.first,
             last=self._noticed,
-            others=tuple(measured),
-            reference=reference,
+            others=tuple(apart.measured),
+            reference=apart.reference,
             size=self._group.size(),
-            measured=tuple(measured.values()),
-            measured_count=count,
+            measured=tuple(apart.measured.values()),
+            measured_count=apart.count,
         )
         self._found = CODE, finding.text(self._group.rank())
         self.known |= dict.fromkeys(finding.names, self._noticed)

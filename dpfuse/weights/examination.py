@@ -14,7 +14,7 @@ from dpfuse.comm import collective
 from dpfuse.weights.finding import Measured
 from dpfuse.weights.hashing import Hashing
 
-__all__ = ["Differences", "compare", "measure"]
+__all__ = ["Differences", "Distances", "compare", "measure"]
 
 NOTHING = -(1 << 63)  # the smallest number of 64 bits: what a rank says that takes no part
 BUDGET = 64 << 20  # bytes of parameters that are sent to measure how far they differ
@@ -37,6 +37,24 @@ class Differences:
     either: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Distances:
+    """How far the ranks lie apart.
+
+    Args:
+        reference: the rank with which all are compared: of the largest set of equal ranks, the lowest.
+        measured: of each rank that differs, how far it lies from `reference`.
+        count: the number of tensors that were measured, from the first on.
+        first: the averaged backward behind which the tensors were equal, as far as any rank knows.
+    """
+
+    reference: int
+    measured: dict[int, Measured]
+    count: int
+    first: int
+
+
+@torch.no_grad()
 def compare(
     hashing: Hashing | None,
     after_step: Tensor | None,
@@ -83,6 +101,7 @@ def compare(
     )
 
 
+@torch.no_grad()
 def measure(
     hashing: Hashing | None,
     after_step: Tensor | None,
@@ -90,7 +109,7 @@ def measure(
     first: int,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[int, dict[int, Measured], int, int]:
+) -> Distances:
     """Measure how far the ranks lie apart in tensors that differ; to be called on every rank with the same places.
 
     Args:
@@ -100,10 +119,6 @@ def measure(
         first: the averaged backward behind which they were equal, as far as this rank knows.
         group: the ranks.
         device: on which the group communicates.
-
-    Returns:
-        The rank with which all are compared, the lowest of the largest set of equal ranks; how far each rank that
-        differs lies from it; how many of the tensors were measured, from the first on; and the largest `first`.
     """
     memories = [None if hashing is None else hashing.memory_of(place) for place in places]
     mine = NOTHING
@@ -142,7 +157,7 @@ def measure(
         for rank, row in enumerate(rows)
         if row not in (NOTHING, rows[reference])
     }
-    return reference, measured, count, max(int(row[4]) for row in found)
+    return Distances(reference, measured, count, max(int(row[4]) for row in found))
 
 
 class _Distance:

@@ -25,8 +25,9 @@ class Hashing:
 
     Args:
         tensors: by name; strided, on `device`.
-        strides: by name, those in whose order a tensor is hashed, whichever it has by then: the same on all ranks.
-            They are dense; where a name is missing, or the shape is another one, they are those of the tensor.
+        strides: by name, those in whose order a larger tensor is hashed, whichever it has by then: the same on all
+            ranks. They are dense; where a name is missing, or the shape is another one, they are those of the tensor.
+            On a CPU, small tensors are hashed in the order of their indices.
         device: of the tensors.
 
     Attributes:
@@ -122,9 +123,12 @@ class Hashing:
             whole = [[Piece(place, 0, size)] for place, size in enumerate(self._sizes)]
             self._whole = BitHashTable(self._sizes, whole, self._device)
         pairs = torch.zeros((len(self._tensors), BITS, 2), device=self._device)
-        for place, tensor in self._found(self._places).items():
+        everything = self._found(self._places)
+        for place in self._places:  # so that all addresses are uploaded at once
+            self._whole.addresses(place, everything)
+        for place in everything:
             if self._sizes[place]:
-                bit_hash(self._whole, place, {place: tensor}, 0, pairs[place])
+                bit_hash(self._whole, place, everything, 0, pairs[place])
         return (pairs[:, :, 0].long() << torch.arange(BITS, device=self._device)).sum(1)
 
     @property
