@@ -12,7 +12,7 @@ happens once, when they are wrapped, and is none of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -37,7 +37,7 @@ from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.window import Window
 from dpfuse.model.signature import ModelSignature
 
-__all__ = ["WRAPS", "time_checks", "without_checks"]
+__all__ = ["WRAPS", "five_ms", "time_checks", "time_in_turns", "without_checks"]
 
 
 class NoSignature(ModelSignature):
@@ -128,27 +128,54 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
         The fields of `StepTimes` by contender; `extra` is over the steps without checks, and for metrics over the
         steps with checks.
     """
-    results = {name: StepTimes() for name in WRAPS}
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRAPS}
-    extras: dict[str, list[float]] = {name: [] for name in WRAPS}
+
+    def make(name: str, workload: Workload) -> Callable[[], None]:
+        if name != "without checks":
+            return proved(name, workload, metrics=METRICS.get(name, False))
+        with without_checks():
+            return proved(name, workload, checks="off")
+
+    bases = {name: "with checks" if name in METRICS else "without checks" for name in WRAPS}
+    return time_in_turns(build, make, bases, effort)
+
+
+def time_in_turns(
+    build: Callable[[], Workload],
+    make: Callable[[str, Workload], Callable[[], None]],
+    bases: Mapping[str, str],
+    effort: Effort,
+    steps: int = 1,
+) -> dict[str, dict[str, Any]]:
+    """Time contenders in turns, in CPU time of this thread.
+
+    Args:
+        build: makes a workload.
+        make: gets the name of a contender and a workload; returns what is timed.
+        bases: by contender, the one over which its `extra` is.
+        effort: how often.
+        steps: that one call of what is timed makes.
+
+    Returns:
+        The fields of `StepTimes` by contender, for one step.
+    """
+    names = list(bases)
+    results = {name: StepTimes() for name in names}
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    extras: dict[str, list[float]] = {name: [] for name in names}
     alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
     for rebuild in range(effort.rebuilds):
         torch.manual_seed(dist.get_rank())
-        steps = {}
-        for number in range(len(WRAPS)):
-            name = WRAPS[(number + rebuild) % len(WRAPS)]
+        made = {}
+        for number in range(len(names)):
+            name = names[(number + rebuild) % len(names)]
             workload = build()
-            if name == "without checks":
-                with without_checks():
-                    steps[name] = proved(name, workload, checks="off")
-            else:
-                steps[name] = proved(name, workload, metrics=METRICS.get(name, False))
-        alive.append(steps)
-        times = interleave(steps, host_clock, rounds=effort.rounds, seed=rebuild)
-        for name in WRAPS:
+            made[name] = make(name, workload)
+        alive.append(made)
+        rounds = interleave(made, host_clock, rounds=effort.rounds, seed=rebuild)
+        times = {name: [(cpu / steps, wall / steps) for cpu, wall in found] for name, found in rounds.items()}
+        for name in names:
             pairs[name] += times[name]
-            base = "with checks" if name in METRICS else "without checks"
-            extras[name].append(paired_extra(times[name], times[base]))
+            extras[name].append(paired_extra(times[name], times[bases[name]]))
     for name, result in results.items():
         result.seconds = [seconds for seconds, _ in pairs[name]]
         result.wall = median(wall for _, wall in pairs[name])

@@ -7,23 +7,19 @@ all of them are timed together. CPU time of the thread that trains, on two gloo 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dpfuse
-from bench.bench_checks import five_ms
+from bench.bench_checks import five_ms, time_in_turns
 from bench.equality import prove_gradients
-from bench.interleave import host_clock, interleave, paired_extra
 from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
-from bench.step_time import Effort, StepTimes
+from bench.step_time import Effort
 
 __all__ = ["WRAPS", "time_weights"]
 
@@ -37,32 +33,7 @@ def time_weights(build: Callable[[], Workload], effort: Effort) -> dict[str, dic
     Returns:
         The fields of `StepTimes` by contender, for one step; `extra` is over the steps that compare nothing.
     """
-    results = {name: StepTimes() for name in WRAPS}
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRAPS}
-    extras: dict[str, list[float]] = {name: [] for name in WRAPS}
-    alive = []  # where an object lies in the heap matters, so each rebuild gets memory of its own
-    for rebuild in range(effort.rebuilds):
-        torch.manual_seed(dist.get_rank())
-        steps = {}
-        for number in range(len(WRAPS)):
-            name = WRAPS[(number + rebuild) % len(WRAPS)]
-            steps[name] = _pass(name, build())
-        alive.append(steps)
-        times = {
-            name: [(cpu / PASS, wall / PASS) for cpu, wall in rounds]
-            for name, rounds in interleave(steps, host_clock, rounds=effort.rounds, seed=rebuild).items()
-        }
-        for name in WRAPS:
-            pairs[name] += times[name]
-            extras[name].append(paired_extra(times[name], times["not compared"]))
-    for name, result in results.items():
-        result.seconds = [seconds for seconds, _ in pairs[name]]
-        result.wall = median(wall for _, wall in pairs[name])
-        result.extra, result.extra_lowest, result.extra_highest = (
-            median(extras[name]), min(extras[name]), max(extras[name])
-        )  # fmt: skip
-        result.facts = {"parameters": len(list(build().module.parameters()))}
-    return {name: asdict(result) for name, result in results.items()}
+    return time_in_turns(build, _pass, dict.fromkeys(WRAPS, "not compared"), effort, PASS)
 
 
 def _pass(name: str, workload: Workload) -> Callable[[], None]:
