@@ -7,7 +7,7 @@ import sysconfig
 import warnings
 from types import FrameType
 
-__all__ = ["INSIDE", "user_frame", "warn_at_user"]
+__all__ = ["INSIDE", "user_frame", "user_line", "warn_at_user"]
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 DPFUSE = __file__.rpartition("engine")[0]
@@ -24,6 +24,12 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, inside = frame.f_back, inside + 1
     return frame, inside
+
+
+def user_line() -> str:
+    """Return file and line of the user's code that is running, such as "train.py:31"; empty if there is none."""
+    frame, _ = user_frame(sys._getframe(1))
+    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def warn_at_user(warning: str | Warning) -> None:

@@ -17,12 +17,10 @@ class ChangedGradients:
 
     Args:
         watched: a gradient of the optimizer.
-        rank: of this process.
     """
 
-    def __init__(self, watched: WatchedGradient, rank: int) -> None:
+    def __init__(self, watched: WatchedGradient) -> None:
         self._watched = watched
-        self._rank = rank
         self._windows = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -34,7 +32,7 @@ class ChangedGradients:
         if self._windows == WINDOWS:
             findings.warn(
                 CHANGED_IN_WINDOW,
-                f"rank {self._rank}: in {self._windows} windows of {type(optimizer).__name__}, the gradient of "
+                f"rank {watched.rank}: in {self._windows} windows of {type(optimizer).__name__}, the gradient of "
                 f"{watched.name!r} was changed between two backwards that add to it, the last time {watched.changes} "
                 f"times among {watched.length} backwards. The first batches are then scaled more often than the last. "
                 "Expected changes such as clipping or unscaling once, between the last backward and the step. Move "

@@ -18,17 +18,16 @@ class CutWindows:
 
     Args:
         watched: a gradient of the optimizer.
-        rank: of this process.
     """
 
-    def __init__(self, watched: WatchedGradient, rank: int) -> None:
+    def __init__(self, watched: WatchedGradient) -> None:
         self._watched = watched
-        self._rank = rank
         self._length = 0  # of the last window that ended with an average
         self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
         self._between = 0  # such windows since the last drop
-        self._drops: list[int] = []  # lengths of windows that were zeroed, far from each other
+        self._drops = 0  # windows of one length that were zeroed, far from each other
+        self._dropped = 0  # that length
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the window that ends with this step, and those that were zeroed since the last one."""
@@ -61,7 +60,7 @@ class CutWindows:
         else:
             findings.warn(
                 CUT_WINDOW,
-                f"rank {self._rank}: the last {WINDOWS} windows of {type(optimizer).__name__} that were averaged had "
+                f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} that were averaged had "
                 f"{self._usual()} backwards each. This one has {watched.length}, and none of them was synchronised, so "
                 "this step uses gradients of this rank alone. Expected the last batch before each step to be "
                 "synchronised, also that of an epoch: "
@@ -73,18 +72,21 @@ class CutWindows:
         return self._length if self._same >= WINDOWS else 0
 
     def _look_at_drops(self, optimizer: Optimizer) -> None:
-        usual = self._usual()
+        watched, usual = self._watched, self._usual()
+        length = watched.dropped[0]
         # A program that drops a window between any two steps does so on purpose: its gradients are for another use.
-        if len(self._watched.dropped) > 1 or self._watched.dropped[0] >= usual or self._between < WINDOWS // 2:
-            self._drops.clear()
+        if len(watched.dropped) > 1 or length >= usual or self._between < WINDOWS // 2:
+            self._drops = 0
+        elif length == self._dropped:
+            self._drops += 1
         else:
-            self._drops += self._watched.dropped
+            self._drops, self._dropped = 1, length
         self._between = 0
-        if len(self._drops) >= DROPS and len(set(self._drops)) == 1:
+        if self._drops >= DROPS:
             findings.warn(
                 CUT_WINDOW,
-                f"rank {self._rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "
-                f"each. {len(self._drops)} windows, of {self._drops[0]} each, were zeroed without a step, so their "
+                f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "
+                f"each. {self._drops} windows, of {length} each, were zeroed without a step, so their "
                 "batches taught nothing. Expected a step for each window: step at the end of an epoch, too, behind a "
                 "synchronised backward, or let an epoch have a whole number of windows.",
             )

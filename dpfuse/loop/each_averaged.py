@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class EachAveraged:
         self._model = model
         self._length = 0  # of the last window, if all of it was synchronised
         self._steps = 0  # in a row that had this length
-        self._times: _OutsideCaptures | None = None
+        self._times: _FewBackwards | None = None
         self._began = 0.0
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -45,31 +45,32 @@ class EachAveraged:
         length = 0 if watched.locals else watched.length
         if length != self._length:
             self._length, self._steps = length, 0
-            self._stop()
+            self.stop()
         if length < 2:
             return
         self._steps += 1
         if self._steps == COUNTED:
-            times = self._times = _OutsideCaptures(self._model.times())
+            times = self._times = _FewBackwards(self._model.times(), MEASURED * length)
             self._model.observers.append(times)
             self._began = perf_counter()
         elif self._steps == COUNTED + MEASURED:
             self._say(optimizer)
 
-    def _stop(self) -> Times | None:
-        times, self._times = self._times, None
-        if times is None:
-            return None
-        others = [observer for observer in self._model.observers if observer is not times]
-        if len(others) == len(self._model.observers):
-            return None  # a call of `observe` has dropped it
-        self._model.observers[:] = others
-        return times.times
+    def stop(self) -> None:
+        """Measure no more."""
+        if self._times is not None:
+            self._model.observers[:] = [each for each in self._model.observers if each is not self._times]
+            self._times = None
 
     def _say(self, optimizer: Optimizer) -> None:
         elapsed = (perf_counter() - self._began) / MEASURED
-        times = self._stop()
-        if times is None:
+        measured, whole = self._times, self._times in self._model.observers  # a call of `observe` drops it
+        self.stop()
+        assert measured is not None
+        if measured.error is not None:
+            raise measured.error
+        times = measured.times
+        if times is None or not whole:
             return
         times.finish()
         share = (self._length - 1) / self._length
@@ -86,27 +87,44 @@ class EachAveraged:
         )
 
 
-class _OutsideCaptures:
-    """Passes on what it is told, except while a CUDA graph is captured.
+class _FewBackwards:
+    """Passes on what it is told of some backwards, except while a CUDA graph is captured.
+
+    The program may never make the step behind them, and what is noted of a backward on a GPU takes memory.
 
     Args:
         times: measures how buckets travel.
+        count: synchronised backwards, of which it is told.
+
+    Attributes:
+        times: as above; None once it has been told of more, or has failed.
+        error: with which it has failed, in the middle of a backward that must go on.
     """
 
-    def __init__(self, times: Times) -> None:
-        self.times = times
+    def __init__(self, times: Times, count: int) -> None:
+        self.times: Times | None = times
+        self.error: Exception | None = None
+        self._left = count
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """As `BucketObserver.sent`."""
-        if not capturing():
-            self.times.sent(tensors, work, is_last=is_last)
+        if self._left == 0:
+            self.times = None
+        self._left -= is_last
+        self._pass_on(lambda times: times.sent(tensors, work, is_last=is_last))
 
     def wait_begins(self, flat: Tensor) -> None:
         """As `BucketObserver.wait_begins`."""
-        if not capturing():
-            self.times.wait_begins(flat)
+        self._pass_on(lambda times: times.wait_begins(flat))
 
     def wait_ends(self) -> None:
         """As `BucketObserver.wait_ends`."""
-        if not capturing():
-            self.times.wait_ends()
+        self._pass_on(lambda times: times.wait_ends())
+
+    def _pass_on(self, call: Callable[[Times], None]) -> None:
+        if self.times is None or capturing():
+            return
+        try:
+            call(self.times)
+        except Exception as error:
+            self.times, self.error = None, error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
+import traceback
 
-from dpfuse.engine.user_line import user_frame, warn_at_user
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, LoopWarning
 
 __all__ = [
     "ALONE", "CHANGED_IN_WINDOW", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES",
-    "OTHER_RATES", "REST", "SAME_BATCHES", "SAME_ORDER", "Findings", "findings", "user_line",
+    "OTHER_RATES", "REST", "SAME_BATCHES", "SAME_ORDER", "Findings", "findings",
 ]  # fmt: skip
 
 REST = "DPF-L01"
@@ -52,6 +52,25 @@ class Findings:
             self._said.add(code)
             log.info("%s: %s %s", code, text, PAGE.format(code=code), extra={"rank": rank})
 
+    def log_failure(self, rank: int, error: Exception) -> None:
+        """Write into the same log that the check itself has failed, each time: it happens once for each model.
+
+        Args:
+            rank: of this process.
+            error: that a rule has raised.
+        """
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        log.warning(
+            "rank %d: the check of the training loop has failed with %s: %s (at %s:%d). Training goes on; from now on "
+            'this rank does not check the loop of this model. Report this, or pass check_loop="off" to the wrapper.',
+            rank,
+            type(error).__name__,
+            " ".join(str(error).split()),
+            place.filename.rpartition("/")[2],
+            place.lineno,
+            extra={"rank": rank},
+        )
+
     def error(self, code: str, text: str) -> DPFuseError:
         """Return the error to raise. It is raised each time, since the step must not happen."""
         error = DPFuseError(f"{code}: {text} {PAGE.format(code=code)}")
@@ -64,9 +83,3 @@ class Findings:
 
 
 findings = Findings()  # of this process
-
-
-def user_line() -> str:
-    """Return file and line of the user's code that is running, such as "train.py:31"; empty if there is none."""
-    frame, _ = user_frame(sys._getframe(1))
-    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

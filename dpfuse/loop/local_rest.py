@@ -15,24 +15,31 @@ class LocalRest:
 
     Args:
         watched: a gradient of the optimizer.
-        rank: of this process.
         raises: whether that is an error.
     """
 
-    def __init__(self, watched: WatchedGradient, rank: int, *, raises: bool) -> None:
+    def __init__(self, watched: WatchedGradient, *, raises: bool) -> None:
         self._watched = watched
-        self._rank = rank
         self._raises = raises
+        self._averaged = 0  # such steps in a row, since other code had changed the values
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Warn if that is so.
+
+        Args:
+            optimizer: is about to step.
 
         Raises:
             DPFuseError: in place of the warning.
         """
         watched = self._watched
-        if not (watched.rest and watched.was_kept):
+        if not watched.rest:
             return
+        # To look waits for the device. A program that averages by itself before each step is looked at ever less often.
+        if self._averaged & (self._averaged - 1) or not watched.was_kept:
+            self._averaged += 1
+            return
+        self._averaged = 0
         text = self._text(type(optimizer).__name__)
         if self._raises:
             raise findings.error(REST, f'{text} To go on all the same, pass check_loop="warn" to the wrapper.')
@@ -45,9 +52,9 @@ class LocalRest:
         means = "A synchronised backward has" if watched.means == 1 else f"{watched.means} synchronised backwards have"
         line = f" ({'at' if one else 'the last at'} {watched.rest_line})" if watched.rest_line else ""
         return (
-            f"rank {self._rank}: {optimizer} steps on gradients that are not the mean over the ranks. {means} written "
-            f"the gradient of {watched.name!r}, and then {backwards} not synchronised{line}; expected the synchronised "
-            "backward as the last one before the step. The forward decides: enter no_sync(), or set "
+            f"rank {watched.rank}: {optimizer} steps on gradients that are not the mean over the ranks. {means} "
+            f"written the gradient of {watched.name!r}, and then {backwards} not synchronised{line}; expected the "
+            "synchronised backward as the last one before the step. The forward decides: enter no_sync(), or set "
             "require_backward_grad_sync, before the forward of each batch, and synchronise the last batch before the "
             "step."
         )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.findings import NOTHING_AVERAGED, findings
 from dpfuse.loop.model import Model
@@ -33,9 +32,6 @@ class LocalSteps:
     Args:
         watched: a gradient of the optimizer.
         model: whose gradients are averaged.
-
-    Attributes:
-        looks: whether it looks at gradients and weights.
     """
 
     def __init__(self, watched: WatchedGradient, model: Model) -> None:
@@ -45,7 +41,7 @@ class LocalSteps:
         self._optimizer: ref[Optimizer] | None = None
         self._steps = 0
         self._decided = False
-        self.looks = False
+        self._looks = False  # whether it looks at gradients and weights
         self._gradients: list[tuple[Sample, Sample]] = []  # behind a backward, and behind the step
         self._weights: list[tuple[Sample, Sample]] = []  # behind a step, and before the next backward
         self._stepped: Sample | None = None  # the weight behind a step, until the next backward
@@ -65,7 +61,7 @@ class LocalSteps:
     def after_step(self, optimizer: Optimizer) -> None:
         """Copy some elements of weight and gradient behind the step, which may itself average."""
         own = self._optimizer is not None and self._optimizer() is optimizer
-        if not (self.looks and own) or self._stepped is not None:
+        if not (self._looks and own) or self._stepped is not None:
             return
         param, bits = self._watched.param, self._watched.bits
         if bits is None or param.grad is None:
@@ -82,21 +78,24 @@ class LocalSteps:
             self._stepped = None
 
     def _look(self, optimizer: Optimizer) -> None:
-        self.looks, self._optimizer = True, ref(optimizer)
+        self._looks, self._optimizer = True, ref(optimizer)
         self._watched.keeps_bits += 1
         self._model.looking.append(self)
-        call_after_steps(self)
+
+    def stop(self) -> None:
+        """Look at nothing any more."""
+        if self._looks:
+            self._decide()
 
     def _start_again(self) -> None:
         self._steps = 0
-        if self.looks:
-            self._decide()  # a program that averages now and then knows what it does
+        self.stop()  # a program that averages now and then knows what it does
 
     def _decide(self) -> None:
-        if self.looks:
+        if self._looks:
             self._watched.keeps_bits -= 1
             self._model.looking.remove(self)
-        self._decided, self.looks = True, False
+        self._decided, self._looks = True, False
         self._gradients, self._weights, self._stepped, self._copies = [], [], None, None
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -106,9 +105,9 @@ class LocalSteps:
             self._decide()
             if kept and not self._model.hooked() and not averages_weights():
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
-        elif self._steps >= STEPS and not self.looks:
+        elif self._steps >= STEPS and not self._looks:
             self._look(optimizer)
-        elif self.looks and len(self._weights) >= LOOKS:
+        elif self._looks and len(self._weights) >= LOOKS:
             self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
 
     def _copy_of(self, pairs: list[tuple[Sample, Sample]]) -> HostCopy:

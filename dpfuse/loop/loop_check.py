@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
-from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
@@ -20,7 +21,9 @@ from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
 from dpfuse.engine.window import Window
+from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.comparison import Comparison
+from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
@@ -33,16 +36,45 @@ __all__ = ["LoopCheck"]
 SPARES = 8  # gradients that are watched until the optimizers are known
 KNOWN = 4  # steps, after which no more optimizer is expected
 
+Given = ParamSpec("Given")
+
+
+def harmless(method: Callable[Concatenate[LoopCheck, Given], None]) -> Callable[Concatenate[LoopCheck, Given], None]:
+    """Return what calls this method as long as the check is on, and switches it off where a rule fails.
+
+    What a rule has found is passed on: a DPFuseError, or a warning that the program has turned into an error.
+    """
+
+    @wraps(method)
+    def call(check: LoopCheck, /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        if check.failed:
+            return
+        try:
+            method(check, *args, **kwargs)
+        except (DPFuseError, LoopWarning):
+            raise
+        except Exception as error:
+            check.switch_off(error)
+
+    return call
+
 
 class LoopCheck(Feature):
     """Watches one gradient of each optimizer. Costs the same for 10 parameters and for 1,000.
+
+    A rule that fails ends no training: it switches the check off. Other ranks go on with theirs, and compare nothing
+    any more, since this one writes no word into the report.
 
     Args:
         module: that is wrapped.
         window: knows whether this rank has inputs.
         grads: returns the synchronisation of the gradients, once there is one.
         times: makes an observer that measures how buckets travel.
+        rank: of this process.
         raises: whether a step on gradients that only one rank has is an error.
+
+    Attributes:
+        failed: whether a rule has failed, so that the check is off.
     """
 
     def __init__(
@@ -51,6 +83,7 @@ class LoopCheck(Feature):
         window: Window,
         grads: Callable[[], GradSync],
         times: Callable[[], Times],
+        rank: int,
         *,
         raises: bool,
     ) -> None:
@@ -58,12 +91,14 @@ class LoopCheck(Feature):
         self._window = window
         self._grads = grads
         self._times = times
+        self._rank = rank
+        self.failed = False
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: Comparison | None = None
         self._watched: list[WatchedGradient] = []
         self._spares: list[WatchedGradient] = []
-        self._of: WeakKeyDictionary[Optimizer, OptimizerRules] = WeakKeyDictionary()
+        self._of: dict[ref[Optimizer], OptimizerRules] = {}
         self._steps = 0
         self._order: RepeatedOrder | None = RepeatedOrder()  # until it has decided
         self._never_stepped: NeverStepped | None = None  # until it has decided
@@ -75,6 +110,7 @@ class LoopCheck(Feature):
         """As `Feature.step`."""
         return None if report is None else _Tell(self, buffer, report)
 
+    @harmless
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
         """Note the arguments of a forward that may have a backward."""
         if self._order is not None:
@@ -82,12 +118,14 @@ class LoopCheck(Feature):
         if self._model is not None and self._model.due and self._comparison is not None:
             self._comparison.forward_begins(inputs)
 
+    @harmless
     def tell(self, report: Report, packed: Tensor) -> None:
         """Write into the report, as it is packed, what the ranks are to have in common."""
         if self._model is None or self._comparison is None or not self._model.due or self._window.without_inputs:
             return
         self._comparison.write(report, packed)
 
+    @harmless
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`."""
         model = self._model
@@ -102,6 +140,7 @@ class LoopCheck(Feature):
         for rule in model.looking:
             rule.backward_begins()
 
+    @harmless
     def left(self, *, added: bool) -> None:
         """As `Feature.left`."""
         self._runs = False
@@ -112,6 +151,7 @@ class LoopCheck(Feature):
         for watched in self._watched:
             watched.local_ends(announced=self._announced)
 
+    @harmless
     def delivered(self) -> None:
         """As `Feature.delivered`."""
         self._runs = False
@@ -124,8 +164,12 @@ class LoopCheck(Feature):
         for watched in self._watched:
             watched.mean_ends()
 
+    @harmless
     def before_step(self, optimizer: Optimizer) -> None:
         """Have the rules look, unless it is a step inside a backward.
+
+        Args:
+            optimizer: is about to step.
 
         Raises:
             DPFuseError: the gradients are not the mean over the ranks.
@@ -144,13 +188,39 @@ class LoopCheck(Feature):
             return
         if self._comparison is not None:
             self._comparison.before_step(optimizer)
-        rules = self._of.get(optimizer)
+        rules = self._of.get(ref(optimizer))
         if rules is None:
-            rules = self._of[optimizer] = OptimizerRules(model, raises=self._raises)
+            self._forget_freed()
+            rules = self._of[ref(optimizer)] = OptimizerRules(model, raises=self._raises)
         before = rules.watched
         rules.before_step(optimizer, self._spares)
         if self._spares or rules.watched is not before:
             self._choose_watched()
+        if model.looking:
+            call_after_steps(self)
+
+    @harmless
+    def after_step(self, optimizer: Optimizer) -> None:
+        """As `AfterStep.after_step`."""
+        model = self._model
+        if model is None or not model.looking or (model.on_gpu and capturing()):
+            return
+        for rule in model.looking.copy():  # which a rule leaves that has decided
+            rule.after_step(optimizer)
+
+    def switch_off(self, error: Exception) -> None:
+        """Log this error of a rule, and look at nothing from now on."""
+        self.failed = True
+        findings.log_failure(self._rank, error)
+        for rules in self._of.values():
+            rules.stop()
+        self._of.clear()
+        self._watched, self._spares = [], []
+        self._model = self._comparison = self._order = self._never_stepped = None
+
+    def _forget_freed(self) -> None:
+        for optimizer in [each for each in self._of if each() is None]:
+            self._of.pop(optimizer).stop()
 
     def _begin(self) -> Model:
         grads = self._grads()
@@ -162,9 +232,10 @@ class LoopCheck(Feature):
             return any(map(has_hooks_of_others, grads.params))
 
         observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, grads.group.rank(), observers, self._times, on_gpu=on_gpu)
-        names = best_of({name: param for name, param in params().items() if is_plain(param)})
-        self._spares = [WatchedGradient(param, name) for name, param in names[:: max(1, -(-len(names) // SPARES))]]
+        self._model = model = Model(params, hooked, self._rank, observers, self._times, on_gpu=on_gpu)
+        found = best_of({name: param for name, param in params().items() if is_plain(param)})
+        some = found[:: max(1, -(-len(found) // SPARES))]
+        self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]
         self._watched = list(self._spares)
         self._never_stepped = NeverStepped(model)
         self._comparison = Comparison(self._module, model, grads.params[0].device.type, grads.group.size())

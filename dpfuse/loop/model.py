@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpfuse.engine.protocols import BucketObserver
 
@@ -13,7 +14,10 @@ __all__ = ["Looking", "Model", "Times"]
 
 
 class Looking(Protocol):
-    """Looks at weights before the next backward."""
+    """Looks at weights behind a step, and before the next backward."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look, once this optimizer has stepped."""
 
     def backward_begins(self) -> None:
         """Look."""
@@ -44,7 +48,7 @@ class Model:
         averages: how many backwards were synchronised so far.
         others: how many were not, and went through an output of the wrapper.
         due: whether words travel with the next synchronised backward.
-        looking: what is to be told of each backward.
+        looking: what is to be told of each backward, and of the end of each step.
     """
 
     def __init__(

@@ -46,6 +46,7 @@ class OptimizerRules:
         self._model = model
         self._raises = raises
         self._rules: Sequence[Rule] = ()
+        self._lasting: tuple[LocalSteps, EachAveraged] | tuple[()] = ()  # those of them that act between steps
         self._missed = 0  # steps without a gradient to look at
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
@@ -70,6 +71,11 @@ class OptimizerRules:
             rule.before_step(optimizer)
         watched.stepped()
 
+    def stop(self) -> None:
+        """Let no rule act between steps any more."""
+        for rule in self._lasting:
+            rule.stop()
+
     def _choose(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> WatchedGradient | None:
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
         fitting = {name: param for name, param in self._model.params().items() if id(param) in wanted and fits(param)}
@@ -77,23 +83,21 @@ class OptimizerRules:
             return self.watched
         own = {spare.name: spare for spare in spares if spare.name in fitting}
         name, param = best_of({name: fitting[name] for name in own or fitting})[-1]
-        watched = self.watched = own[name] if own else WatchedGradient(param, name)
-        self._rules = (
-            LocalRest(watched, self._model.rank, raises=self._raises),
-            LocalSteps(watched, self._model),
-            CutWindows(watched, self._model.rank),
-            ChangedGradients(watched, self._model.rank),
-            EachAveraged(watched, self._model),
-        )
+        watched = self.watched = own[name] if own else WatchedGradient(param, name, self._model.rank)
+        self.stop()
+        steps, averaged = self._lasting = LocalSteps(watched, self._model), EachAveraged(watched, self._model)
+        rest = LocalRest(watched, raises=self._raises)
+        self._rules = rest, steps, CutWindows(watched), ChangedGradients(watched), averaged
         return watched
 
 
 def fits(param: Tensor) -> bool:
-    """Whether the gradient of `param` is there, and can be watched: dense, and averaged by one wrapper only."""
+    """Whether the gradient of `param` is there, and can be watched: dense, real, and averaged by one wrapper only."""
     grad = param.grad
     if grad is None or not (is_plain(param) and is_plain(grad)):
         return False
-    return grad.layout is torch.strided and not grad.is_complex() and len(hooks_on(param)) == 1
+    dense = grad.layout is torch.strided and grad.dtype is param.dtype and not grad.is_complex()
+    return dense and len(hooks_on(param)) == 1
 
 
 def best_of(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

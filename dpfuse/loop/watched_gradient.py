@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse.engine.streams import HostCopy, capturing
-from dpfuse.loop.findings import user_line
+from dpfuse.engine.user_line import user_line
 
 __all__ = ["Sample", "WatchedGradient", "is_plain", "only_rescaled", "rounding_of", "sample_of", "values_of"]
 
@@ -26,6 +26,7 @@ class WatchedGradient:
     Args:
         param: whose gradient is watched, dense.
         name: of the parameter.
+        rank: of this process, for messages.
 
     Attributes:
         means: how many synchronised backwards have written it since it was zero.
@@ -55,13 +56,15 @@ class WatchedGradient:
         "means",
         "name",
         "param",
+        "rank",
         "rest",
         "rest_line",
     )
 
-    def __init__(self, param: Tensor, name: str) -> None:
+    def __init__(self, param: Tensor, name: str, rank: int) -> None:
         self.param = param
         self.name = name
+        self.rank = rank
         self.keeps_bits = 0
         # Of a sample of its memory; 0 where the host must not read it.
         self._nbytes = min(ELEMENTS, param.numel()) * param.element_size() if param.device.type == "cpu" else 0
@@ -143,7 +146,8 @@ class WatchedGradient:
                 self.rest += 1
                 self.rest_line = user_line()
         if self.rest or self.keeps_bits:
-            plain = self._nbytes and grad.is_contiguous()  # as in `sample_of`, in half the time
+            # As in `sample_of`, in half the time. Torch lets a gradient have another dtype than its parameter.
+            plain = self._nbytes and grad.is_contiguous() and grad.dtype is self.param.dtype
             self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
 
     def mean_ends(self) -> None:

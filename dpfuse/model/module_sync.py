@@ -167,10 +167,10 @@ class ModuleSync:
         level = options.common["check_loop"]
         if level != "off":
             tell_of_group(group)
-        if level != "off" and group.size() > 1:
-            raises = level == "raise"
-            self.loop = LoopCheck(module, self.window, lambda: self.grads, CommunicationTimes, raises=raises)
-            features.append(self.loop)
+            if group.size() > 1:
+                raises, rank = level == "raise", group.rank()
+                self.loop = LoopCheck(module, self.window, lambda: self.grads, CommunicationTimes, rank, raises=raises)
+                features.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]
         if level != "off" and group.size() > 1:

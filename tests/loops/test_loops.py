@@ -73,7 +73,7 @@ def shown(code):
 
 
 def plain(text):
-    """A message in one line, without the name of its program its times and the bytes of a report."""
+    """A message in one line, without the name of its program, its times and the bytes of a report."""
     text = re.sub(r"\w+\.py:\d+", "train.py:1", " ".join(text.split()))
     text = re.sub(r"[\d.]+ of [\d.]+ ms", "2 of 5 ms", text)
     return re.sub(r"[\d,]+ bytes less", "9 bytes less", text)  # the report is among them

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
+from dpfuse.loop.cut_windows import CutWindows
+from dpfuse.loop.findings import findings
+from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
 
 
@@ -14,7 +19,7 @@ class Watching:
 
     def __init__(self, late=False):
         self.param = nn.Parameter(torch.arange(12.0).view(3, 4))
-        self.watched = WatchedGradient(self.param, "weight")
+        self.watched = WatchedGradient(self.param, "weight", 0)
         if late:
             self.watched._nbytes = 0
 
@@ -160,3 +165,60 @@ def test_a_sample_has_the_values_of_a_tensor_in_any_layout(dtype):
     turned = values_of(sample_of(tensor.T), dtype)
     assert len(turned) == 64
     assert torch.equal(turned, tensor.T.flatten()[::3][:64])
+
+
+def test_a_gradient_of_another_dtype_than_its_parameter_has_a_sample_of_its_own_bytes():
+    param = nn.Parameter(torch.arange(12.0).view(3, 4))
+    param.grad_dtype = torch.bfloat16
+    watched = WatchedGradient(param, "weight", 0)
+    watched.keeps_bits = 1
+    watched.backward_begins(announced=True)
+    param.square().sum().backward()
+    watched.local_ends(announced=True)
+    assert param.grad.dtype is torch.bfloat16
+    assert torch.equal(values_of(watched.bits, torch.bfloat16), param.grad.flatten())
+    assert watched.was_kept
+
+
+def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_often(monkeypatch):
+    looks = []
+    was_kept = WatchedGradient.was_kept.fget
+    monkeypatch.setattr(WatchedGradient, "was_kept", property(lambda each: looks.append(0) or was_kept(each)))
+    seen = Watching()
+    rest, optimizer = LocalRest(seen.watched, raises=True), torch.optim.SGD([seen.param])
+    for step in range(64):
+        seen.backward(sync=True)
+        seen.backward()
+        seen.param.grad += torch.linspace(-1, 1, 12).view(3, 4)
+        rest.before_step(optimizer)
+        seen.step()
+        seen.param.grad = None
+        assert len(looks) == len({1 << place for place in range(7) if 1 << place <= step}) + 1
+
+
+def dropped(lengths):
+    """The warnings where windows of these lengths were zeroed, each behind 8 windows of 3 backwards."""
+    findings.forget()
+    seen = Watching()
+    cut, optimizer = CutWindows(seen.watched), torch.optim.SGD([seen.param])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            for _ in range(8):
+                seen.backward()
+                seen.backward()
+                seen.backward(sync=True)
+                cut.before_step(optimizer)
+                seen.step()
+                seen.param.grad = None
+            for _ in range(length):
+                seen.backward()
+            seen.param.grad = None
+        seen.backward(sync=True)
+        cut.before_step(optimizer)
+    return [each.message.code for each in caught]
+
+
+@pytest.mark.parametrize(("lengths", "told"), [([1], 0), ([1, 2], 0), ([1, 1], 1), ([1, 2, 2], 1)])
+def test_two_windows_of_one_length_that_follow_each_other_are_lost(lengths, told):
+    assert dropped(lengths) == ["DPF-L03"] * told

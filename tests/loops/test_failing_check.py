@@ -1,0 +1,144 @@
+"""A rule that fails ends no training: the check says so once, and is off. What a rule has found still ends a step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+import dpfuse
+from dpfuse.errors import LoopWarning
+from dpfuse.loop.changed_gradients import ChangedGradients
+from dpfuse.loop.findings import findings
+from dpfuse.loop.local_steps import LocalSteps
+from dpfuse.loop.rank_words import RankWords
+from dpfuse.loop.repeated_order import RepeatedOrder
+from dpfuse.loop.watched_gradient import WatchedGradient
+from dpfuse.measure.communication_times import CommunicationTimes
+from tests.loops.nets import batches, loss_of, mlp
+
+RULES = [
+    (RepeatedOrder, "forward_begins"),
+    (RankWords, "tell"),
+    (RankWords, "delivered"),
+    (WatchedGradient, "backward_begins"),
+    (WatchedGradient, "local_ends"),
+    (WatchedGradient, "mean_ends"),
+    (ChangedGradients, "before_step"),
+    (LocalSteps, "after_step"),
+    (CommunicationTimes, "sent"),
+    (CommunicationTimes, "wait_ends"),
+]
+
+
+class Records(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record)
+
+
+@contextmanager
+def logged():
+    """The failures of which the log "dpfuse.loop" is told inside of the context."""
+    findings.forget()
+    logger, records = logging.getLogger("dpfuse.loop"), Records()
+    records.setLevel(logging.WARNING)
+    logger.addHandler(records)
+    try:
+        yield records.found
+    finally:
+        logger.removeHandler(records)
+
+
+def trained(model, rank):
+    """Steps of two averages each, then steps on local gradients, so that every rule acts; returns the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 48)):
+        with model.no_sync(enabled=index >= 36):
+            loss_of(model(x), y).backward()
+        if index % 2 or index >= 36:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(("owner", "method"), RULES, ids=[f"{owner.__name__}.{method}" for owner, method in RULES])
+def test_a_rule_that_fails_on_one_rank_ends_no_training(rank, size, owner, method):
+    expected = trained(dpfuse.DataParallel(mlp(), check_loop="off", check_weights="off"), rank)
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    failing = mock.patch.object(owner, method, side_effect=RuntimeError("two\nlines"))
+    with logged() as said, failing if rank == 0 else nullcontext():
+        found = trained(model, rank)
+    assert all(map(torch.equal, found, expected))
+    assert model._sync.loop.failed is (rank == 0)
+    assert [record.rank for record in said] == [0] * (rank == 0)
+    if rank == 0:
+        text = said[0].getMessage()
+        assert text.startswith("rank 0: the check of the training loop has failed with RuntimeError: two lines (at ")
+        assert "\n" not in text
+        assert model._sync.grads.listening.observers == []
+
+
+def test_a_check_that_is_off_holds_nothing(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    with mock.patch.object(ChangedGradients, "before_step", side_effect=ValueError):
+        trained(model, rank)
+    gc.collect()
+    ours = {id(param) for param in model.parameters()}
+    assert [each for each in gc.get_objects() if type(each) is WatchedGradient and id(each.param) in ours] == []
+
+
+def test_a_warning_that_the_program_has_made_an_error_is_one(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 2)):
+        with model.no_sync(enabled=index == 1):
+            loss_of(model(x), y).backward()
+    with logged() as said, warnings.catch_warnings():
+        warnings.simplefilter("error", LoopWarning)
+        with pytest.raises(LoopWarning, match="DPF-L01"):
+            optimizer.step()
+    assert not model._sync.loop.failed
+    assert said == []
+
+
+def measuring(model, rank):
+    """An optimizer that has made so many steps of two averages each that these are measured."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 20)):
+        loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(model._sync.grads.listening.observers) == 1
+    return optimizer
+
+
+def test_a_measurement_ends_though_its_optimizer_never_steps_again(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    optimizer = measuring(model, rank)
+    for x, y in batches(rank, 20, 1):
+        loss_of(model(x), y).backward()
+    assert [each.times for each in model._sync.grads.listening.observers] == [None]
+    del optimizer
+
+
+def test_a_measurement_ends_with_its_optimizer(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    measuring(model, rank)
+    gc.collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 1):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+    assert model._sync.grads.listening.observers == []
