@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -36,34 +35,12 @@ __all__ = ["LoopCheck"]
 SPARES = 8  # gradients that are watched until the optimizers are known
 KNOWN = 4  # steps, after which no more optimizer is expected
 
-Given = ParamSpec("Given")
-
-
-def harmless(method: Callable[Concatenate[LoopCheck, Given], None]) -> Callable[Concatenate[LoopCheck, Given], None]:
-    """Return what calls this method as long as the check is on, and switches it off where a rule fails.
-
-    What a rule has found is passed on: a DPFuseError, or a warning that the program has turned into an error.
-    """
-
-    @wraps(method)
-    def call(check: LoopCheck, /, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        if check.failed:
-            return
-        try:
-            method(check, *args, **kwargs)
-        except (DPFuseError, LoopWarning):
-            raise
-        except Exception as error:
-            check.switch_off(error)
-
-    return call
-
 
 class LoopCheck(Feature):
     """Watches one gradient of each optimizer. Costs the same for 10 parameters and for 1,000.
 
-    A rule that fails ends no training: it switches the check off. Other ranks go on with theirs, and compare nothing
-    any more, since this one writes no word into the report.
+    A rule that fails ends no training: it switches the check off on this rank. The other ranks go on with theirs. They
+    compare nothing any more, since this one writes no word into the report.
 
     Args:
         module: that is wrapped.
@@ -110,61 +87,75 @@ class LoopCheck(Feature):
         """As `Feature.step`."""
         return None if report is None else _Tell(self, buffer, report)
 
-    @harmless
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
         """Note the arguments of a forward that may have a backward."""
-        if self._order is not None:
-            self._order.forward_begins(inputs)
-        if self._model is not None and self._model.due and self._comparison is not None:
-            self._comparison.forward_begins(inputs)
+        try:
+            if self._order is not None:
+                self._order.forward_begins(inputs)
+            if self._model is not None and self._model.due and self._comparison is not None:
+                self._comparison.forward_begins(inputs)
+        except Exception as error:
+            self._fail(error)
 
-    @harmless
     def tell(self, report: Report, packed: Tensor) -> None:
         """Write into the report, as it is packed, what the ranks are to have in common."""
-        if self._model is None or self._comparison is None or not self._model.due or self._window.without_inputs:
-            return
-        self._comparison.write(report, packed)
+        try:
+            due = self._model is not None and self._model.due and not self._window.without_inputs
+            if due and self._comparison is not None:
+                self._comparison.write(report, packed)
+        except Exception as error:
+            self._fail(error)
 
-    @harmless
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`."""
-        model = self._model
-        if model is None:
-            model = self._begin()
-        elif self._runs:  # the one before has died, after it had added to some gradients
+        if self.failed:
+            return
+        try:
+            model = self._model
+            if model is None:
+                model = self._begin()
+            elif self._runs:  # the one before has died, after it had added to some gradients
+                for watched in self._watched:
+                    watched.forget()
+            self._runs, self._announced = True, announced
             for watched in self._watched:
-                watched.forget()
-        self._runs, self._announced = True, announced
-        for watched in self._watched:
-            watched.backward_begins(announced=announced)
-        for rule in model.looking:
-            rule.backward_begins()
+                watched.backward_begins(announced=announced)
+            for rule in model.looking:
+                rule.backward_begins()
+        except Exception as error:
+            self._fail(error)
 
-    @harmless
     def left(self, *, added: bool) -> None:
         """As `Feature.left`."""
-        self._runs = False
-        if not added:
+        if self.failed:
             return
-        assert self._model is not None
-        self._model.others += self._announced
-        for watched in self._watched:
-            watched.local_ends(announced=self._announced)
+        try:
+            self._runs = False
+            if added:
+                assert self._model is not None
+                self._model.others += self._announced
+                for watched in self._watched:
+                    watched.local_ends(announced=self._announced)
+        except Exception as error:
+            self._fail(error)
 
-    @harmless
     def delivered(self) -> None:
         """As `Feature.delivered`."""
-        self._runs = False
-        model = self._model
-        assert model is not None
-        assert self._comparison is not None
-        model.averages += 1
-        self._comparison.delivered()
-        model.due = is_due(model.averages)
-        for watched in self._watched:
-            watched.mean_ends()
+        if self.failed:
+            return
+        try:
+            self._runs = False
+            model = self._model
+            assert model is not None
+            assert self._comparison is not None
+            model.averages += 1
+            self._comparison.delivered()
+            model.due = is_due(model.averages)
+            for watched in self._watched:
+                watched.mean_ends()
+        except Exception as error:
+            self._fail(error)
 
-    @harmless
     def before_step(self, optimizer: Optimizer) -> None:
         """Have the rules look, unless it is a step inside a backward.
 
@@ -174,42 +165,53 @@ class LoopCheck(Feature):
         Raises:
             DPFuseError: the gradients are not the mean over the ranks.
         """
-        model = self._model
-        if model is None or (model.on_gpu and capturing()):
-            return
-        if self._never_stepped is not None:
-            self._never_stepped.before_step(optimizer)
-            if self._never_stepped.decided:
-                self._never_stepped = None
-        if self._order is not None and self._order.decided:
-            self._order.tell(model.rank)
-            self._order = None
-        if self._runs:
-            return
-        if self._comparison is not None:
-            self._comparison.before_step(optimizer)
-        rules = self._of.get(ref(optimizer))
-        if rules is None:
-            self._forget_freed()
-            rules = self._of[ref(optimizer)] = OptimizerRules(model, raises=self._raises)
-        before = rules.watched
-        rules.before_step(optimizer, self._spares)
-        if self._spares or rules.watched is not before:
-            self._choose_watched()
-        if model.looking:
-            call_after_steps(self)
+        try:
+            model = self._model
+            if model is None or (model.on_gpu and capturing()):
+                return
+            if self._never_stepped is not None:
+                self._never_stepped.before_step(optimizer)
+                if self._never_stepped.decided:
+                    self._never_stepped = None
+            if self._order is not None and self._order.decided:
+                self._order.tell(model.rank)
+                self._order = None
+            if self._runs:
+                return
+            if self._comparison is not None:
+                self._comparison.before_step(optimizer)
+            rules = self._of.get(ref(optimizer))
+            if rules is None:
+                self._forget_freed()
+                rules = self._of[ref(optimizer)] = OptimizerRules(model, raises=self._raises)
+            before = rules.watched
+            rules.before_step(optimizer, self._spares)
+            if self._spares or rules.watched is not before:
+                self._choose_watched()
+            if model.looking:
+                call_after_steps(self)
+        except Exception as error:
+            self._fail(error)
 
-    @harmless
     def after_step(self, optimizer: Optimizer) -> None:
         """As `AfterStep.after_step`."""
-        model = self._model
-        if model is None or not model.looking or (model.on_gpu and capturing()):
-            return
-        for rule in model.looking.copy():  # which a rule leaves that has decided
-            rule.after_step(optimizer)
+        try:
+            model = self._model
+            if model is None or not model.looking or (model.on_gpu and capturing()):
+                return
+            for rule in model.looking.copy():  # which a rule leaves that has decided
+                rule.after_step(optimizer)
+        except Exception as error:
+            self._fail(error)
 
-    def switch_off(self, error: Exception) -> None:
-        """Log this error of a rule, and look at nothing from now on."""
+    def _fail(self, error: Exception) -> None:
+        """Log that a rule has failed, and look at nothing from now on.
+
+        Raises:
+            DPFuseError, LoopWarning: what a rule has found, as it is; a program can turn warnings into errors.
+        """
+        if isinstance(error, (DPFuseError, LoopWarning)):
+            raise error
         self.failed = True
         findings.log_failure(self._rank, error)
         for rules in self._of.values():

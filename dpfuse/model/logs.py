@@ -12,7 +12,7 @@ LOGS = {
     "plan": "the buckets with which a wrapper starts",
     "rebuild": "the buckets after the first synchronised backward",
     "group": "what the back end of a process group can do on GPUs",
-    "loop": "what a training loop could save, and groups of one rank",
+    "loop": "what a training loop could save, groups of one rank, and checks that failed",
     "weights": "where weights of the ranks are not compared, and why",
     "stall": "ranks that are silent, slow, or have failed",
 }
