@@ -27,4 +27,5 @@ def test_folders_in_arguments_are_looked_at_once(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     words = ["--lr", "0.1", f"--out={tmp_path}/runs/new", "inside/config.yaml", str(tmp_path / "runs")]
+    words += ['{"a/b": "' + "x" * 5000 + '"}', "~nobody-of-that-name/x", ""]
     assert folders_of(words, tmp_path / "own") == [str(tmp_path / "runs"), str(tmp_path / "work")]
