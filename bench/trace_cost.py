@@ -33,7 +33,7 @@ def seconds_of_a_step(folder: Path | None) -> float:
     tracer = None if folder is None else start_tracer(folder)
     model = dpfuse.DataParallel(net)
     if tracer is not None:
-        tracer.add(model, lambda: None)
+        tracer.add(model)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     batch = torch.randn(8, WIDTH)
     for step in range(2 + STEPS):

@@ -149,11 +149,7 @@ class SyncedModule(nn.Module):
     def _trace(self) -> None:
         from dpfuse.trace.attachment import process_tracer
 
-        process_tracer().add(self, self._names_by_bucket)
-
-    def _names_by_bucket(self) -> list[list[str]]:
-        plan = self.bucket_plan
-        return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
+        process_tracer().add(self)
 
     def _make_sync(self, plan: BucketPlan, group: dist.ProcessGroup) -> ModuleSync:
         assert self._number is not None

@@ -248,20 +248,18 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _seconds(text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        time = math.nan
-    if not 0 < time < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds above 0, such as 600")
-    return time
+    return _time(text, "seconds above 0, such as 600")
 
 
 def _milliseconds(text: str) -> float:
+    return _time(text, "milliseconds above 0, such as 250 or 0.5")
+
+
+def _time(text: str, expected: str) -> float:
     try:
         time = float(text)
     except ValueError:
         time = math.nan
     if not 0 < time < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected milliseconds above 0, such as 250 or 0.5")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
     return time

@@ -13,6 +13,7 @@ from torch import nn
 
 from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
 from dpfuse.ddp.patch import Patch
+from dpfuse.engine.plan import MB
 from dpfuse.engine.user_line import user_frame
 
 __all__ = ["start"]
@@ -49,8 +50,9 @@ class _Message:
             return
         frame, _ = user_frame(sys._getframe(1))
         place = "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        name = type(wrapper.module).__name__
         _say(
-            f"{_name(wrapper.module)} is wrapped by dpfuse's DistributedDataParallel instead of torch's{place}: "
+            f"{name} is wrapped by dpfuse's DistributedDataParallel instead of torch's{place}: "
             f"{_size(wrapper.module)}, {wrapper.process_group.size()} ranks. So is each further model."
         )
 
@@ -60,13 +62,9 @@ class _Message:
             _say("this program has made no DistributedDataParallel on rank 0, so dpfuse has replaced nothing")
 
 
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def _size(module: nn.Module) -> str:
     trained = [param for param in module.parameters() if param.requires_grad]
-    megabytes = sum(param.numel() * param.element_size() for param in trained) / 2**20
+    megabytes = sum(param.numel() * param.element_size() for param in trained) / MB
     return f"{len(trained)} parameters, {megabytes:.4g} MB of gradients"
 
 

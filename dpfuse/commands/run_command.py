@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ from dpfuse.errors import DPFuseError
 from dpfuse.job.startup import REPLACEMENT, startup_variables
 
 __all__ = ["Program", "run"]
+
+# A word of Python's own flags: letters without a value, then perhaps one that has a value, in this word or the next.
+FLAGS = re.compile(r"(--[a-z-]+|-[abd-ln-zA-VYZ?]*)(?:([cmWX])(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,26 @@ def start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> i
 def _interpreter_flags(words: Sequence[str]) -> list[str]:
     """Return the flags of Python in the command line of this process, such as -u and -X dev.
 
+    Python takes letters together, as in `-um module` and `-OWerror`.
+
     Example:
         >>> _interpreter_flags(["python", "-u", "-X", "dev", "-m", "dpfuse", "run", "train.py"])
         ['-u', '-X', 'dev']
         >>> _interpreter_flags(["python", "-O", "bin/dpfuse", "run", "train.py"])
         ['-O']
+        >>> _interpreter_flags(["python", "-um", "dpfuse", "run", "train.py"])
+        ['-u']
     """
     flags: list[str] = []
     rest = iter(words[1:])
     for word in rest:
-        if word in ("-m", "-c") or not word.startswith("-"):
+        found = FLAGS.fullmatch(word)
+        if found is None:
             break
+        switches, letter, value = found.groups()
+        if letter in ("m", "c"):
+            return [*flags, *([switches] if len(switches) > 1 else [])]
         flags.append(word)
-        if word in ("-X", "-W"):
+        if not value and (letter or word == "--check-hash-based-pycs"):
             flags.append(next(rest, ""))
     return flags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ VARIABLE = "DPFUSE_TRACE"
 _tracer: Tracer | None = None
 _listener: _Listener | None = None
 _owner = 0  # the process that has made it: a fork has none
+_unwatch: Callable[[], None]  # gives torch its backward back
 
 
 def process_tracer() -> Tracer:
@@ -40,17 +41,21 @@ def start_tracer(
     *,
     sketch: bool = False,
 ) -> Tracer:
-    """Make the tracer of this process. Arguments and errors are those of `Tracer`."""
-    global _tracer, _listener, _owner
+    """Make the tracer of this process, in the place of an earlier one. Arguments and errors are those of `Tracer`."""
+    global _tracer, _listener, _owner, _unwatch
+    stop_tracer()
     _tracer, _owner = Tracer(folder, deep_steps, after_step, sketch=sketch), os.getpid()
     _listener = _Listener(_tracer)
-    _watch_backwards()
+    _unwatch = _watch_backwards(_tracer)
     return _tracer
 
 
 def stop_tracer() -> None:
-    """Write nothing more in this process, until `start_tracer` is called again."""
+    """Close the trace of this process, and take its hooks away. Without a tracer it does nothing."""
     global _tracer, _listener
+    if _tracer is not None:
+        _unwatch()
+        _tracer.close()
     _tracer = _listener = None
 
 
@@ -68,17 +73,19 @@ class _Listener:
         call_after_steps(self)
 
 
-@cache  # once in a process
-def _watch_backwards() -> None:
-    """Tell the tracer of each call of `torch.autograd.backward`, through which `Tensor.backward` runs."""
+def _watch_backwards(tracer: Tracer) -> Callable[[], None]:
+    """Tell the tracer of each call of `torch.autograd.backward`, through which `Tensor.backward` runs.
+
+    Returns:
+        A function that ends this.
+    """
     plain = torch.autograd.backward
-    inside = False
+    inside = ended = False
 
     @wraps(plain)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal inside
-        tracer = _tracer
-        if tracer is None or inside:
+        if inside or ended:
             plain(tensors, *args, **kwargs)
             return
         inside = True
@@ -89,4 +96,12 @@ def _watch_backwards() -> None:
         finally:
             inside = False
 
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        # Where someone else has wrapped it since, theirs stays, and ours below it passes calls on.
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = plain
+
     torch.autograd.backward = backward
+    return end

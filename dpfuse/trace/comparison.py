@@ -193,7 +193,10 @@ def _before_the_first_step(one: dict[int, RankTrace], other: dict[int, RankTrace
             names = _names_where(ours["parameters"], theirs["parameters"], ours["names"])
             if names:
                 ranks = tuple(
-                    r for r in one if one[r].models[number]["parameters"] != other[r].models[number]["parameters"]
+                    r
+                    for r in one
+                    for mine, yours in zip(one[r].models, other[r].models, strict=False)
+                    if mine["number"] == number and mine["parameters"] != yours["parameters"]
                 )
                 drawn = ours["random"]["torch"] != theirs["random"]["torch"]
                 cause = "random state" if drawn else "data"

@@ -15,7 +15,7 @@ PHASES = ("outside", "loader", "forward", "backward", "optimizer", "device", "tr
 
 
 class Phases:
-    """A clock with one hand per phase; one of them runs at any time. "outside" is the rest: loss, logging."""
+    """Adds up the seconds of each phase. At any time one phase runs; "outside" is the rest, such as the loss."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)

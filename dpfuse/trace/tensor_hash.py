@@ -39,9 +39,11 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
         return NOTHING
     with torch.no_grad():
         values = tensor.detach()
-        if values.is_sparse:
-            values = values.coalesce()
-            return hash_of(values.values(), hash_of(values.indices(), start))
+        parts = _dense_parts(values)
+        if parts is not None:
+            for part in parts:
+                start = hash_of(part, start)
+            return start
         if values.device.type == "meta":
             return zlib.crc32(repr(tuple(values.shape)).encode(), int(start))
         flat = values.resolve_conj().resolve_neg().contiguous().view(-1)
@@ -51,6 +53,22 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
         if flat.device.type == "cpu":
             return zlib.crc32(flat.numpy().data, int(start))
         return _hash_on_device(flat, start)
+
+
+def _dense_parts(values: Tensor) -> Sequence[Tensor] | None:
+    """Return the dense tensors that a tensor of another layout consists of; None for a dense one."""
+    if values.is_nested:
+        return values.unbind()
+    if values.is_mkldnn:
+        return (values.to_dense(),)
+    if values.layout is torch.sparse_coo:
+        values = values.coalesce()
+        return values.indices(), values.values()
+    if values.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return values.crow_indices(), values.col_indices(), values.values()
+    if values.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return values.ccol_indices(), values.row_indices(), values.values()
+    return None
 
 
 def _hash_on_device(flat: Tensor, start: Hash) -> Tensor:
@@ -95,7 +113,8 @@ def hash_of_all(value: object) -> Hash:
 
 def _parts(value: object) -> Iterable[Tensor | bytes]:
     if isinstance(value, Tensor):
-        yield f"{tuple(value.shape)} {value.dtype}".encode()
+        shape = "nested" if value.is_nested else tuple(value.shape)  # a nested tensor may have none
+        yield f"{shape} {value.dtype}".encode()
         yield value
     elif isinstance(value, Mapping):
         for key, one in value.items():

@@ -55,6 +55,10 @@ class Writer:
         self._file.write(json.dumps({"kind": kind, **values}, separators=(",", ":")) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """Close the file; nothing can be written afterwards."""
+        self._file.close()
+
 
 @dataclass
 class RankTrace:
@@ -89,7 +93,13 @@ def read_folder(folder: Path) -> dict[int, RankTrace]:
 
 def _read(path: Path) -> RankTrace:
     found = RankTrace()
-    for number, line in enumerate(_lines(path), start=1):
+    try:
+        lines = list(_lines(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DPFuseError(
+            f"{path} cannot be read as a trace: {error}; expected a file that DPFUSE_TRACE made"
+        ) from error
+    for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
             kind = values.pop("kind")

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from dpfuse.engine.plan import BucketPlan
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.settings import process_settings
@@ -22,8 +24,6 @@ from dpfuse.trace.trace_file import Writer
 
 __all__ = ["Tracer"]
 
-Plan = Callable[[], list[list[str]] | None]
-
 
 class _Traced:
     """One wrapped model.
@@ -31,20 +31,18 @@ class _Traced:
     Args:
         number: in the order in which models were wrapped.
         wrapper: torch's or ours.
-        plan: returns the names of the parameters of each bucket, if they are known.
     """
 
-    def __init__(self, number: int, wrapper: nn.Module, plan: Plan) -> None:
+    def __init__(self, number: int, wrapper: nn.Module) -> None:
         self.number = number
         self.wrapper = weakref.ref(wrapper)
-        named = [(name, param) for name, param in wrapper.module.named_parameters() if param.requires_grad]  # type: ignore[union-attr]
+        named = [(name, param) for name, param in _inside(wrapper).named_parameters() if param.requires_grad]
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
-        self.plan = plan
-        self.written: list[list[str]] | None = None  # the plan in the file
+        self.written: list[list[str]] | None = None  # the buckets in the file
         self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
 
-    def hears(self, index: int, tracer: Tracer) -> Callable[[Tensor], None]:
+    def hook_of(self, index: int, tracer: Tracer) -> Callable[[Tensor], None]:
         """Return the hook of a parameter, which hashes the gradient of this rank before it is averaged."""
 
         def hook(grad: Tensor) -> None:
@@ -58,6 +56,13 @@ class _Traced:
     def synchronises(self) -> bool:
         """Whether a backward that begins now averages, as far as its wrapper says."""
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", True))
+
+    def buckets(self) -> list[list[str]] | None:
+        """Return the names of the parameters of each bucket; None where they are not known, as in torch's class."""
+        plan: BucketPlan | None = getattr(self.wrapper(), "bucket_plan", None)
+        if plan is None:
+            return None
+        return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
 
 
 class Tracer:
@@ -97,27 +102,29 @@ class Tracer:
         self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
         rank = dist.get_rank()
+        self._hooks: list[RemovableHandle] = []
         self._file = Writer(folder, rank)
         self._file.write("settings", {**process_settings(), "random": random_states()})
 
-    def add(self, wrapper: nn.Module, plan: Plan) -> None:
+    def add(self, wrapper: nn.Module) -> None:
         """Trace a model that was wrapped just now.
 
         Args:
-            wrapper: has the model as `module`.
-            plan: returns the names of each bucket's parameters, or None where they are not known.
+            wrapper: has the model as `module`, and as `bucket_plan` its buckets, if they are known.
         """
         with self.phases.inside("tracing"):
-            traced = _Traced(len(self._models), wrapper, plan)
+            traced = _Traced(len(self._models), wrapper)
             self._models.append(traced)
             for index, (name, param) in enumerate(zip(traced.names, traced.params, strict=True)):
                 self._names[id(param)] = f"{traced.number}:{name}" if traced.number else name
-                param.register_hook(traced.hears(index, self))
-            wrapper.register_forward_pre_hook(_Hook(self._forward_begins, traced), with_kwargs=True)
-            wrapper.register_forward_hook(_Hook(self._forward_ended, traced), with_kwargs=True)
+                self._hooks.append(param.register_hook(traced.hook_of(index, self)))
+            self._hooks += [
+                wrapper.register_forward_pre_hook(_Hook(self._forward_begins, traced), with_kwargs=True),
+                wrapper.register_forward_hook(_Hook(self._forward_ended, traced), with_kwargs=True),
+            ]
             facts = {
                 "number": traced.number,
-                "class": type(wrapper.module).__name__,
+                "class": type(_inside(wrapper)).__name__,
                 "wrapper": type(wrapper).__module__.partition(".")[0],
                 "names": traced.names,
                 "shapes": [list(param.shape) for param in traced.params],
@@ -127,17 +134,16 @@ class Tracer:
             }
             self._file.write("model", facts)
 
-    def _forward_begins(self, traced: _Traced, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _forward_begins(self, traced: _Traced, wrapper: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
         with self.phases.inside("tracing"):
             context = [
                 str(torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
             ]
-            wrapper = traced.wrapper()
             line: dict[str, Any] = {
                 "model": traced.number,
-                "training": wrapper is not None and wrapper.module.training,  # type: ignore[union-attr]
+                "training": _inside(wrapper).training,
                 "context": context,
                 "random": random_states(),
                 "inputs": hash_of_all([args, kwargs]),
@@ -153,7 +159,7 @@ class Tracer:
         self.phases.enter("tracing")
         self._forwards[-1]["outputs"] = hash_of_all(outputs)
         if self.deep:
-            self._forwards[-1]["buffers"] = hash_of_all([buffer for _, buffer in wrapper.module.named_buffers()])  # type: ignore[union-attr]
+            self._forwards[-1]["buffers"] = hash_of_all(list(_inside(wrapper).buffers()))
         self.phases.enter("outside")
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
@@ -196,21 +202,21 @@ class Tracer:
         number, steps = self._known(optimizer)
         steps[0] += 1
         params = [hash_of(param) for param in _params_of(optimizer)]
-        line: dict[str, Any] = {"step": self._lines, "optimizer": number, "settings": settings_of(optimizer)}
+        line: dict[str, Any] = {"step": self._lines, "optimizer": number, "settings": _settings_of(optimizer)}
         line |= {"forwards": self._forwards, "backwards": self._backwards}
         if self.deep:
             line |= {"stepped": self._stepped, "parameters": params}
         else:
-            line["all_parameters"] = hash_of_all_hashes(params)
+            line["all_parameters"] = _hash_of_hashes(params)
         if self._sketch:
             line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
             if self.deep:
                 line["gradient sketch"] = self._gradient
         plans = {}
         for traced in self._models:
-            plan = traced.plan() if traced.wrapper() is not None else None
-            if plan is not None and plan != traced.written:
-                traced.written = plans[str(traced.number)] = plan
+            buckets = traced.buckets()
+            if buckets is not None and buckets != traced.written:
+                traced.written = plans[str(traced.number)] = buckets
         if plans:
             line["plan"] = plans
         line = _resolved(line)
@@ -222,6 +228,12 @@ class Tracer:
             self._after_step(steps[0])
         self.phases.enter("outside")
 
+    def close(self) -> None:
+        """Remove the hooks from the models, and close the file."""
+        for hook in self._hooks:
+            hook.remove()
+        self._file.close()
+
     def _known(self, optimizer: Optimizer) -> tuple[int, list[int]]:
         """Return the number of an optimizer, in the order of their first steps, and its counter of steps."""
         for reference, number, steps in self._optimizers:
@@ -232,6 +244,12 @@ class Tracer:
         names = [self._names.get(id(param), f"parameter {index}") for index, param in enumerate(_params_of(optimizer))]
         self._file.write("optimizer", {"number": number, "class": type(optimizer).__name__, "names": names})
         return number, steps
+
+
+def _inside(wrapper: nn.Module) -> nn.Module:
+    module = wrapper.module
+    assert isinstance(module, nn.Module)
+    return module
 
 
 class _Hook:
@@ -260,7 +278,7 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the numbers, switches and texts of each group of an optimizer, as JSON values."""
     groups = []
     for group in optimizer.param_groups:
@@ -281,7 +299,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def hash_of_all_hashes(hashes: Sequence[Hash]) -> Hash:
+def _hash_of_hashes(hashes: Sequence[Hash]) -> Hash:
     """Return one number for several."""
     waiting = [number for number in hashes if isinstance(number, Tensor)]
     if not waiting:

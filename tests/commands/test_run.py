@@ -6,8 +6,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 
@@ -15,21 +14,12 @@ from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
 from dpfuse.job.startup import FOLDER, startup_variables
 from tests.commands.programs import PROGRAMS
-from tests.distributed.processes import clean_environment, free_port
-from tests.patience import patience
+from tests.distributed.processes import clean_environment, free_port, run
 
 REPLACED = re.compile(r"^dpfuse run: (\w+) is wrapped by dpfuse's DistributedDataParallel instead of torch's", re.M)
 
 
-def python(*words, folder=PROGRAMS, timeout=120, **variables):
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=folder,
-        env=clean_environment(**{"PYTHONPATH": clean_environment()["PYTHONPATH"], **variables}),
-        capture_output=True,
-        text=True,
-        timeout=patience(timeout),
-    )
+python = partial(run, folder=PROGRAMS, warm=False)
 
 
 def lines_of(done):
@@ -53,8 +43,9 @@ def assert_same(plain, ours, name):
 
 
 def test_two_wrappers_settings_and_another_folder(gan_settings):
-    plain = python("-m", "dpfuse.launch", "--nproc_per_node", 2, "gan.py", gan_settings)
-    ours = python("-m", "dpfuse", "run", "--ranks", 2, "gan.py", gan_settings)
+    warm = {"warm": True, "warm_ranks": True}  # with the variables of `dpfuse run`, ranks are usual processes
+    plain = python("-m", "dpfuse.launch", "--nproc_per_node", 2, "gan.py", gan_settings, **warm)
+    ours = python("-m", "dpfuse", "run", "--ranks", 2, "gan.py", gan_settings, **warm)
     assert_same(plain, ours, "Sequential")
 
 
@@ -155,19 +146,19 @@ def test_exit_codes_signals_and_texts_of_errors_pass_through(tmp_path):
     (tmp_path / "raises.py").write_text("raise ValueError('mine')")
     for words in (["ends.py", "mine"], ["ends.py", "kill", int(signal.SIGTERM)], ["raises.py"]):
         plain = python(*words, folder=tmp_path)
-        ours = python("-m", "dpfuse", "run", *words, folder=tmp_path)
+        ours = python("-m", "dpfuse", "run", *words, folder=tmp_path, warm=True)  # the program is a usual process
         assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
         assert plain.returncode != 0
 
 
 REPLACING = """
 import os, subprocess, sys
+if sys.argv[1] == "outer":
+    sys.exit(subprocess.run([sys.executable, __file__, "inner"]).returncode)
 if sys.argv[1] == "inner":
     import dpfuse  # before torch
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-if sys.argv[1] == "outer":
-    sys.exit(subprocess.run([sys.executable, __file__, "inner"]).returncode)
 os.environ["RANK"] = "0"
 if sys.argv[1] == "inner":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -179,7 +170,7 @@ if sys.argv[1] == "inner":
 
 def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_path):
     (tmp_path / "replacing.py").write_text(REPLACING)
-    done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path)
+    done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path, warm=True)
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
     assert REPLACED.findall(done.stderr) == ["Linear"]
     assert "(replacing.py:13): 2 parameters" in done.stderr
@@ -234,3 +225,8 @@ def test_flags_of_python_are_kept():
         "error",
     ]
     assert _interpreter_flags(["python", "-X", "dev", "-c", "main()"]) == ["-X", "dev"]
+    assert _interpreter_flags(["python", "-um", "dpfuse", "run", "-O"]) == ["-u"]
+    assert _interpreter_flags(["python", "-mdpfuse", "run", "-u"]) == []
+    assert _interpreter_flags(["python", "-OWerror", "-bX", "dev", "dpfuse", "-u"]) == ["-OWerror", "-bX", "dev"]
+    words = ["--check-hash-based-pycs", "never", "-m"]
+    assert _interpreter_flags(["python", *words, "dpfuse"]) == words[:2]

@@ -51,13 +51,19 @@ def start(*arguments: object, warm: bool = False, **variables: str) -> subproces
 
 
 def run(
-    *arguments: object, timeout: float = 120, warm: bool = True, warm_ranks: bool = False, **variables: str
+    *arguments: object,
+    timeout: float = 120,
+    warm: bool = True,
+    warm_ranks: bool = False,
+    folder: Path | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python. Ranks that it starts are warm only if it is said: they have other ids than their parent knows."""
     if warm_ranks:
         variables["PYTHON_EXEC"] = python(warm=True)
     return subprocess.run(
         [python(warm), *map(str, arguments)],
+        cwd=folder,
         env=clean_environment(**variables),
         capture_output=True,
         text=True,

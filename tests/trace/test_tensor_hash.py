@@ -48,6 +48,26 @@ def test_views_hash_as_the_values_that_they_show():
     assert text_of([0x12, NOTHING]) == "00000012--------"
 
 
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda values: values.to_sparse(),
+        lambda values: values.to_sparse_csr(),
+        lambda values: values.to_sparse_csc(),
+        lambda values: values.to_sparse_bsr((2, 2)),
+        lambda values: values.to_sparse_bsc((2, 2)),
+        lambda values: torch.nested.nested_tensor([values, values[:2]]),
+        lambda values: torch.nested.nested_tensor([values, values[:2]], layout=torch.jagged),
+    ],
+    ids=["COO", "CSR", "CSC", "BSR", "BSC", "nested", "jagged"],
+)
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state):UserWarning")
+def test_each_layout_has_a_hash_of_its_values(lay_out):
+    values = torch.arange(16.0).view(4, 4)
+    assert hash_of(lay_out(values)) == hash_of(lay_out(values.clone())) != hash_of(lay_out(values + 1))
+    assert hash_of_all([lay_out(values)]) != hash_of_all([lay_out(values + 1)])
+
+
 def test_a_start_chains_two_tensors():
     one, other = torch.randn(5), torch.randn(5)
     assert hash_of(other, hash_of(one)) != hash_of(one, hash_of(other))

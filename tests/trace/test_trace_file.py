@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.trace.attachment import stop_tracer
+from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.trace_file import read_folder
 from tests.distributed.processes import clean_environment
 from tests.patience import patience
@@ -102,6 +104,56 @@ def test_what_is_no_trace_is_an_error(text, error, tmp_path):
 def test_the_line_that_a_killed_process_has_begun_is_left_out(tmp_path):
     (tmp_path / "rank0.jsonl").write_text(f'{SETTINGS}\n{{"kind":"step","step":0}}\n{{"kind":"st')
     assert [line["step"] for line in read_folder(tmp_path)[0].steps] == [0]
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path):
+    (tmp_path / "rank0.jsonl").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(dpfuse.DPFuseError, match=r"rank0\.jsonl cannot be read as a trace: .*expected"):
+        read_folder(tmp_path)
+
+
+def test_nothing_of_a_tracer_stays_when_it_is_stopped(group, tmp_path):
+    plain = torch.autograd.backward
+    net = nn.Linear(4, 2)
+    model = dpfuse.DataParallel(net)
+    hooks = [*model._forward_hooks, *model._forward_pre_hooks]
+    tracer = start_tracer(tmp_path / "one")
+    tracer.add(model)
+    later = start_tracer(tmp_path / "two")  # in the place of the first
+    later.add(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step(model, optimizer)
+    stop_tracer()
+    stop_tracer()
+    assert torch.autograd.backward is plain
+    assert [*model._forward_hooks, *model._forward_pre_hooks] == hooks
+    step(model, optimizer)
+    assert [len(read_folder(tmp_path / name)[0].steps) for name in ("one", "two")] == [0, 1]
+
+
+def test_a_backward_that_someone_else_has_wrapped_stays_theirs(group, tmp_path, monkeypatch):
+    start_tracer(tmp_path)
+    ours = torch.autograd.backward
+    called = []
+
+    def theirs(*args, **kwargs):
+        called.append(args)
+        ours(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", theirs)
+    stop_tracer()
+    assert torch.autograd.backward is theirs
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert len(called) == 1
+    assert (tmp_path / "rank0.jsonl").read_text().count("\n") == 1
+
+
+def test_a_trace_keeps_no_wrapper_alive(traced):
+    model = dpfuse.DataParallel(nn.Linear(4, 2))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_nothing_of_it_is_imported_where_the_variable_is_not_set():

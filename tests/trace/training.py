@@ -82,8 +82,7 @@ def train(
         torch.manual_seed(run.seed + 10 + rank)
         make = dpfuse.DistributedDataParallel if wrap == "dpfuse" else torch_ddp
         wrapped = make(run.net, **options)
-        names = getattr(wrapped, "_names_by_bucket", lambda: None)
-        tracer.add(wrapped, names)
+        tracer.add(wrapped)
         at("wrapped", wrapped)
         run.optimizer = torch.optim.AdamW(run.net.parameters(), lr=0.01, weight_decay=0.01)
         data = torch.Generator().manual_seed(100 + rank)
@@ -208,39 +207,23 @@ def all_labels_from_the_start(point, run, value):
     return torch.zeros_like(value) if point == "targets" else value
 
 
-@plants("kernel", 1, rank=1)
-def another_forward_on_rank_1(point, run, value):
-    if point == "step begins":
-        run.net.other_forward = run.step == 1 and run.rank == 1
-    return value
+def _switched(switch: str, at_step: int, ranks: tuple[int, ...]) -> Plant:
+    def plant(point, run, value):
+        if point == "step begins":
+            setattr(run.net, switch, run.step == at_step and run.rank in ranks)
+        return value
+
+    return plant
 
 
-@plants("kernel", 3)
-def another_forward(point, run, value):
-    if point == "step begins":
-        run.net.other_forward = run.step == 3
-    return value
-
-
-@plants("kernel", 2)
-def another_backward(point, run, value):
-    if point == "step begins":
-        run.net.other_backward = run.step == 2
-    return value
-
-
-@plants("kernel", 4, rank=1)
-def another_backward_on_rank_1(point, run, value):
-    if point == "step begins":
-        run.net.other_backward = run.step == 4 and run.rank == 1
-    return value
-
-
-@plants("kernel", 1)
-def other_statistics(point, run, value):
-    if point == "step begins":
-        run.net.other_statistics = run.step == 1
-    return value
+for name, switch, step, ranks in (
+    ("another_forward_on_rank_1", "other_forward", 1, (1,)),
+    ("another_forward", "other_forward", 3, (0, 1)),
+    ("another_backward", "other_backward", 2, (0, 1)),
+    ("another_backward_on_rank_1", "other_backward", 4, (1,)),
+    ("other_statistics", "other_statistics", 1, (0, 1)),
+):
+    PLANTS[name] = ("kernel", step, ranks[0], _switched(switch, step, ranks))
 
 
 def _hooked(change: Callable[[int, Any, Any], Tensor]) -> Plant:
@@ -376,5 +359,7 @@ def settings_of(name: str) -> Iterator[None]:
     """Set what the process must have set for a plant."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if name == "less_precise_products" else before)
-    yield
-    torch.set_float32_matmul_precision(before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Snapshot", "folders_of", "snapshot"]
+__all__ = ["MOST", "Snapshot", "folders_of", "snapshot"]
 
 MOST = 200_000  # files; a data set may have more, and is not written
 LEFT_OUT = {"__pycache__", ".git", "node_modules"}
@@ -40,10 +40,11 @@ def folders_of(words: Sequence[str], own: Path) -> list[str]:
     """
     found = [os.getcwd()]
     for word in words:
-        path = Path(word.rpartition("=")[2]).expanduser()
-        for candidate in (path, path.parent):
-            if len(candidate.parts) > 1 and candidate.is_dir():
-                found.append(str(candidate.resolve()))
+        path = os.path.expanduser(word.rpartition("=")[2])
+        for candidate in (path, os.path.dirname(path)):
+            # An argument may be any text, which `os.path` finds to be no folder, and `Path` may refuse.
+            if len(Path(candidate).parts) > 1 and os.path.isdir(candidate):
+                found.append(os.path.realpath(candidate))
                 break
     roots: list[str] = []
     for folder in sorted(set(found), key=lambda folder: (len(folder), folder)):  # without those inside of others

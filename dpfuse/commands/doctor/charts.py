@@ -85,7 +85,7 @@ def _figure(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     text = escape(label)
     return (
         f'<figure><figcaption>{text}</figcaption><svg viewBox="0 0 {width} {height}" role="img" aria-label="{text}">'
-        + (f"{''.join(parts)}</svg></figure>")
+        f"{''.join(parts)}</svg></figure>"
     )
 
 

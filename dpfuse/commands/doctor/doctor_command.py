@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dpfuse.commands.doctor.changed_files import Snapshot, folders_of, snapshot
+from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, snapshot
 from dpfuse.commands.doctor.findings import findings_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
@@ -154,6 +154,8 @@ class _Series:
         self._plan = plan
         self._look: Callable[[], Snapshot] = lambda: snapshot(roots, out)
         self._before = self._look()
+        if not self._before.complete:
+            _say(f"there are more than {MOST:,} files, of which the others are not looked at for changes")
 
     def run(self, wrapper: str) -> Run:
         """Run the program once more."""
@@ -198,7 +200,7 @@ def _keep_logs(report: Report, out: Path) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Make SIGTERM an exception, so that the run in progress is ended and the folder removed."""
+    """Make SIGTERM and SIGHUP exceptions, so that the run in progress is ended and the folder removed."""
 
     def end(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
@@ -206,11 +208,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    before = signal.signal(signal.SIGTERM, end)
+    # `nohup` has a process ignore the second.
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dpfuse.trace.comparison import Difference, compare, first_setting
 from dpfuse.trace.sketch import distance
 from dpfuse.trace.trace_file import RankTrace
 
-__all__ = ["Numbers", "judge"]
+__all__ = ["EXACT_RANKS", "Numbers", "judge", "losses_of"]
 
 FARTHER = 4.0  # times DDP's distance from itself: less is the luck of rounding
 GRADIENT, LOSS = 1e-4, 1e-3  # relative distances in later steps, to which rounding may have grown
@@ -120,15 +121,22 @@ def _gradient_distances(one: Run, other: Run) -> list[float]:
         if "gradient sketch" in ours and "gradient sketch" in theirs:
             values = ours["gradient sketch"]
             size = distance([0.0] * len(values), values)
-            found.append(distance(values, theirs["gradient sketch"]) / (size or 1.0))
+            apart = distance(values, theirs["gradient sketch"]) / (size or 1.0)
+            found.append(apart if math.isfinite(apart) else math.inf)  # NaN is as far as can be, and not near
     return found or [0.0]
 
 
 def _loss_distance(one: Run, other: Run) -> float:
     """Return the relative distance of losses, the median over the second half of the steps."""
     pairs = list(zip(losses_of(one.traces[0]), losses_of(other.traces[0]), strict=False))
-    apart = [abs(ours - theirs) / max(abs(ours), abs(theirs), 1e-30) for ours, theirs in pairs[len(pairs) // 2 :]]
+    apart = [_apart(ours, theirs) for ours, theirs in pairs[len(pairs) // 2 :]]
     return statistics.median(apart) if apart else 0.0
+
+
+def _apart(one: float, other: float) -> float:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) / max(abs(one), abs(other), 1e-30)
+    return 0.0 if repr(one) == repr(other) else math.inf
 
 
 def _distances(one: Run, other: Run, steps: int) -> tuple[float, ...]:
@@ -167,10 +175,13 @@ def _place(found: Difference) -> str:
 
 
 def losses_of(trace: RankTrace) -> list[float]:
-    """Return the last loss of each step of the first optimizer; without steps whose loss is no scalar."""
+    """Return the last loss of each step of the first optimizer; without steps whose loss is no scalar.
+
+    A loss may be NaN or infinite, which a trace holds as a text.
+    """
     found = []
     for line in trace.steps:
-        values = [one["value"] for one in line["backwards"] if isinstance(one["value"], (int, float))]
+        values = [one["value"] for one in line["backwards"] if one["value"] is not None]
         if values and line["optimizer"] == 0:
             found.append(float(values[-1]))
     return found

@@ -15,10 +15,11 @@ import time
 import traceback
 import warnings
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +34,7 @@ from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.options import CommonOptions, filled
 from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.tracer import Tracer
-from dpfuse.tune import autotune
+from dpfuse.tune import Tuning, autotune
 
 __all__ = ["ORDER", "Order", "start"]
 
@@ -42,7 +43,7 @@ SEED = 20261126
 LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
 NO_STATE = (*INSIDE, "/proc", "/sys", "/dev")  # how the paths of files begin that hold no state of a program
 RECORDED = 5  # backwards that the tuner records with each plan
-TORCH_CLASS = nn.parallel.DistributedDataParallel
+TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,14 @@ class _Observer:
         self._order = order
         self._folder = Path(order.folder)
         self._tracer: Tracer | None = None
-        self._wrappers: list[nn.Module] = []
+        self._wrappers: list[DistributedDataParallel] = []  # ours
         self._times: list[CommunicationTimes] = []
-        self._tunings: list[Any] = []
+        self._tunings: list[Tuning] = []
         self._said: dict[tuple[str, str], dict[str, str]] = {}
         self._read: dict[str, None] = {}
         self._written: set[str] = set()
         self._process = os.getpid()
+        self._name = f"p{self._process}"  # the rank once it has a model: its compilers inherit the variable RANK
         self._seed()
         self._hear_warnings()
         self._hear_exceptions()
@@ -130,23 +132,25 @@ class _Observer:
             if not inner:
                 self._made(wrapper)
 
-        TORCH_CLASS.__init__ = traced  # type: ignore[method-assign, assignment]
+        TORCH_CLASS.__init__ = traced
 
     def _made(self, wrapper: Any) -> None:
-        self._wrappers.append(wrapper)
+        if isinstance(wrapper, DistributedDataParallel):
+            self._wrappers.append(wrapper)
         if self._tracer is None:
+            self._name = str(dist.get_rank())
             sketch = dist.get_world_size() > 2
             self._tracer = start_tracer(self._folder, self._order.deep, self._after_step, sketch=sketch)
-        self._tracer.add(wrapper, partial(_names_by_bucket, wrapper))
+        self._tracer.add(wrapper)
 
     def _after_step(self, steps: int) -> None:
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
-                wrapper.observe(times)  # type: ignore[operator]
+                wrapper.observe(times)
                 self._times.append(times)
         if steps == self._order.deep and not self._tunings and self._order.wrapper == "tuned":
-            self._tunings = [autotune(wrapper, RECORDED) for wrapper in self._wrappers]  # type: ignore[arg-type]
+            self._tunings = [autotune(wrapper, RECORDED) for wrapper in self._wrappers]
         if steps >= self._order.steps:
             self._end()
 
@@ -167,7 +171,6 @@ class _Observer:
             return  # a fork, such as a worker of a loader
         for times in self._times:
             times.finish()
-        rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", f"p{self._process}")
         facts = {
             "communication": [{"steps": one.steps, "collectives": one.collectives, "nbytes": one.nbytes,
                                "seconds": one.seconds, "exposed": one.exposed} for one in self._times],
@@ -175,7 +178,9 @@ class _Observer:
             "findings": list(self._said.values()),
             "read": list(self._read),
         }  # fmt: skip
-        (self._folder / f"facts{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+        draft = self._folder / f"draft{self._name}"  # the doctor may end this process meanwhile
+        draft.write_text(json.dumps(facts), encoding="utf-8")
+        draft.replace(self._folder / f"facts{self._name}.json")
 
     def _hear_warnings(self) -> None:
         """Note each warning of dpfuse, whatever filters the program has set."""
@@ -211,11 +216,15 @@ class _Observer:
         if event != "open" or not isinstance(args[0], str):
             return
         path, mode, flags = args
+        try:
+            path = os.path.abspath(path)
+        except OSError:  # the working folder was removed
+            return
         writes = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else bool(set(mode or "r") & set("wax+"))
         if writes:
             self._written.add(path)
         elif path not in self._written and not path.startswith(NO_STATE):
-            self._read.setdefault(os.path.abspath(path))
+            self._read.setdefault(path)
 
     def _time_loaders(self, iterator: Any) -> None:
         plain = iterator.__next__
@@ -230,13 +239,6 @@ class _Observer:
         iterator.__next__ = timed
 
 
-def _names_by_bucket(wrapper: Any) -> list[list[str]] | None:
-    plan = getattr(wrapper, "bucket_plan", None)
-    if plan is None:  # torch's class does not say
-        return None
-    return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
-
-
 def _checks_that_warn() -> CommonOptions:
     """Return the options whose default is to raise, set to "warn": the doctor wants to hear all that is wrong."""
     defaults: dict[str, Any] = dict(filled({}, DistributedDataParallel))
@@ -249,13 +251,15 @@ def _an_eighth_of(module: nn.Module) -> float:
     return max(nbytes / MB / 8, 1e-5)
 
 
-def _facts_of(tuning: Any) -> dict[str, Any]:
+def _facts_of(tuning: Tuning) -> dict[str, Any]:
     """Return what the tuner of one model has found, as JSON values."""
-    known = tuning.done and not tuning.error and tuning.before is not None and tuning.after is not None
+    before, after = (
+        None if times is None else float(np.median(times.total)) for times in (tuning.before, tuning.after)
+    )
     return {
+        "done": tuning.done,
         "kept": bool(tuning.kept),
-        "error": str(tuning.error),
-        "before": sorted(tuning.before.total)[len(tuning.before.total) // 2] if known else None,
-        "after": sorted(tuning.after.total)[len(tuning.after.total) // 2] if known else None,
-        "buckets": None if tuning.plan is None else [bucket.nbytes for bucket in tuning.plan.buckets],
+        "error": tuning.error,
+        "before": before,
+        "after": after,
     }

@@ -8,6 +8,7 @@ from html import escape
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.numbers import losses_of
 from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.summary import ANSWERS, WORDS, comparison
 
 __all__ = ["page"]
@@ -94,14 +95,11 @@ def _numbers(report: Report) -> str:
     for run in report.runs:
         if run.wrapper in ("torch", "dpfuse") and run.traces and run.wrapper not in series:
             series[run.wrapper] = losses_of(run.traces[0])
-    parts.append(lines({NAMES[name]: values for name, values in series.items()}, label="loss of rank 0"))
+    parts.append(lines({TITLES[name]: values for name, values in series.items()}, label="loss of rank 0"))
     if numbers.ours:
         distances = {"dpfuse from DDP": numbers.ours, "DDP with other buckets from DDP": numbers.theirs}
         parts.append(lines(distances, label="distance of the weights, of the way trained", log=True))
     return "".join(parts)
-
-
-NAMES = {"torch": "torch DDP", "dpfuse": "dpfuse"}
 
 
 def _speed(report: Report) -> str:
@@ -167,8 +165,8 @@ def _contents(report: Report) -> str:
     machine = report.machine["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")
     holds = (
-        "It holds the command line, losses, times, names of parameters and of files. It holds no data, no weights and "
-        "no values of environment variables."
+        "It holds the command line, losses, times, names of parameters and of files, and the texts of warnings and "
+        "errors. Apart from these texts it holds no data, no weights and no values of environment variables."
     )
     return f'<h2>About this page</h2><p class="soft">{escape(where)}; {escape(facts)}. {holds}</p>'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,14 +64,19 @@ class Report:
             "numbers": None if numbers is None else {
                 "result": numbers.result, "text": numbers.text, "steps": numbers.steps,
                 "difference": None if numbers.difference is None else numbers.difference.to_json(),
-                "distance": list(numbers.ours), "distance of DDP": list(numbers.theirs),
+                "distance": _finite(numbers.ours), "distance of DDP": _finite(numbers.theirs),
             },
             "speed": self.speed.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
             "changed files": self.changed,
             "runs": [
                 {"title": run.title, "exit code": run.code, "seconds": run.seconds, "steps": run.steps,
-                 "losses": losses_of(run.traces[0]) if run.traces else []}
+                 "losses": _finite(losses_of(run.traces[0])) if run.traces else []}
                 for run in self.runs
             ],
         }  # fmt: skip
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """Return numbers as JSON has them: None where one is NaN or infinite."""
+    return [value if math.isfinite(value) else None for value in values]

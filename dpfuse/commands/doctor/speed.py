@@ -215,9 +215,12 @@ def _tuned(runs: Sequence[Run]) -> str:
             continue
         for facts in (run.facts.get("0"), *run.facts.values()):
             for tuning in facts["tunings"] if facts else ():
-                if tuning["kept"] and tuning["before"]:
+                if tuning["error"]:
+                    return f"the tuner has changed nothing: {tuning['error']}"
+                if not tuning["done"]:
+                    continue
+                if tuning["kept"]:
                     gain = 1 - tuning["after"] / tuning["before"]
                     return f'other buckets make a backward {gain:.0%} shorter: pass comm_buffer_size="auto"'
-                if tuning["before"] or tuning["error"]:
-                    return "the default buckets are as good as those that the tuner finds"
+                return "the default buckets are as good as those that the tuner finds"
     return ""

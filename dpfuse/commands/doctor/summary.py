@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterator
 
 from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.runs import TITLES
 
-__all__ = ["WORDS", "comparison", "summary"]
+__all__ = ["ANSWERS", "WORDS", "comparison", "summary"]
 
 LINES, WIDTH = 30, 110
 SHORT = 200  # characters of a finding
@@ -39,7 +40,7 @@ def _lines(report: Report) -> Iterator[str]:
         for wrapper in ("torch", "dpfuse"):
             rates = [f"{1 / one.median:.1f}" for one in speed.timings if one.wrapper == wrapper]
             title = "how fast?" if wrapper == "torch" else ""
-            yield from _entry(title, f"{NAMES[wrapper]}: {', '.join(rates)} steps/s")
+            yield from _entry(title, f"{TITLES[wrapper]:<9}: {', '.join(rates)} steps/s")
         yield from _entry("", comparison(speed.ratio, speed.noise))
         ours = next(one for one in speed.timings if one.wrapper == "dpfuse")
         total = sum(ours.parts.values())
@@ -64,7 +65,6 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _entry("files changed", text)
 
 
-NAMES = {"torch": "torch DDP", "dpfuse": "dpfuse   "}
 WORDS = {
     "loader": "loader",
     "forward": "forward",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from dpfuse.commands.doctor.numbers import judge
+from dpfuse.commands.doctor.numbers import _apart, judge, losses_of
 from dpfuse.commands.doctor.runs import Run
-from tests.commands.doctor.made import run_of
+from dpfuse.trace.trace_file import RankTrace
+from tests.commands.doctor.made import run_of, timed
 from tests.trace.training import PLANTS, train
 
 # Of each run: the wrapper, a plant or none.
@@ -97,6 +99,27 @@ def test_three_ranks_that_lie_farther_are_different(name, words, judged):
     assert found.result == "different", found
     assert words in found.text
     assert len(found.ours) == len(found.theirs) == 5
+
+
+@pytest.mark.parametrize("sketches", [[math.nan], [math.inf]])
+def test_gradients_that_are_not_finite_under_dpfuse_alone_are_different(sketches):
+    runs = {wrapper: timed(number, wrapper, ranks=3) for number, wrapper in enumerate(("torch", "dpfuse", "other"), 1)}
+    for wrapper, run in runs.items():
+        for trace in run.traces.values():
+            values = sketches if wrapper == "dpfuse" else [1.0]
+            lines = {"gradient sketch": values, "sketch": values, "settings": [], "parameters": wrapper.ljust(8)}
+            trace.steps = [{**line, **lines} for line in trace.steps]
+            trace.models, trace.optimizers[0]["names"] = [], ["weight"]
+    found = judge([runs["torch"]], [runs["dpfuse"]], runs["other"], [])
+    assert found.result == "different"
+    assert judge([runs["torch"]], [runs["torch"]], runs["other"], []).result == "equal"
+
+
+def test_a_loss_of_nan_is_far_from_a_finite_one():
+    assert _apart(math.nan, 1.0) == _apart(1.0, math.inf) == math.inf
+    assert _apart(math.nan, math.nan) == _apart(2.0, 2.0) == 0.0
+    assert _apart(1.0, 2.0) == 0.5
+    assert losses_of(RankTrace(steps=[{"optimizer": 0, "backwards": [{"value": "nan"}]}]))[0] != 1.0
 
 
 def test_without_a_step_nothing_is_said():

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
+from dpfuse.commands.doctor.observer import Order
+from dpfuse.commands.doctor.runs import OBSERVER
+from dpfuse.job.startup import startup_variables
 from tests.commands.programs import PROGRAMS
 from tests.commands.test_run import python
-from tests.distributed.processes import all_gone, family, free_port, start
+from tests.distributed.processes import all_gone, clean_environment, family, free_port, start
 from tests.patience import patience
 
 pytestmark = pytest.mark.slow
@@ -129,6 +132,13 @@ def test_a_doctor_that_is_terminated_ends_its_run_and_removes_its_folder(tmp_pat
     assert process.returncode == 128 + signal.SIGTERM
     assert all_gone(members, within=20)
     assert list(tmp_path.glob("dpfuse-doctor-*")) == []
+
+
+def test_a_process_that_a_rank_starts_does_not_write_the_facts_of_the_rank(tmp_path):
+    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(tmp_path), "torch", 5, 2).variables()
+    assert python("-c", "import torch", RANK="0", **variables).returncode == 0
+    (path,) = tmp_path.iterdir()
+    assert re.fullmatch(r"factsp\d+\.json", path.name)
 
 
 def waited(found, seconds=90):

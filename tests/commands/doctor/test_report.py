@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import signal
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from dpfuse.commands.doctor.charts import bars, lines
+from dpfuse.commands.doctor.doctor_command import _terminated_as_interrupted
 from dpfuse.commands.doctor.findings import Finding, findings_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
@@ -54,6 +57,28 @@ FINDING = Finding("DPF-L01", "a warning (LoopWarning)", "the sampler is not told
 def test_exit_codes(made, code):
     assert made.exit_code == code
     assert json.loads(json.dumps(made.to_json(), allow_nan=False))["exit code"] == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_doctor_is_an_exception_unless_it_is_ignored(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as raised, _terminated_as_interrupted():
+            signal.raise_signal(number)
+        assert raised.value.code == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        with _terminated_as_interrupted():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_numbers_that_are_not_finite_are_none_in_the_json():
+    made = report(Numbers("different", "", 2, None, (math.nan, 1.0), (math.inf, 0.0)))
+    numbers = json.loads(json.dumps(made.to_json(), allow_nan=False))["numbers"]
+    assert (numbers["distance"], numbers["distance of DDP"]) == ([None, 1.0], [None, 0.0])
 
 
 def test_the_summary_answers_each_question():

@@ -72,9 +72,11 @@ def test_short_messages_are_not_advised_to_be_shorter():
 @pytest.mark.parametrize(
     ("tuning", "text"),
     [
-        ({"kept": True, "error": "", "before": 0.1, "after": 0.08}, "20% shorter"),
-        ({"kept": False, "error": "", "before": 0.1, "after": 0.1}, "as good as those"),
-        ({"kept": False, "error": "", "before": None, "after": None}, ""),
+        ({"done": True, "kept": True, "error": "", "before": 0.1, "after": 0.08}, "20% shorter"),
+        ({"done": True, "kept": False, "error": "", "before": 0.1, "after": 0.1}, "as good as those"),
+        ({"done": True, "kept": False, "error": "", "before": 0.1, "after": None}, "as good as those"),
+        ({"done": False, "kept": False, "error": "", "before": None, "after": None}, ""),
+        ({"done": True, "kept": False, "error": "no link", "before": None, "after": None}, "changed nothing: no link"),
     ],
 )
 def test_what_the_tuner_found(tuning, text):
