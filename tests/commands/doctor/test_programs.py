@@ -65,7 +65,7 @@ def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
         ("clock", 1, "itself", "The program differs from itself: run 1, torch DDP and run 3, torch DDP had the same"),
         ("unseeded", 0, "equal", "the same bits as under DDP"),
         ("unused", 1, "equal", "unused parameters: never.weight, never.bias of model 0 (Net) got no gradient"),
-        ("drift", 1, "equal", "the weights of the ranks differ: after step 5 the ranks hold different weights"),
+        ("drift", 1, "equal", "the weights of the ranks differ: after step 6 the ranks hold different weights"),
         ("same batches", 1, "equal", "the same batches on every rank"),
     ],
 )
