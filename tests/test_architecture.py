@@ -80,7 +80,9 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
         (
             FACES,
-            {"comm", "engine", "gradients", "measure", "model", "trace", "kernels", "checkpoint"} | FACES | OPEN_TO_ALL,
+            {"comm", "engine", "gradients", "measure", "model", "trace", "weights", "kernels", "checkpoint"}
+            | FACES
+            | OPEN_TO_ALL,
         ),
         ({"sharded"}, {"comm", "engine", "gradients", "measure", "model", "kernels"} | FACES | OPEN_TO_ALL),
     ],

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from dpfuse.comm.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 __all__ = [
+    "NO_NUMBER",
+    "Agreed",
     "agree_on_order",
     "agree_on_success",
     "agree_on_text",
@@ -36,9 +38,30 @@ Result = TypeVar("Result")
 SHORT_TEXT = 62  # bytes
 SHARED_TEXT = 510  # bytes
 MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
+NO_NUMBER = -1
 
 
-def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = "", *, ready: bool = True) -> bool:
+class Agreed(NamedTuple):
+    """In what ranks that agree on a text may differ.
+
+    Args:
+        ready: whether all ranks are.
+        numbers: of the ranks that have one, in their order.
+    """
+
+    ready: bool
+    numbers: tuple[int, ...]
+
+
+def agree_on_text(
+    text: str,
+    group: dist.ProcessGroup,
+    what: str,
+    remedy: str = "",
+    *,
+    ready: bool = True,
+    number: int = NO_NUMBER,
+) -> Agreed:
     """Compare `text` over the ranks: one small fixed-size exchange, and the texts only if they differ.
 
     Args:
@@ -47,18 +70,19 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
         what: what the text describes, for the error.
         remedy: what to do about a difference.
         ready: a fact of this rank, in which ranks may differ.
+        number: another one, from 0 on and below 2**63, or `NO_NUMBER`.
 
     Returns:
-        Whether all ranks are ready.
+        What the ranks have said in the last two.
 
     Raises:
         DPFuseError: on every rank with the same text, naming the first rank that differs from rank 0 and
             the first line in which it does.
     """
     try:
-        header = _header_of(text, group, ready)
+        header = _header_of(text, group, ready, number)
     except Exception:
-        header = _header_of(text, group, ready)  # memory may have been short for a moment, and the peers wait
+        header = _header_of(text, group, ready, number)  # memory may have been short for a moment, and the peers wait
     rows: list[torch.Tensor] = []
     try:
         rows[:] = collective.all_gather(header, group)
@@ -72,16 +96,17 @@ def agree_on_text(text: str, group: dist.ProcessGroup, what: str, remedy: str = 
         return _compare(rows, text, group, what, remedy)
 
 
-def _header_of(text: str, group: dist.ProcessGroup, ready: bool) -> torch.Tensor:
+def _header_of(text: str, group: dist.ProcessGroup, ready: bool, number: int) -> torch.Tensor:
     data = text.encode()
-    header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode()), ready]
+    header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode()), ready, number]
     return torch.tensor(header, dtype=torch.int64).to(collective.group_device(group))
 
 
-def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, what: str, remedy: str) -> bool:
-    """Whether all ranks are ready; DPFuseError where the headers of their texts differ, or one of them is a failure."""
+def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, what: str, remedy: str) -> Agreed:
+    """Compare the headers of texts; DPFuseError where they differ, or one of them is a failure."""
     data, device = text.encode(), rows[0].device
     headers = [row.tolist() for row in rows]
+    numbers = [row.pop() for row in headers]
     readiness = [row.pop() for row in headers]
     differing = next((rank for rank, row in enumerate(headers) if row != headers[0]), None)
     failed = next((rank for rank, row in enumerate(headers) if row[-1]), None)
@@ -89,7 +114,7 @@ def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, 
         reason = _text_of(failed, headers[failed][0], data, group, device).removeprefix(FAILURE)
         raise DPFuseError(f"{what} failed on rank {failed}: {reason}")
     if differing is None:
-        return all(readiness)
+        return Agreed(all(readiness), tuple(number for number in numbers if number != NO_NUMBER))
     ours = _text_of(0, headers[0][0], data, group, device).splitlines()
     theirs = _text_of(differing, headers[differing][0], data, group, device).splitlines()
     left, right = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing") if pair[0] != pair[1])

@@ -29,8 +29,10 @@ from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
+from dpfuse.manual.call_weights import CallWeights
 from dpfuse.manual.plan import plan_in_order
 from dpfuse.model.agreement import prepare_group
+from dpfuse.weights.left_alone import are_left_alone
 
 __all__ = ["fused_allreduce_gradients"]
 
@@ -61,7 +63,9 @@ def fused_allreduce_gradients(
     For gradients that were accumulated locally: after `no_sync()`, after custom autograd functions, after
     second-order terms, for modules that are not wrapped at all. Every rank must call it with gradients of
     the same parameters. Frozen parameters and parameters without gradient are skipped. The buffers are kept for the
-    next call with the same parameters, and freed with the first of these.
+    next call with the same parameters, and freed with the first of these. From the second such call on, the ranks
+    compare the weights behind the optimizer's steps, and warn (`WeightsWarning`) of those that differ, unless a wrapper
+    of the model was made with `check_weights="off"`.
 
     Args:
         parameter_list: parameters of any shapes and floating dtypes; a generator is fine, and a parameter
@@ -105,37 +109,43 @@ def fused_allreduce_gradients(
         return
     _check_group(process_group)
     kept = _kept.setdefault(process_group, [])
-    prepared, all_have_buckets = _agree(parameter_list, options, process_group, kept)
+    prepared, agreed = _agree(parameter_list, options, process_group, kept)
     try:
         # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
-        if not all_have_buckets:
+        if not agreed.ready:
             prepared.allocate(process_group)
+        elif prepared.weights is not None:
+            prepared.weights.compared(agreed.numbers)
         prepared.average(process_group)
     except BaseException as error:
         kept.clear()  # the buckets may be in flight
         if not isinstance(error, DPFuseError):
             _leave(process_group, error)  # the peers wait for this rank, or are further
         raise
+    if prepared.weights is not None:
+        prepared.weights.averaged()
 
 
 def _agree(
     parameter_list: Any, options: _Options, group: dist.ProcessGroup, kept: list[_Prepared]
-) -> tuple[_Prepared, bool]:
+) -> tuple[_Prepared, votes.Agreed]:
     """Prepare a call, and compare it over the ranks.
 
     Returns:
-        What was prepared, and whether all ranks have buckets for it.
+        What was prepared, whether all ranks have buckets for it, and the hashes of their weights.
 
     Raises:
         DPFuseError: a rank cannot do the call, or does another one; on every rank.
     """
     try:
         prepared = _prepare(parameter_list, options, kept)
+        number = votes.NO_NUMBER if prepared.weights is None else prepared.weights.hash()
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         _vote(partial(votes.report_failure, error, group, WHAT), group)
         raise
     ready = bool(prepared.buckets)
-    return prepared, _vote(partial(votes.agree_on_text, prepared.text, group, WHAT, REMEDY, ready=ready), group)
+    vote = partial(votes.agree_on_text, prepared.text, group, WHAT, REMEDY, ready=ready, number=number)
+    return prepared, _vote(vote, group)
 
 
 def _vote(vote: Callable[[], Result], group: dist.ProcessGroup) -> Result:
@@ -202,12 +212,14 @@ class _Prepared:
     Attributes:
         text: what the ranks must have in common.
         buckets: for these gradients, in the order of communication; empty before they were allocated.
+        weights: compares those of the ranks, once there are buckets; None where nothing is compared.
     """
 
     def __init__(
         self, items: Sequence[Tensor], params: Sequence[Tensor], specs: list[ParamSpec], options: _Options
     ) -> None:
         self.buckets: list[GradBucket] = []
+        self.weights: CallWeights | None = None
         self._options = options
         self._specs = specs
         self._items = [ref(item) for item in items]
@@ -249,9 +261,9 @@ class _Prepared:
         options = self._options
         prepare_group(group, self._devices, options.wire, options.deterministic, STALL_TIMEOUT)
         if self._specs:
-            self.buckets = votes.agree_on_success(lambda: self._make_buckets(group), group, CALLED)
+            self.buckets, self.weights = votes.agree_on_success(lambda: self._make(group), group, CALLED)
 
-    def _make_buckets(self, group: dist.ProcessGroup) -> list[GradBucket]:
+    def _make(self, group: dist.ProcessGroup) -> tuple[list[GradBucket], CallWeights | None]:
         options, window = self._options, Window()
         assembly = Assembly(
             group,
@@ -260,7 +272,9 @@ class _Prepared:
             overlaps=False,
             make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
         )
-        return assembly.make(plan_in_order(self._specs, options.bucket_size), self.params())
+        buckets = assembly.make(plan_in_order(self._specs, options.bucket_size), self.params())
+        names, items = [spec.name for spec in self._specs], [self._items[place] for place in self._chosen]
+        return buckets, None if are_left_alone(self.params()) else CallWeights(partial(_living, names, items), group)
 
     def average(self, group: dist.ProcessGroup) -> None:
         """Average the gradients.
@@ -335,6 +349,11 @@ def _facts_of(items: Sequence[Tensor]) -> list[Any]:
         list(map(Tensor.size, present)),
         [grad.stride() for grad in present if grad.layout is torch.strided],
     ]
+
+
+def _living(names: Sequence[str], items: Sequence[ref[Tensor]]) -> dict[str, Tensor]:
+    found = ((name, item()) for name, item in zip(names, items, strict=True))
+    return {name: param for name, param in found if param is not None}
 
 
 def _failure(group: dist.ProcessGroup, reading: Reading, outcome: Outcome) -> str:

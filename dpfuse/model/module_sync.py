@@ -44,6 +44,7 @@ from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 from dpfuse.weights.check import WeightsCheck
+from dpfuse.weights.left_alone import leave_alone
 
 __all__ = ["Dividing", "FaceParts", "Measurable", "ModuleSync"]
 
@@ -173,7 +174,9 @@ class ModuleSync:
                 features.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]
-        if level != "off" and group.size() > 1:
+        if level == "off":
+            leave_alone(params)  # also where they are averaged by hand
+        elif group.size() > 1:
             self.weights = WeightsCheck(
                 lambda: tensors_of(module, options)[0],
                 lambda: signature.looks,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,14 +24,14 @@ from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
-from dpfuse.engine.reducer import IDLE, Reducer
+from dpfuse.engine.reducer import IDLE, Phase
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
-from dpfuse.weights.finding import CODE, OTHER_TENSORS, Finding, tell_other_tensors
+from dpfuse.weights.finding import CODE, OTHER_TENSORS, Finding, Words, tell_other_tensors
 from dpfuse.weights.hashing import Hashing
 
 __all__ = ["WeightsCheck"]
@@ -42,6 +43,24 @@ IN_A_ROW = 200  # averaged backwards between two of them, at most
 log = logging.getLogger("dpfuse.weights")
 
 
+class Averages(Protocol):
+    """What averages gradients. The attributes are those of `Reducer`."""
+
+    completed: int
+    phase: Phase
+
+
+class Comparison(Protocol):
+    """What compares a number over the ranks. The attributes are those of `Report`."""
+
+    number: Tensor | None
+    differs: bool
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether `differs` is known in the backward that compares."""
+
+
 class WeightsCheck(Feature):
     """Has the report compare hashes of the weights, and tells of what differs.
 
@@ -49,9 +68,10 @@ class WeightsCheck(Feature):
         tensors: returns the parameters to compare, by name.
         version: returns a number that changes where `tensors` may return others.
         group: the ranks.
-        reducer: returns the reducer of the model.
+        averages: returns what averages the gradients, such as the reducer of the model.
         window: knows whether this rank has inputs; takes what all ranks are to do in the next backward.
         raises: True raises where weights differ, False warns.
+        words: for the messages.
 
     Attributes:
         known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
@@ -64,10 +84,11 @@ class WeightsCheck(Feature):
         tensors: Callable[[], Mapping[str, Tensor]],
         version: Callable[[], int],
         group: dist.ProcessGroup,
-        reducer: Callable[[], Reducer],
+        averages: Callable[[], Averages],
         window: Window,
         *,
         raises: bool,
+        words: Words = Words(),  # noqa: B008
     ) -> None:
         self.known: dict[str, int] = {}
         self.due = False
@@ -75,12 +96,13 @@ class WeightsCheck(Feature):
         self._tensors = tensors
         self._version = version
         self._group = group
-        self._reducer = reducer
+        self._averages = averages
         self._window = window
         self._raises = raises
+        self._words = words
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
-        self._report: Report | None = None
+        self._report: Comparison | None = None
         self._hashing: Hashing | None = None
         self._made_for = -1  # the version for which it was made
         self._ids: set[int] = set()  # of the parameters that are compared
@@ -104,8 +126,12 @@ class WeightsCheck(Feature):
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`: take the report that the next backwards send."""
         if report is not None:
-            self._report = report
+            self.compare_in(report)
         return None
+
+    def compare_in(self, report: Comparison) -> None:
+        """Write hashes into the number of a report, and learn from it whether they differ."""
+        self._report = report
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
@@ -118,7 +144,7 @@ class WeightsCheck(Feature):
         Raises:
             DPFuseError: weights differ, and that is to be an error; on every rank.
         """
-        report, completed = self._report, self._reducer().completed
+        report, completed = self._report, self._averages().completed
         assert report is not None
         self._travelling.append(self._slice)
         late = not report.is_on_cpu  # the comparison that is known now is that of the backward before
@@ -141,22 +167,22 @@ class WeightsCheck(Feature):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Hash the next slice, or each parameter, behind a step of an optimizer of this model."""
-        reducer = self._reducer()
-        if self.off or reducer.phase is not IDLE or not self._steps_us(optimizer):
+        averages, report = self._averages(), self._report
+        if self.off or report is None or report.number is None or averages.phase is not IDLE:
             return
-        if self._device.type == "cuda" and capturing():
+        if not self._steps_us(optimizer) or (report.number.is_cuda and capturing()):
             return  # a replay would hash the same slice each time
         try:
-            self._hash(reducer.completed)
+            self._hash(averages.completed, report.number)
         except RuntimeError as error:
             # The step itself is done, and a lack of memory passes. A failure of the device does not.
-            if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            if not report.number.is_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self.turn_off(f"hashing them has failed: {error}")
 
-    def _hash(self, completed: int) -> None:
-        hashing, report = self._hashing_now(), self._report
-        if hashing is None or report is None or report.number is None:
+    def _hash(self, completed: int, pairs: Tensor) -> None:
+        hashing = self._hashing_now()
+        if hashing is None:
             return
         if self.due:
             self._after_step = hashing.each()
@@ -166,7 +192,7 @@ class WeightsCheck(Feature):
         seed, number = divmod(self._turn - 1, hashing.slices)
         if not hashing.is_empty(number):
             but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
-            hashing.write(number, seed, report.number, but)
+            hashing.write(number, seed, pairs, but)
             self._slice = number, completed
 
     def _steps_us(self, optimizer: Optimizer) -> bool:
@@ -182,8 +208,9 @@ class WeightsCheck(Feature):
         """Return what hashes the parameters as they are now; None if there are none that can be compared."""
         version = self._version()
         if version != self._made_for:
-            tensors = self._tensors()
-            device = self._device
+            assert self._report is not None
+            assert self._report.number is not None
+            tensors, device = self._tensors(), self._report.number.device
             kept = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor, device)}
             if len(kept) < len(tensors) and self._made_for < 0:
                 left = [name for name in tensors if name not in kept]
@@ -197,10 +224,6 @@ class WeightsCheck(Feature):
             self._equal = {}
             self._owners.clear()
         return self._hashing
-
-    @property
-    def _device(self) -> torch.device:
-        return self._reducer().in_use.params[0].device
 
     # --- Where they differ ---
 
@@ -260,6 +283,7 @@ class WeightsCheck(Feature):
             size=self._group.size(),
             measured=tuple(apart.measured.values()),
             measured_count=apart.count,
+            words=self._words,
         )
         self._found = CODE, finding.text(self._group.rank())
         self.known |= dict.fromkeys(finding.names, self._noticed)

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CODE", "OTHER_TENSORS", "Finding", "Measured", "tell_known", "tell_other_tensors"]
+__all__ = ["CODE", "OTHER_TENSORS", "Finding", "Measured", "Words", "tell_known", "tell_other_tensors"]
 
 CODE = "DPF-W01"  # weights differ
 OTHER_TENSORS = "DPF-W02"  # the ranks have other parameters, so that nothing can be compared
 NAMED = 3  # parameters that are named
 REMEDY = (
     "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. Load the checkpoint "
-    "from before step {first}, or call model.synchronize_weights() on every rank, which sends rank 0's weights."
+    "from before step {first}, or {how}."
 )
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a message calls what averages, and what sends weights.
+
+    Args:
+        averaged: what is counted.
+        synchronize: what ends a difference.
+    """
+
+    averaged: str = "the averaged backward"
+    synchronize: str = "call model.synchronize_weights() on every rank, which sends rank 0's weights"
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,7 @@ class Finding:
         size: number of ranks.
         measured: of each of `others`, over the parameters that were measured.
         measured_count: parameters that were measured, from the first on.
+        words: for the text.
     """
 
     names: tuple[str, ...]
@@ -59,13 +73,15 @@ class Finding:
     size: int
     measured: tuple[Measured, ...]
     measured_count: int
+    words: Words = Words()
 
     def text(self, rank: int) -> str:
         """Return the message for this rank; apart from its number it is the same on every rank."""
         return (
             f"{CODE}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
-            f"They became different after the averaged backward {self.first} and before {self.last}. {self._which()} "
-            f"{self._ranks()} {self._distance()} {self._kind()}{REMEDY.format(first=self.first + 1)}"
+            f"They became different after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
+            f"{self._ranks()} {self._distance()} {self._kind()}"
+            f"{REMEDY.format(first=self.first + 1, how=self.words.synchronize)}"
         )
 
     def _which(self) -> str:

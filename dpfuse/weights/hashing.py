@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ SMALL = 16 << 10  # bytes of a tensor that is hashed together with others
 
 
 class Hashing:
-    """The tensors of a model, and the order in which they are hashed.
+    """The tensors of a model, and the order in which they are hashed. Keeps none of them alive.
 
     A tensor that moved to another device, or has another size or dtype by now, is left out.
 
@@ -39,12 +40,12 @@ class Hashing:
         self, tensors: Mapping[str, Tensor], strides: Mapping[str, tuple[int, ...]], device: torch.device
     ) -> None:
         self.names = list(tensors)
-        self._tensors = list(tensors.values())
+        self._tensors = [ref(tensor) for tensor in tensors.values()]
         self._device = device
-        self._kinds = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
+        self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
         own = ((dense_stride(tensor), strides.get(name)) for name, tensor in tensors.items())
         self._strides = [agreed if agreed and sorted(agreed) == sorted(now) else now for now, agreed in own]
-        self._sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        self._sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
         self._pieces = slices_of(self._sizes)
         self.slices = len(self._pieces)
         self._table: BitHashTable | None = None
@@ -145,7 +146,9 @@ class Hashing:
 
     def _as_planned(self, place: int) -> Tensor | None:
         """Return a tensor; None if it is no longer what it was."""
-        tensor = self._tensors[place]
+        tensor = self._tensors[place]()
+        if tensor is None:
+            return None
         shape, dtype = self._kinds[place]
         same = tensor.shape == shape and tensor.dtype == dtype and tensor.device == self._device
         return tensor if same else None
