@@ -20,7 +20,6 @@ from dpfuse.comm.failed import has_raised
 from dpfuse.errors import DPFuseError
 
 __all__ = [
-    "NO_NUMBER",
     "Agreed",
     "agree_on_order",
     "agree_on_success",
@@ -38,7 +37,6 @@ Result = TypeVar("Result")
 SHORT_TEXT = 62  # bytes
 SHARED_TEXT = 510  # bytes
 MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved for them
-NO_NUMBER = -1
 
 
 class Agreed(NamedTuple):
@@ -46,7 +44,7 @@ class Agreed(NamedTuple):
 
     Args:
         ready: whether all ranks are.
-        numbers: of the ranks that have one, in their order.
+        numbers: of all ranks.
     """
 
     ready: bool
@@ -60,7 +58,7 @@ def agree_on_text(
     remedy: str = "",
     *,
     ready: bool = True,
-    number: int = NO_NUMBER,
+    number: int = 0,
 ) -> Agreed:
     """Compare `text` over the ranks: one small fixed-size exchange, and the texts only if they differ.
 
@@ -70,7 +68,7 @@ def agree_on_text(
         what: what the text describes, for the error.
         remedy: what to do about a difference.
         ready: a fact of this rank, in which ranks may differ.
-        number: another one, from 0 on and below 2**63, or `NO_NUMBER`.
+        number: another one, below 2**63.
 
     Returns:
         What the ranks have said in the last two.
@@ -114,7 +112,7 @@ def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, 
         reason = _text_of(failed, headers[failed][0], data, group, device).removeprefix(FAILURE)
         raise DPFuseError(f"{what} failed on rank {failed}: {reason}")
     if differing is None:
-        return Agreed(all(readiness), tuple(number for number in numbers if number != NO_NUMBER))
+        return Agreed(all(readiness), tuple(numbers))
     ours = _text_of(0, headers[0][0], data, group, device).splitlines()
     theirs = _text_of(differing, headers[differing][0], data, group, device).splitlines()
     left, right = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing") if pair[0] != pair[1])

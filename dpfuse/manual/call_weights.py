@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.comm.votes import NO_NUMBER
 from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.reducer import IDLE, Phase
 from dpfuse.engine.window import Window
+from dpfuse.errors import WeightsWarning
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.finding import Words
 
 __all__ = ["CallWeights"]
 
 BITS = 32  # of a hash
+HASHED, DUE = 1 << BITS, 2 << BITS  # of what a rank says: whether it has one, and whether it is to be examined
 
 WORDS = Words(
     "the call of fused_allreduce_gradients()",
@@ -43,26 +44,40 @@ class CallWeights:
         self._check.compare_in(calls)
         call_after_steps(self._check)
 
-    def hash(self) -> int:
-        """Return the hash that the last step has written, below 2**32; `NO_NUMBER` if there is none. Waits for it."""
+    def number(self) -> int:
+        """Return what this rank says in the vote: the hash that the last step has written, if any. Waits for it."""
         pairs = self._pairs.tolist()
-        if not any(pairs[0]):
-            return NO_NUMBER
-        return sum(int(one) << place for place, (one, _) in enumerate(pairs))
+        found = sum(int(one) << place for place, (one, _) in enumerate(pairs))
+        return found | any(pairs[0]) * HASHED | self._check.due * DUE
 
-    def compared(self, hashes: Sequence[int]) -> None:
-        """Take the hashes of the ranks that have one, of this call, before gradients are averaged.
+    def compared(self, numbers: Sequence[int]) -> None:
+        """Take what the ranks have said in the vote of this call, before gradients are averaged.
 
-        What an earlier call has seen to differ is examined now: on every rank, since all have seen the same.
+        What an earlier call has seen to differ is examined now: on every rank, if one has said so.
         """
-        self._calls.differs = len(set(hashes)) > 1
-        if self._check.due:
+        due = False
+        try:
+            due = any(number & DUE for number in numbers)
+            hashes = {number & ~DUE for number in numbers if number & HASHED}
+            self._calls.differs = len(hashes) > 1
+        except Exception as error:
+            self._fail(error)
+        if due:
             self._check.examine()
 
     def averaged(self) -> None:
         """Count the call, whose gradients are averaged on every rank. Warns of weights that differ."""
-        self._calls.completed += 1
-        self._check.delivered()
+        try:
+            self._calls.completed += 1
+            self._check.delivered()
+        except WeightsWarning:  # where the user has made warnings errors
+            raise
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the comparison on this rank: gradients are averaged all the same, as on the others."""
+        self._check.turn_off(f"comparing them has failed: {type(error).__name__}: {error}")
 
 
 class _Calls:

@@ -132,14 +132,14 @@ def _agree(
     """Prepare a call, and compare it over the ranks.
 
     Returns:
-        What was prepared, whether all ranks have buckets for it, and the hashes of their weights.
+        What was prepared, whether all ranks have buckets for it, and what each says of its weights.
 
     Raises:
         DPFuseError: a rank cannot do the call, or does another one; on every rank.
     """
     try:
         prepared = _prepare(parameter_list, options, kept)
-        number = votes.NO_NUMBER if prepared.weights is None else prepared.weights.hash()
+        number = 0 if prepared.weights is None else prepared.weights.number()
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         _vote(partial(votes.report_failure, error, group, WHAT), group)
         raise

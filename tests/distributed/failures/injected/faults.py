@@ -28,6 +28,7 @@ FOLDERS = (
     f"{ROOT}/engine/",
     f"{ROOT}/gradients/",
     f"{ROOT}/measure/local_squares.py",
+    f"{ROOT}/manual/call_weights.py",
     f"{ROOT}/manual/fused_allreduce.py",
     f"{ROOT}/manual/plan.py",
     f"{ROOT}/model/agreement.py",
@@ -44,7 +45,8 @@ WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
 HARMLESS = re.compile(
     r"""try:|else:|def\ .*|\"\"\".*|for\ \w+\ in\ [\w.]+:|[\w.]+\.clear\(\)
     |return(\ \w+)?
-    |feature\.delivered\(\)|return\ self\.\w+|if\ [\w.\ ]+:|\w+\ =\ \w+\(\)\ if\ [\w.\ ]+\ else\ \w+
+    |feature\.delivered\(\)|prepared\.weights\.\w+\([\w.]*\)|self\._check\.\w+\(\)
+    |return\ self\.\w+|if\ [\w.\ ]+:|\w+\ =\ \w+\(\)\ if\ [\w.\ ]+\ else\ \w+
     |[\w.]+(:\ [^=]+)?\ =\ (\[\]|\w+)
     |([\w.]+(\[:\])?\ =\ |return\ )?
      (self\._|self\.listener\.|self\._watch\.|votes\.|collective\.|torch\._C\.|agree_on_|report_)\w+\([\w.,=\ *"]*\)
