@@ -10,6 +10,7 @@ from dpfuse.loop.watched_gradient import WatchedGradient
 __all__ = ["ChangedGradients"]
 
 WINDOWS = 2  # in which that happened
+LOOKS = 32  # steps for which values are compared: on a CPU a program with such a mistake makes it from the beginning
 
 
 class ChangedGradients:
@@ -22,6 +23,9 @@ class ChangedGradients:
     def __init__(self, watched: WatchedGradient) -> None:
         self._watched = watched
         self._windows = 0
+        self._steps = 0
+        self._looks = not watched.param.is_cuda  # on which a copy takes a kernel
+        watched.keeps_bits += self._looks
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Count the window that ends with this step."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch.optim import Optimizer
 
+from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.findings import CUT_WINDOW, findings
 from dpfuse.loop.watched_gradient import WatchedGradient
 
@@ -55,8 +58,8 @@ class CutWindows:
         watched = self._watched
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
-        elif not watched.was_kept:
-            self._same = 0  # it does
+        elif not watched.was_kept or weights_may_be_averaged(sys._getframe()):
+            self._same = 0  # it does, or averages weights
         else:
             findings.warn(
                 CUT_WINDOW,

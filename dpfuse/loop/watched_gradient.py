@@ -33,8 +33,8 @@ class WatchedGradient:
         locals: how many others have, through an output of the wrapper.
         rest: how many of these came behind the last synchronised one.
         rest_line: the user's line of the last of them.
-        keeps_bits: how many rules want a copy of a few elements behind each backward that was not averaged. Without
-            any there is one where `rest` is above 0.
+        keeps_bits: how many rules want a copy of a few elements behind each backward. Without any there is one where
+            `rest` is above 0.
         bits: that copy.
         length: how many backwards have written it since the last step, or since it was zero.
         changes: how often other code has changed it between two backwards, since the last step.
@@ -105,23 +105,32 @@ class WatchedGradient:
             if self.means or self.length:
                 self._zeroed()
             self._seen = None
-        elif not self._is_as_marked(grad) and (announced or self._is_another(grad)):
-            self._written_by_others(grad)
+        elif self._is_another(grad):
+            self._restart()  # of which nothing is known
             self._mark()
+        elif announced:
+            # `grad.data` can be written without a count. So behind a step, where most programs zero, values decide.
+            if self._stepped or grad._version != self._count or self._differs(grad):
+                self._may_be_written(grad)
+                self._mark()
 
-    def _written_by_others(self, grad: Tensor) -> None:
+    def _differs(self, grad: Tensor) -> bool:
+        """Whether a sample of its memory shows that other code has written it, though it did not count."""
+        return type(self.bits) is bytes and self.bits != sample_of(grad)
+
+    def _may_be_written(self, grad: Tensor) -> None:
         in_window = self.length > 0 and not self._stepped
-        if self._is_another(grad):
-            self._restart()  # another tensor, of which nothing is known
-        elif self._nbytes:
+        if self._nbytes:
             if not grad.any():
                 self._zeroed()
-            else:
-                self.changes += in_window
+            elif in_window and self.bits is not None:
+                before = values_of(self.bits, grad.dtype)
+                self.changes += bool(changed_otherwise(before, values_of(sample_of(grad), grad.dtype)))
         else:
             # Its values would have to be waited for. They are read after the next step.
-            if in_window and not capturing():
-                self._look = HostCopy(grad.any().view(1))
+            if in_window and self.bits is not None and not capturing():
+                before = values_of(self.bits, grad.dtype)
+                self._look = HostCopy(changed_otherwise(before, values_of(sample_of(grad), grad.dtype)).view(1))
             self._restart()
 
     def _zeroed(self) -> None:
@@ -146,19 +155,25 @@ class WatchedGradient:
                 self.rest += 1
                 self.rest_line = user_line()
         if self.rest or self.keeps_bits:
-            # As in `sample_of`, in half the time. Torch lets a gradient have another dtype than its parameter.
-            plain = self._nbytes and grad.is_contiguous() and grad.dtype is self.param.dtype
-            self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
+            self._keep_bits(grad)
+
+    def _keep_bits(self, grad: Tensor) -> None:
+        # As in `sample_of`, in half the time. Torch lets a gradient have another dtype than its parameter.
+        plain = self._nbytes and grad.is_contiguous() and grad.dtype is self.param.dtype
+        self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
 
     def mean_ends(self) -> None:
         """Note the end of a synchronised backward."""
         self._mark()
-        if self._seen is None:
+        grad = self.param.grad
+        if self._seen is None or grad is None:
             return
         self._count_backward()
         self.means += 1
         self.rest = 0
         self.bits = None
+        if self.keeps_bits and grad.layout is torch.strided:
+            self._keep_bits(grad)
 
     def _count_backward(self) -> None:
         if self._stepped:
@@ -242,6 +257,15 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
     limit = new_sizes.max()
     cut = (new_sizes == limit) & (sizes >= limit) & (now.sign() == before.sign())
     return bool((cut | (now == before)).all())
+
+
+def changed_otherwise(before: Tensor, now: Tensor) -> Tensor:
+    """Return whether a value has changed, except to 0, [] bool: a mask gives the same after each batch as at the end.
+
+    Args:
+        before, now: [n], on one device, for which nothing waits.
+    """
+    return ((before != now) & (now != 0)).any()
 
 
 def rounding_of(tensor: Tensor) -> float:

@@ -1,0 +1,261 @@
+"""The code that a program may still run: the loops around its running lines, what lies behind these, and what it calls.
+
+Some loops are wrong only if nothing else follows, and what follows can be an average of the weights in 500 steps. Their
+source says so. It is read once, before a message, and can only prevent it.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from inspect import unwrap
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from dpfuse.engine.user_line import INSIDE, user_frame
+
+__all__ = ["CodeUnknown", "Scope", "ValueUnknown", "coming_code", "value_of"]
+
+FUNCTIONS = 200  # that are read at most
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+class CodeUnknown(Exception):
+    """The source of a function that runs is not there."""
+
+
+class ValueUnknown(Exception):
+    """An expression has a value that is known only when it runs."""
+
+
+class Scope:
+    """A function, with the part of it that may still run.
+
+    Args:
+        function: the function, or the module.
+        coming: the statements of it that may still run.
+        names: values of names, as far as they are known. What these statements assign is not.
+
+    Attributes:
+        function: as above.
+        coming: as above.
+        names: as above.
+    """
+
+    def __init__(self, function: ast.AST, coming: Sequence[ast.stmt], names: Mapping[str, Any]) -> None:
+        self.function = function
+        self.coming = coming
+        assigned = {
+            node.id
+            for statement in coming
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        self.names = {name: value for name, value in names.items() if name not in assigned}
+
+    def calls(self) -> Iterator[ast.Call]:
+        """Return the calls that may still be made."""
+        for statement in self.coming:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call):
+                    yield node
+
+
+def coming_code(frame: FrameType | None) -> list[Scope]:
+    """Return what may still run, seen from a frame: in each function of the user that runs, and in those it calls.
+
+    Args:
+        frame: the innermost one.
+
+    Raises:
+        CodeUnknown: the source of the user's innermost function cannot be read.
+    """
+    sources = Sources()
+    scopes: list[Scope] = []
+    running: dict[CodeType, dict[str, Any]] = {}
+    frame, _ = user_frame(frame)
+    if frame is None:
+        raise CodeUnknown
+    innermost = frame
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            try:
+                function = sources.function_of(frame.f_code)
+            except CodeUnknown:
+                if frame is innermost:
+                    raise
+                function = None  # what starts a process, such as `python -c`
+            if function is not None:
+                names = running[frame.f_code] = {**frame.f_globals, **frame.f_locals}
+                scopes.append(Scope(function, coming_in(function.body, frame.f_lineno)[0], names))
+        frame = frame.f_back
+    seen: set[CodeType] = set()
+    for scope in scopes:  # which grows
+        for call in scope.calls():
+            called = function_called_by(call, scope)
+            if called is not None and called[0].__code__ not in seen and len(seen) < FUNCTIONS:
+                seen.add(called[0].__code__)
+                scopes.extend(scope_of(*called, sources, running))
+    return scopes
+
+
+class Sources:
+    """The files of the user's functions, parsed."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, ast.Module] = {}
+
+    def function_of(self, code: CodeType) -> Function | ast.Module | None:
+        """Return the function with this code; None for a lambda or a comprehension, which have no statements.
+
+        Raises:
+            CodeUnknown: its source cannot be read.
+        """
+        tree = self._tree_of(code.co_filename)
+        if code.co_name == "<module>":
+            return tree
+        for node in ast.walk(tree):
+            if isinstance(node, Function) and node.name == code.co_name:
+                if min(each.lineno for each in (node, *node.decorator_list)) == code.co_firstlineno:
+                    return node
+        if code.co_name.startswith("<"):
+            return None
+        raise CodeUnknown
+
+    def _tree_of(self, path: str) -> ast.Module:
+        if path not in self._trees:
+            lines = linecache.getlines(path)
+            if not lines:
+                raise CodeUnknown
+            try:
+                self._trees[path] = ast.parse("".join(lines))
+            except (SyntaxError, ValueError) as error:
+                raise CodeUnknown from error
+        return self._trees[path]
+
+
+def coming_in(body: Sequence[ast.stmt], line: int) -> tuple[list[ast.stmt], bool]:
+    """Return the statements of a block that may run once `line` of it runs, and whether the line is in the block."""
+    for place, statement in enumerate(body):
+        if statement.lineno <= line <= (statement.end_lineno or line):
+            if isinstance(statement, LOOPS):
+                return list(body[place:]), True
+            blocks = [block for _, block in ast.iter_fields(statement) if isinstance(block, list)]
+            blocks += [handler.body for handler in getattr(statement, "handlers", ())]
+            for block in blocks:
+                if block and isinstance(block[0], ast.stmt):
+                    found, inside = coming_in(block, line)
+                    if inside:
+                        return [*found, *getattr(statement, "finalbody", ()), *body[place + 1 :]], True
+            return list(body[place + 1 :]), True
+    return [], False
+
+
+def function_called_by(call: ast.Call, scope: Scope) -> tuple[FunctionType, Any] | None:
+    """Return the function of the user that a call runs, and the object whose method it is; None if it is unknown."""
+    try:
+        called = unwrapped(value_of(call.func, scope.names))
+    except ValueUnknown:
+        return None
+    owner = None
+    if isinstance(called, MethodType):
+        owner, called = called.__self__, called.__func__
+    if not isinstance(called, FunctionType) or called.__code__.co_filename.startswith(INSIDE):
+        return None
+    return called, owner
+
+
+def scope_of(
+    called: FunctionType, owner: Any, sources: Sources, running: Mapping[CodeType, Mapping[str, Any]]
+) -> Iterator[Scope]:
+    """Return a function as a whole, if its source is there. Arguments are known if it runs now."""
+    code = called.__code__
+    try:
+        function = sources.function_of(code)
+    except CodeUnknown:
+        return
+    if function is None:
+        return
+    names = {**called.__globals__}
+    for name, cell in zip(code.co_freevars, called.__closure__ or (), strict=True):
+        names.update((name, value) for value in contents_of(cell))
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    for name in arguments:
+        names.pop(name, None)
+    if owner is not None and arguments:
+        names[arguments[0]] = owner
+    yield Scope(function, function.body, running.get(code, names))
+
+
+def contents_of(cell: Any) -> Iterator[Any]:
+    """Return what a cell holds, if that was assigned yet."""
+    try:
+        yield cell.cell_contents
+    except ValueError:
+        return
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the function behind a partial, a decorator, a class, or an object that can be called."""
+    while isinstance(value, partial):
+        value = value.func
+    if isinstance(value, FunctionType):
+        return unwrap(value)
+    if isinstance(value, type):
+        return MethodType(value.__init__, value) if isinstance(value.__init__, FunctionType) else value
+    call = type(value).__dict__.get("__call__")
+    return MethodType(call, value) if isinstance(call, FunctionType) else value
+
+
+def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression of names, attributes and constant keys, without running code of the program.
+
+    Args:
+        node: the expression.
+        names: values of names.
+
+    Raises:
+        ValueUnknown: it has other parts, or a name has no known value.
+
+    Example:
+        >>> import ast
+        >>> value_of(ast.parse("pair[1]", mode="eval").body, {"pair": (3, 4)})
+        4
+    """
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.Attribute):
+        return attribute_of(value_of(node.value, names), node.attr)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        owner = value_of(node.value, names)
+        if type(owner) in (list, tuple, dict):
+            try:
+                return owner[node.slice.value]
+            except (LookupError, TypeError) as error:
+                raise ValueUnknown from error
+    raise ValueUnknown
+
+
+def attribute_of(owner: Any, name: str) -> Any:
+    """Return an attribute that no code computes."""
+    own = getattr(owner, "__dict__", {})
+    if name in own:
+        return own[name]
+    if isinstance(owner, ModuleType):
+        raise ValueUnknown
+    bases = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    for base in bases:
+        if name in base.__dict__:
+            found = base.__dict__[name]
+            if isinstance(found, staticmethod):
+                return found.__func__
+            if isinstance(found, classmethod):
+                return MethodType(found.__func__, owner)
+            if isinstance(found, FunctionType) and not isinstance(owner, type):
+                return MethodType(found, owner)
+            return found
+    raise ValueUnknown

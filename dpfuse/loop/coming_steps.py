@@ -1,0 +1,67 @@
+"""May an optimizer that has not stepped yet still do so? Then it is no mistake that its gradients are averaged."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dpfuse.loop.coming_code import CodeUnknown, Scope, ValueUnknown, coming_code, value_of
+
+__all__ = ["may_step"]
+
+OTHERS = re.compile(r"sched|prof|ema$", re.I)  # names of objects that have a step() and are no optimizers
+
+
+def may_step(frame: FrameType | None, waiting: Collection[Optimizer]) -> bool:
+    """Whether the program has code that steps one of these optimizers, or that gives one more parameters.
+
+    Args:
+        frame: of the step of another optimizer.
+        waiting: optimizers that have not stepped. If there is none, one that is made later may step.
+
+    Returns:
+        True also where that cannot be seen: an expression whose value is known only later may be any of them.
+    """
+    try:
+        scopes = coming_code(frame)
+    except CodeUnknown:
+        return bool(waiting)
+    return any(steps(call, scope, waiting) for scope in scopes for call in scope.calls())
+
+
+def steps(call: ast.Call, scope: Scope, waiting: Collection[Optimizer]) -> bool:
+    """Whether a call may step one of these optimizers, or change what optimizers have."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "add_param_group":
+        return True
+    try:
+        called = value_of(call.func, scope.names)
+    except ValueUnknown:
+        called = None
+    if isinstance(called, type) and issubclass(called, Optimizer):
+        return True
+    if not waiting or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(may_be(each, scope, waiting) for each in (call.func.value, *arguments))
+
+
+def may_be(node: ast.expr, scope: Scope, waiting: Collection[Optimizer]) -> bool:
+    """Whether an expression may have one of these optimizers as its value."""
+    try:
+        value: Any = value_of(node, scope.names)
+    except ValueUnknown:
+        return not OTHERS.search(ast.unparse(node).rpartition(".")[2]) and not isinstance(node, ast.Constant)
+    if isinstance(value, Optimizer):
+        return any(value is each for each in waiting)
+    return not isinstance(value, LRScheduler) and any(each in contents(value) for each in waiting)
+
+
+def contents(value: Any) -> list[Any]:
+    """Return the optimizers that an object of another class holds, as the one of a library wraps one."""
+    return [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, Optimizer)]
