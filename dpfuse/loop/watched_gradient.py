@@ -37,7 +37,9 @@ class WatchedGradient:
             `rest` is above 0.
         bits: that copy.
         length: how many backwards have written it since the last step, or since it was zero.
-        changes: how often other code has changed it between two backwards, since the last step.
+        compares: whether values that other code may have written between two backwards are compared with that copy.
+        changes: how often other code has changed it there, except to 0, since the last step.
+        touched: whether other code may have written it there, at any time.
         dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
     """
 
@@ -49,6 +51,7 @@ class WatchedGradient:
         "_stepped",
         "bits",
         "changes",
+        "compares",
         "dropped",
         "keeps_bits",
         "length",
@@ -59,6 +62,7 @@ class WatchedGradient:
         "rank",
         "rest",
         "rest_line",
+        "touched",
     )
 
     def __init__(self, param: Tensor, name: str, rank: int) -> None:
@@ -66,6 +70,7 @@ class WatchedGradient:
         self.name = name
         self.rank = rank
         self.keeps_bits = 0
+        self.compares = self.touched = False
         # Of a sample of its memory; 0 where the host must not read it.
         self._nbytes = min(ELEMENTS, param.numel()) * param.element_size() if param.device.type == "cpu" else 0
         self._seen: ref[Tensor] | None = None
@@ -116,22 +121,28 @@ class WatchedGradient:
 
     def _differs(self, grad: Tensor) -> bool:
         """Whether a sample of its memory shows that other code has written it, though it did not count."""
-        return type(self.bits) is bytes and self.bits != sample_of(grad)
+        return self.compares and type(self.bits) is bytes and self.bits != sample_of(grad)
 
     def _may_be_written(self, grad: Tensor) -> None:
         in_window = self.length > 0 and not self._stepped
         if self._nbytes:
             if not grad.any():
                 self._zeroed()
-            elif in_window and self.bits is not None:
-                before = values_of(self.bits, grad.dtype)
-                self.changes += bool(changed_otherwise(before, values_of(sample_of(grad), grad.dtype)))
+            elif in_window:
+                self.changes += any(self._compared(grad).tolist())
         else:
             # Its values would have to be waited for. They are read after the next step.
-            if in_window and self.bits is not None and not capturing():
-                before = values_of(self.bits, grad.dtype)
-                self._look = HostCopy(changed_otherwise(before, values_of(sample_of(grad), grad.dtype)).view(1))
+            if in_window and not capturing():
+                self._look = HostCopy(self._compared(grad))
             self._restart()
+
+    def _compared(self, grad: Tensor) -> Tensor:
+        """Return whether the sample has changed, except to 0, [1] bool; False if there is nothing to compare with."""
+        self.touched = True
+        if not self.compares or self.bits is None:
+            return torch.zeros(1, dtype=torch.bool)
+        before, now = values_of(self.bits, grad.dtype), values_of(sample_of(grad), grad.dtype)
+        return changed_otherwise(before, now).view(1)
 
     def _zeroed(self) -> None:
         if not self._stepped:
