@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-from dpfuse.loop.coming_code import CodeUnknown, Scope, coming_code
+from dpfuse.loop.coming_code import Scope, UnknownCodeError, coming_code
 
 __all__ = ["weights_may_be_averaged"]
 
@@ -35,7 +35,7 @@ def weights_may_be_averaged(frame: FrameType | None) -> bool:
         return True
     try:
         scopes = coming_code(frame)
-    except CodeUnknown:
+    except UnknownCodeError:
         return True
     senders = names_of_senders(scopes)
     return any(sends_weights(scope, senders) for scope in scopes)

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpfuse.engine.user_line import INSIDE, user_frame
 
-__all__ = ["CodeUnknown", "Scope", "ValueUnknown", "coming_code", "value_of"]
+__all__ = ["Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "value_of"]
 
 FUNCTIONS = 200  # that are read at most
 
@@ -24,11 +24,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-class CodeUnknown(Exception):
+class UnknownCodeError(Exception):
     """The source of a function that runs is not there."""
 
 
-class ValueUnknown(Exception):
+class UnknownValueError(Exception):
     """An expression has a value that is known only when it runs."""
 
 
@@ -72,20 +72,20 @@ def coming_code(frame: FrameType | None) -> list[Scope]:
         frame: the innermost one.
 
     Raises:
-        CodeUnknown: the source of the user's innermost function cannot be read.
+        UnknownCodeError: the source of the user's innermost function cannot be read.
     """
     sources = Sources()
     scopes: list[Scope] = []
     running: dict[CodeType, dict[str, Any]] = {}
     frame, _ = user_frame(frame)
     if frame is None:
-        raise CodeUnknown
+        raise UnknownCodeError
     innermost = frame
     while frame is not None:
         if not frame.f_code.co_filename.startswith(INSIDE):
             try:
                 function = sources.function_of(frame.f_code)
-            except CodeUnknown:
+            except UnknownCodeError:
                 if frame is innermost:
                     raise
                 function = None  # what starts a process, such as `python -c`
@@ -113,29 +113,33 @@ class Sources:
         """Return the function with this code; None for a lambda or a comprehension, which have no statements.
 
         Raises:
-            CodeUnknown: its source cannot be read.
+            UnknownCodeError: its source cannot be read.
         """
         tree = self._tree_of(code.co_filename)
         if code.co_name == "<module>":
             return tree
         for node in ast.walk(tree):
-            if isinstance(node, Function) and node.name == code.co_name:
-                if min(each.lineno for each in (node, *node.decorator_list)) == code.co_firstlineno:
-                    return node
+            if isinstance(node, Function) and node.name == code.co_name and first_line(node) == code.co_firstlineno:
+                return node
         if code.co_name.startswith("<"):
             return None
-        raise CodeUnknown
+        raise UnknownCodeError
 
     def _tree_of(self, path: str) -> ast.Module:
         if path not in self._trees:
             lines = linecache.getlines(path)
             if not lines:
-                raise CodeUnknown
+                raise UnknownCodeError
             try:
                 self._trees[path] = ast.parse("".join(lines))
             except (SyntaxError, ValueError) as error:
-                raise CodeUnknown from error
+                raise UnknownCodeError from error
         return self._trees[path]
+
+
+def first_line(function: Function) -> int:
+    """Return the line with which the code of a function begins: that of its first decorator, if it has one."""
+    return min(node.lineno for node in (function, *function.decorator_list))
 
 
 def coming_in(body: Sequence[ast.stmt], line: int) -> tuple[list[ast.stmt], bool]:
@@ -159,7 +163,7 @@ def function_called_by(call: ast.Call, scope: Scope) -> tuple[FunctionType, Any]
     """Return the function of the user that a call runs, and the object whose method it is; None if it is unknown."""
     try:
         called = unwrapped(value_of(call.func, scope.names))
-    except ValueUnknown:
+    except UnknownValueError:
         return None
     owner = None
     if isinstance(called, MethodType):
@@ -176,7 +180,7 @@ def scope_of(
     code = called.__code__
     try:
         function = sources.function_of(code)
-    except CodeUnknown:
+    except UnknownCodeError:
         return
     if function is None:
         return
@@ -206,7 +210,8 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, FunctionType):
         return unwrap(value)
     if isinstance(value, type):
-        return MethodType(value.__init__, value) if isinstance(value.__init__, FunctionType) else value
+        init = attribute_of(value, "__init__")
+        return MethodType(init, value) if isinstance(init, FunctionType) else value
     call = type(value).__dict__.get("__call__")
     return MethodType(call, value) if isinstance(call, FunctionType) else value
 
@@ -219,7 +224,7 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
         names: values of names.
 
     Raises:
-        ValueUnknown: it has other parts, or a name has no known value.
+        UnknownValueError: it has other parts, or a name has no known value.
 
     Example:
         >>> import ast
@@ -236,8 +241,8 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
             try:
                 return owner[node.slice.value]
             except (LookupError, TypeError) as error:
-                raise ValueUnknown from error
-    raise ValueUnknown
+                raise UnknownValueError from error
+    raise UnknownValueError
 
 
 def attribute_of(owner: Any, name: str) -> Any:
@@ -246,7 +251,7 @@ def attribute_of(owner: Any, name: str) -> Any:
     if name in own:
         return own[name]
     if isinstance(owner, ModuleType):
-        raise ValueUnknown
+        raise UnknownValueError
     bases = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     for base in bases:
         if name in base.__dict__:
@@ -258,4 +263,4 @@ def attribute_of(owner: Any, name: str) -> Any:
             if isinstance(found, FunctionType) and not isinstance(owner, type):
                 return MethodType(found, owner)
             return found
-    raise ValueUnknown
+    raise UnknownValueError

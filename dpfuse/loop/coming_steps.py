@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dpfuse.loop.coming_code import CodeUnknown, Scope, ValueUnknown, coming_code, value_of
+from dpfuse.loop.coming_code import Scope, UnknownCodeError, UnknownValueError, coming_code, value_of
 
 __all__ = ["may_step"]
 
@@ -30,7 +30,7 @@ def may_step(frame: FrameType | None, waiting: Collection[Optimizer]) -> bool:
     """
     try:
         scopes = coming_code(frame)
-    except CodeUnknown:
+    except UnknownCodeError:
         return bool(waiting)
     return any(steps(call, scope, waiting) for scope in scopes for call in scope.calls())
 
@@ -41,7 +41,7 @@ def steps(call: ast.Call, scope: Scope, waiting: Collection[Optimizer]) -> bool:
         return True
     try:
         called = value_of(call.func, scope.names)
-    except ValueUnknown:
+    except UnknownValueError:
         called = None
     if isinstance(called, type) and issubclass(called, Optimizer):
         return True
@@ -55,7 +55,7 @@ def may_be(node: ast.expr, scope: Scope, waiting: Collection[Optimizer]) -> bool
     """Whether an expression may have one of these optimizers as its value."""
     try:
         value: Any = value_of(node, scope.names)
-    except ValueUnknown:
+    except UnknownValueError:
         return not OTHERS.search(ast.unparse(node).rpartition(".")[2]) and not isinstance(node, ast.Constant)
     if isinstance(value, Optimizer):
         return any(value is each for each in waiting)

@@ -20,6 +20,7 @@ __all__ = ["LocalSteps"]
 STEPS = 3  # in a row, before it looks closer
 LOOKS = 17  # steps for which it does
 
+
 class LocalSteps:
     """Counts steps on local gradients, then looks whether the program averages gradients or weights by itself.
 

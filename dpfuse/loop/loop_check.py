@@ -85,7 +85,7 @@ class LoopCheck(Feature):
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
-        return None if report is None else _Tell(self, buffer, report)
+        return None if report is None else _Tell(self, bucket, buffer, report)
 
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
         """Note the arguments of a forward that may have a backward."""
@@ -97,12 +97,18 @@ class LoopCheck(Feature):
         except Exception as error:
             self._fail(error)
 
-    def tell(self, report: Report, packed: Tensor) -> None:
-        """Write into the report, as it is packed, what the ranks are to have in common."""
+    def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
+        """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
         try:
-            due = self._model is not None and self._model.due and not self._window.without_inputs
-            if due and self._comparison is not None:
-                self._comparison.write(report, packed)
+            model = self._model
+            if model is None or not model.due or self._window.without_inputs or self._comparison is None:
+                return
+
+            def params() -> dict[str, Tensor]:
+                found = [*model.params().items()]
+                return dict(found[index] for index in bucket.params)
+
+            self._comparison.write(report, packed, params)
         except Exception as error:
             self._fail(error)
 
@@ -255,10 +261,11 @@ class LoopCheck(Feature):
 class _Tell(PackStep):
     """Has the check write into the report, behind what the bucket packs."""
 
-    def __init__(self, check: LoopCheck, buffer: CommBuffer, report: Report) -> None:
+    def __init__(self, check: LoopCheck, bucket: Bucket, buffer: CommBuffer, report: Report) -> None:
         self._check = check
+        self._bucket = bucket
         self._buffer = buffer
         self._report = report
 
     def after(self, arguments: PackArguments) -> None:
-        self._check.tell(self._report, self._buffer.report)
+        self._check.tell(self._report, self._buffer.report, self._bucket)

@@ -46,7 +46,9 @@ class OptimizerRules:
         self._model = model
         self._raises = raises
         self._rules: Sequence[Rule] = ()
-        self._lasting: Sequence[LocalSteps | EachAveraged | ChangedGradients] = ()  # those of them that act between steps
+        self._lasting: Sequence[
+            LocalSteps | EachAveraged | ChangedGradients
+        ] = ()  # those of them that act between steps
         self._missed = 0  # steps without a gradient to look at
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:

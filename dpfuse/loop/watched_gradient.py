@@ -113,11 +113,10 @@ class WatchedGradient:
         elif self._is_another(grad):
             self._restart()  # of which nothing is known
             self._mark()
-        elif announced:
-            # `grad.data` can be written without a count. So behind a step, where most programs zero, values decide.
-            if self._stepped or grad._version != self._count or self._differs(grad):
-                self._may_be_written(grad)
-                self._mark()
+        # `grad.data` can be written without a count. So behind a step, where most programs zero, values decide.
+        elif announced and (self._stepped or grad._version != self._count or self._differs(grad)):
+            self._may_be_written(grad)
+            self._mark()
 
     def _differs(self, grad: Tensor) -> bool:
         """Whether a sample of its memory shows that other code has written it, though it did not count."""

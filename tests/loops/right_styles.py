@@ -710,8 +710,7 @@ def an_optimizer_for_each_parameter(rank, size):
 
 
 @quiet
-def steps_in_hooks_behind_each_gradient(rank, size):
-    """The update runs in hooks behind accumulation, each with its own optimizer, on local gradients of averaged weights."""
+def gradients_dropped_in_a_hook_behind_the_step(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: [setattr(param, "grad", None) for param in model.parameters()])

@@ -1,4 +1,4 @@
-"""More wrong loops, in other styles: trainers in classes, loaders of all kinds, loops that reduce a loss for the log."""
+"""More wrong loops, in other styles: trainers in classes, all kinds of loaders, losses that are reduced for a log."""
 
 from __future__ import annotations
 
@@ -202,12 +202,11 @@ def condition_that_is_never_true(rank, size):
     """`step % accumulation == accumulation` was meant to be `- 1`; the step is made anyhow."""
     model = dpfuse.DataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    accumulation, step = 2, 0
-    for x, y in batches(rank, 48):
+    accumulation = 2
+    for step, (x, y) in enumerate(batches(rank, 48)):
         model.require_backward_grad_sync = step % accumulation == accumulation
         loss_of(model(x), y).backward()
-        step += 1
-        if step % accumulation == 0:
+        if (step + 1) % accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()
 
