@@ -139,6 +139,24 @@ def scaled_loss_with_the_switch_behind_the_forward(rank, size):
             optimizer.zero_grad()
 
 
+@named("DPF-L01")
+def window_in_a_closure_whose_second_backward_is_local(rank, size):
+    """The first step is made before anything can be seen, the second is refused."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 12):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x[:3]), y[:3])
+            loss.backward()
+            with model.no_sync():
+                loss_of(model(x[3:]), y[3:]).backward()
+            return loss
+
+        optimizer.step(closure)
+
+
 # --- DPF-L02: nothing was averaged ---
 
 

@@ -15,7 +15,17 @@ from dpfuse.weights.check import WeightsCheck
 from tests.pretended_gpu.device import counted, logged
 from tests.pretended_gpu.test_ways import NEED_VALUES, pytestmark, steps  # noqa: F401  # the mark of these tests, too
 from tests.pretended_gpu.ways import (
-    SETTLED, WAYS, Way, accumulating, chain, clipping, plain, scaling, weighing, wrapped, zeroing
+    SETTLED,
+    WAYS,
+    Way,
+    accumulating,
+    chain,
+    clipping,
+    plain,
+    scaling,
+    weighing,
+    wrapped,
+    zeroing,
 )  # fmt: skip
 
 
