@@ -37,8 +37,8 @@ def weights_may_be_averaged(frame: FrameType | None) -> bool:
         scopes = coming_code(frame)
     except UnknownCodeError:
         return True
-    senders = names_of_senders(scopes)
-    return any(sends_weights(scope, senders) for scope in scopes)
+    senders, known = names_of_senders(scopes)
+    return any(sends_weights(scope, senders, known) for scope in scopes)
 
 
 def has_averager() -> bool:
@@ -53,24 +53,27 @@ def last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def names_of_senders(scopes: Iterable[Scope]) -> set[str]:
-    """Return the names of functions that make such a call, or call one of these functions."""
+def names_of_senders(scopes: Iterable[Scope]) -> tuple[set[str], set[str]]:
+    """Return the names of functions that make such a call, or call one of these; and those of all functions."""
     called = {getattr(scope.function, "name", ""): {last_name(call.func) for call in scope.calls()} for scope in scopes}
     senders: set[str] = set()
     while True:
-        more = {name for name, names in called.items() if names & senders or any(map(SENDING.search, names))}
+        # A function that is there is judged by what it does, and not by its name: `moving_average` need not send.
+        more = {
+            name for name, names in called.items() if names & senders or any(map(SENDING.search, names - called.keys()))
+        }
         if more <= senders:
-            return senders
+            return senders, set(called)
         senders |= more
 
 
-def sends_weights(scope: Scope, senders: set[str]) -> bool:
+def sends_weights(scope: Scope, senders: set[str], known: set[str]) -> bool:
     """Whether weights are an argument of a call that sends, or of a function that makes such a call."""
     weights = names_of_weights(scope.function)
     return any(
         is_of(argument, weights)
         for call in scope.calls()
-        if SENDING.search(last_name(call.func)) or last_name(call.func) in senders
+        if (name := last_name(call.func)) in senders or (name not in known and SENDING.search(name))
         for argument in (*call.args, *(keyword.value for keyword in call.keywords))
     )
 

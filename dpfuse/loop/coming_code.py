@@ -21,6 +21,7 @@ __all__ = ["Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "val
 FUNCTIONS = 200  # that are read at most
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
@@ -72,7 +73,8 @@ def coming_code(frame: FrameType | None) -> list[Scope]:
         frame: the innermost one.
 
     Raises:
-        UnknownCodeError: the source of the user's innermost function cannot be read.
+        UnknownCodeError: the source of the user's innermost function cannot be read, or the loop is that of a library,
+            which may call anything of the user's.
     """
     sources = Sources()
     scopes: list[Scope] = []
@@ -80,7 +82,7 @@ def coming_code(frame: FrameType | None) -> list[Scope]:
     frame, _ = user_frame(frame)
     if frame is None:
         raise UnknownCodeError
-    innermost = frame
+    innermost, loops = frame, 0
     while frame is not None:
         if not frame.f_code.co_filename.startswith(INSIDE):
             try:
@@ -89,10 +91,16 @@ def coming_code(frame: FrameType | None) -> list[Scope]:
                 if frame is innermost:
                     raise
                 function = None  # what starts a process, such as `python -c`
-            if function is not None:
+            if function is None:
+                loops += frame.f_code.co_name in COMPREHENSIONS
+            else:
                 names = running[frame.f_code] = {**frame.f_globals, **frame.f_locals}
-                scopes.append(Scope(function, coming_in(function.body, frame.f_lineno)[0], names))
+                coming = coming_in(function.body, frame.f_lineno) or []
+                loops += any(isinstance(node, LOOPS) and is_at(node, frame.f_lineno) for node in coming)
+                scopes.append(Scope(function, coming, names))
         frame = frame.f_back
+    if not loops:
+        raise UnknownCodeError
     seen: set[CodeType] = set()
     for scope in scopes:  # which grows
         for call in scope.calls():
@@ -142,21 +150,23 @@ def first_line(function: Function) -> int:
     return min(node.lineno for node in (function, *function.decorator_list))
 
 
-def coming_in(body: Sequence[ast.stmt], line: int) -> tuple[list[ast.stmt], bool]:
-    """Return the statements of a block that may run once `line` of it runs, and whether the line is in the block."""
+def coming_in(body: Sequence[ast.stmt], line: int) -> list[ast.stmt] | None:
+    """Return the statements of a block that may run once `line` of it runs; None if the line is not in the block."""
     for place, statement in enumerate(body):
-        if statement.lineno <= line <= (statement.end_lineno or line):
+        if is_at(statement, line):
             if isinstance(statement, LOOPS):
-                return list(body[place:]), True
+                return list(body[place:])
             blocks = [block for _, block in ast.iter_fields(statement) if isinstance(block, list)]
-            blocks += [handler.body for handler in getattr(statement, "handlers", ())]
-            for block in blocks:
-                if block and isinstance(block[0], ast.stmt):
-                    found, inside = coming_in(block, line)
-                    if inside:
-                        return [*found, *getattr(statement, "finalbody", ()), *body[place + 1 :]], True
-            return list(body[place + 1 :]), True
-    return [], False
+            blocks += [each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
+            found = (coming_in(block, line) for block in blocks if block and isinstance(block[0], ast.stmt))
+            inside: list[ast.stmt] = next((each for each in found if each is not None), [])
+            return [*inside, *getattr(statement, "finalbody", ()), *body[place + 1 :]]
+    return None
+
+
+def is_at(statement: ast.stmt, line: int) -> bool:
+    """Whether a statement has this line."""
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
 
 
 def function_called_by(call: ast.Call, scope: Scope) -> tuple[FunctionType, Any] | None:

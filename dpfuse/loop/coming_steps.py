@@ -56,7 +56,42 @@ def may_be(node: ast.expr, scope: Scope, waiting: Collection[Optimizer]) -> bool
     try:
         value: Any = value_of(node, scope.names)
     except UnknownValueError:
+        elements = elements_of(node, scope)
+        if elements is not None:
+            return any(is_or_holds(each, waiting) for each in elements)
         return not OTHERS.search(ast.unparse(node).rpartition(".")[2]) and not isinstance(node, ast.Constant)
+    return is_or_holds(value, waiting)
+
+
+def elements_of(node: ast.expr, scope: Scope) -> list[Any] | None:
+    """Return the values that a name takes in a loop over a list, a tuple or the values of a dict; None if unknown."""
+    loops = [each for each in ast.walk(scope.function) if isinstance(each, ast.For | ast.comprehension)]
+    found = [loop.iter for loop in loops if isinstance(node, ast.Name) and ast.dump(loop.target) == stored(node)]
+    elements: list[Any] = []
+    for source in found:
+        values = (
+            isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "values"
+        )
+        try:
+            owner = value_of(source.func.value if values else source, scope.names)  # type: ignore[attr-defined]
+        except UnknownValueError:
+            return None
+        if type(owner) is dict and values:
+            elements += owner.values()
+        elif type(owner) in (list, tuple):
+            elements += owner
+        else:
+            return None
+    return elements if found else None
+
+
+def stored(node: ast.Name) -> str:
+    """Return how a name looks where it is assigned."""
+    return ast.dump(ast.Name(node.id, ast.Store()))
+
+
+def is_or_holds(value: Any, waiting: Collection[Optimizer]) -> bool:
+    """Whether an object is one of these optimizers, or holds one."""
     if isinstance(value, Optimizer):
         return any(value is each for each in waiting)
     return not isinstance(value, LRScheduler) and any(each in contents(value) for each in waiting)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import dpfuse
-from bench.bench_loop import ROUND, SETTLED, WRAPS, time_loop
+from bench.bench_loop import CALLS, ROUND, SETTLED, WRAPS, time_loop
 from bench.goals import Entry, judge
 from bench.models import chain
 from bench.step_time import Effort
@@ -17,7 +17,9 @@ from dpfuse.loop.rank_words import is_due
 
 def test_each_contender_is_timed_for_a_whole_round(rank: int, size: int) -> None:
     results = time_loop(partial(chain, 3), Effort(2, 1, 0), backwards=2, steps=3)
-    assert list(results) == list(WRAPS)
+    assert list(results) == [*WRAPS, CALLS]
+    # Of each backward its begin, its forward and its end; of each step the words that travel, and the hook before it.
+    assert 3 * 2 <= results[CALLS]["facts"]["calls"] <= 3 * 2 + 2
     assert all(len(result["seconds"]) == 2 and result["wall"] > 0 for result in results.values())
     assert results["not checked"]["extra"] == 0
 
@@ -37,8 +39,7 @@ def test_only_one_contender_checks(rank: int, size: int) -> None:
 def test_the_goal_is_a_time_that_does_not_grow_with_the_parameters(extra: float, met: bool) -> None:
     for case in ("10 parameters", "1000 parameters"):
         entries = [
-            Entry("loop", case, name, 1e-3, 1e-3, 0.0, 1, {"extra": 0.0 if name == "not checked" else extra})
-            for name in WRAPS
+            Entry("loop", case, name, 1e-3, 1e-3, 0.0, 1, {"extra": extra if name == CALLS else 0.0})
+            for name in (*WRAPS, CALLS)
         ]
-        (outcome,) = judge(entries)
-        assert outcome.met is met
+        assert [outcome.met for outcome in judge(entries)] == [None, met]

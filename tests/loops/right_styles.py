@@ -177,6 +177,62 @@ def local_steps_of_shorter_windows(rank, size):
             average_weights(model)
 
 
+@quiet
+def averager_in_an_object(rank, size):
+    class Averager:
+        def __init__(self, module, period):
+            self.weights, self.period = [*module.parameters()], period
+
+        def maybe_average(self, step):
+            if step % self.period == 0:
+                for weight in self.weights:
+                    gathered = [torch.empty_like(weight) for _ in range(size)]
+                    dist.all_gather(gathered, weight.data)
+                    weight.data = sum(gathered) / size
+
+    class Trainer:
+        def __init__(self):
+            self.model = dpfuse.DataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            self.averager = Averager(self.model, 30)
+
+        def train_step(self, x, y):
+            self.optimizer.zero_grad()
+            with self.model.no_sync():
+                loss_of(self.model(x), y).backward()
+            self.optimizer.step()
+
+        def train(self):
+            for step, (x, y) in enumerate(batches(rank, 36), 1):
+                self.train_step(x, y)
+                self.averager.maybe_average(step)
+
+    Trainer().train()
+
+
+@quiet
+def gossip_with_a_neighbour(rank, size):
+    """Weights go around in a ring, every 25 steps."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step, loader = 0, batches(rank, 30)
+    while step < 30:
+        x, y = next(loader)
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 25:
+            continue
+        for param in model.parameters():
+            other = torch.empty_like(param)
+            sent = dist.isend(param.data, (rank + 1) % size)
+            dist.recv(other, (rank - 1) % size)
+            sent.wait()
+            param.data.lerp_(other, 0.5)
+
+
 # --- Optimizers that begin late ---
 
 
@@ -228,6 +284,26 @@ def optimizer_of_an_embedding_steps_seldom(rank, size):
                 self.optimizer_step()
 
     Trainer().train()
+
+
+@quiet
+def late_optimizer_in_an_object(rank, size):
+    class Late:
+        def __init__(self, params, first):
+            self.optimizer, self.first, self.steps = torch.optim.SGD(params, lr=0.01), first, 0
+
+        def maybe_step(self):
+            self.steps += 1
+            if self.steps > self.first:
+                self.optimizer.step()
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    early, late = torch.optim.SGD(model.module[2].parameters(), lr=0.01), Late(model.module[0].parameters(), 30)
+    for x, y in batches(rank, 36):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        early.step()
+        late.maybe_step()
 
 
 @quiet

@@ -119,6 +119,16 @@ def test_nothing_is_concluded_from_code_that_cannot_be_read():
     assert not may_step(names["frame"](), [])
 
 
+def step_of_a_library(model):
+    look()
+
+
+def test_nothing_is_concluded_where_no_loop_of_the_user_is_around():
+    """The loop is that of a library, which may call other functions of the user between two steps."""
+    step_of_a_library(mlp())
+    assert AVERAGES == [True]
+
+
 def test_a_frame_around_that_cannot_be_read_is_passed_over():
     """As that of `python -c`, which starts the processes of torch.multiprocessing."""
     names = {"only_a_loss": only_a_loss, "mlp": mlp}

@@ -229,6 +229,30 @@ def condition_that_is_never_true(rank, size):
             optimizer.zero_grad()
 
 
+def moving_average(params, kept):
+    for param, old in zip(params, kept, strict=True):
+        old.lerp_(param.detach(), 0.1)
+
+
+@named("DPF-L02")
+def moving_averages_of_weights_in_no_sync(rank, size):
+    """What is averaged is no other rank's."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = [param.detach().clone() for param in model.parameters()]
+    with model.no_sync():
+        for index, (x, y) in enumerate(batches(rank, 24)):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            moving_average(model.parameters(), kept)
+            if index % 4 == 0:
+                norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+                dist.all_reduce(norm)
+                mean_over_ranks(loss)
+
+
 @named("DPF-L02")
 def scaler_in_no_sync(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
@@ -331,6 +355,25 @@ def group_forgotten_by_a_filter_of_names(rank, size):
         loss_of(model(x), y).backward()
         optimizer.step()
         schedule.step()
+
+
+@named("DPF-L04")
+def schedules_of_both_optimizers_step_and_one_optimizer_does_not(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizers = [torch.optim.AdamW(model.module[place].parameters()) for place in (0, 2)]
+    schedules = [torch.optim.lr_scheduler.ConstantLR(optimizer) for optimizer in optimizers]
+
+    def train_epoch(first, epoch):
+        for x, y in batches(rank, 12, epoch):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            first.step()
+
+    for epoch in range(2):
+        train_epoch(optimizers[0], epoch)
+        for schedule in schedules:
+            schedule.step()
 
 
 # --- DPF-L05: the same batches on all ranks ---
