@@ -6,7 +6,7 @@ import ast
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 
 from dpfuse.loop.coming_code import Scope, UnknownCodeError, coming_code
@@ -22,7 +22,7 @@ SENDING = re.compile(r"all_?reduce|all_?gather|broadcast|^i?reduce|average|aggre
 NUMBERS = re.compile(r"^[A-Z]|norm|clip|numel")  # calls that return no weights: constructors, and numbers
 
 
-def weights_may_be_averaged(frame: FrameType | None) -> bool:
+def weights_may_be_averaged(frame: FrameType | None, made: Mapping[int, int]) -> bool:
     """Whether it can be seen that weights are averaged, or not be seen that they are not.
 
     The source is searched for a call that sends something, such as `all_reduce`, of what comes from `parameters()` or
@@ -30,11 +30,12 @@ def weights_may_be_averaged(frame: FrameType | None) -> bool:
 
     Args:
         frame: of the step.
+        made: the lines that ran when the model was made.
     """
     if has_averager():
         return True
     try:
-        scopes = coming_code(frame)
+        scopes = coming_code(frame, made)
     except UnknownCodeError:
         return True
     senders, known = names_of_senders(scopes)

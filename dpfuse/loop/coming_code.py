@@ -16,7 +16,7 @@ from typing import Any
 
 from dpfuse.engine.user_line import INSIDE, user_frame
 
-__all__ = ["Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "value_of"]
+__all__ = ["Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "running_lines", "value_of"]
 
 FUNCTIONS = 200  # that are read at most
 
@@ -66,11 +66,27 @@ class Scope:
                     yield node
 
 
-def coming_code(frame: FrameType | None) -> list[Scope]:
-    """Return what may still run, seen from a frame: in each function of the user that runs, and in those it calls.
+def running_lines(frame: FrameType | None) -> dict[int, int]:
+    """Return the line of each function of the user that runs, by the id of its frame.
 
     Args:
         frame: the innermost one.
+    """
+    lines = {}
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            lines[id(frame)] = frame.f_lineno
+        frame = frame.f_back
+    return lines
+
+
+def coming_code(frame: FrameType | None, made: Mapping[int, int]) -> list[Scope]:
+    """Return what may still run with a model, in each function of the user that runs, and in those it calls.
+
+    Args:
+        frame: the innermost one.
+        made: the lines that ran when the model was made, as of `running_lines`. What is around the function in which
+            that happened belongs to other models, as in a loop over learning rates.
 
     Raises:
         UnknownCodeError: the source of the user's innermost function cannot be read, or the loop is that of a library,
@@ -84,6 +100,7 @@ def coming_code(frame: FrameType | None) -> list[Scope]:
         raise UnknownCodeError
     innermost, loops = frame, 0
     while frame is not None:
+        line = made.get(id(frame), 0)
         if not frame.f_code.co_filename.startswith(INSIDE):
             try:
                 function = sources.function_of(frame.f_code)
@@ -95,10 +112,10 @@ def coming_code(frame: FrameType | None) -> list[Scope]:
                 loops += frame.f_code.co_name in COMPREHENSIONS
             else:
                 names = running[frame.f_code] = {**frame.f_globals, **frame.f_locals}
-                coming = coming_in(function.body, frame.f_lineno) or []
+                coming = coming_in(function.body, frame.f_lineno, line) or []
                 loops += any(isinstance(node, LOOPS) and is_at(node, frame.f_lineno) for node in coming)
                 scopes.append(Scope(function, coming, names))
-        frame = frame.f_back
+        frame = None if line else frame.f_back
     if not loops:
         raise UnknownCodeError
     seen: set[CodeType] = set()
@@ -150,17 +167,22 @@ def first_line(function: Function) -> int:
     return min(node.lineno for node in (function, *function.decorator_list))
 
 
-def coming_in(body: Sequence[ast.stmt], line: int) -> list[ast.stmt] | None:
-    """Return the statements of a block that may run once `line` of it runs; None if the line is not in the block."""
+def coming_in(body: Sequence[ast.stmt], line: int, made: int) -> list[ast.stmt] | None:
+    """Return the statements of a block that may run once `line` of it runs; None if the line is not in the block.
+
+    A loop in which the line `made` lies makes another model each time.
+    """
     for place, statement in enumerate(body):
         if is_at(statement, line):
-            if isinstance(statement, LOOPS):
+            again = is_at(statement, made)
+            if isinstance(statement, LOOPS) and not again:
                 return list(body[place:])
             blocks = [block for _, block in ast.iter_fields(statement) if isinstance(block, list)]
             blocks += [each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
-            found = (coming_in(block, line) for block in blocks if block and isinstance(block[0], ast.stmt))
+            found = (coming_in(block, line, made) for block in blocks if block and isinstance(block[0], ast.stmt))
             inside: list[ast.stmt] = next((each for each in found if each is not None), [])
-            return [*inside, *getattr(statement, "finalbody", ()), *body[place + 1 :]]
+            behind = [] if again and isinstance(statement, LOOPS) else body[place + 1 :]
+            return [*inside, *getattr(statement, "finalbody", ()), *behind]
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -18,18 +18,19 @@ __all__ = ["may_step"]
 OTHERS = re.compile(r"sched|prof|ema$", re.I)  # names of objects that have a step() and are no optimizers
 
 
-def may_step(frame: FrameType | None, waiting: Collection[Optimizer]) -> bool:
+def may_step(frame: FrameType | None, made: Mapping[int, int], waiting: Collection[Optimizer]) -> bool:
     """Whether the program has code that steps one of these optimizers, or that gives one more parameters.
 
     Args:
         frame: of the step of another optimizer.
+        made: the lines that ran when the model was made.
         waiting: optimizers that have not stepped. If there is none, one that is made later may step.
 
     Returns:
         True also where that cannot be seen: an expression whose value is known only later may be any of them.
     """
     try:
-        scopes = coming_code(frame)
+        scopes = coming_code(frame, made)
     except UnknownCodeError:
         return bool(waiting)
     return any(steps(call, scope, waiting) for scope in scopes for call in scope.calls())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from torch.optim import Optimizer
 
@@ -21,10 +22,12 @@ class CutWindows:
 
     Args:
         watched: a gradient of the optimizer.
+        made: the lines that ran when the model was made.
     """
 
-    def __init__(self, watched: WatchedGradient) -> None:
+    def __init__(self, watched: WatchedGradient, made: Mapping[int, int]) -> None:
         self._watched = watched
+        self._made = made
         self._length = 0  # of the last window that ended with an average
         self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
@@ -58,7 +61,7 @@ class CutWindows:
         watched = self._watched
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
-        elif not watched.was_kept or weights_may_be_averaged(sys._getframe()):
+        elif not watched.was_kept or weights_may_be_averaged(sys._getframe(), self._made):
             self._same = 0  # it does, or averages weights
         else:
             findings.warn(

@@ -101,7 +101,7 @@ class LocalSteps:
         if self._copies is not None:
             kept = self._were_kept(*self._copies)
             self._decide()
-            if kept and not self._model.hooked() and not weights_may_be_averaged(sys._getframe()):
+            if kept and not self._model.hooked() and not weights_may_be_averaged(sys._getframe(), self._model.made):
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
         elif self._steps >= STEPS and not self._looks:
             self._look(optimizer)

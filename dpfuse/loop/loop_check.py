@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -21,6 +22,7 @@ from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, LoopWarning
+from dpfuse.loop.coming_code import running_lines
 from dpfuse.loop.comparison import Comparison
 from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
@@ -68,6 +70,7 @@ class LoopCheck(Feature):
         self._window = window
         self._grads = grads
         self._times = times
+        self._made = running_lines(sys._getframe())
         self._rank = rank
         self.failed = False
         self._raises = raises
@@ -240,7 +243,7 @@ class LoopCheck(Feature):
             return any(map(has_hooks_of_others, grads.params))
 
         observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, self._rank, observers, self._times, on_gpu=on_gpu)
+        self._model = model = Model(params, hooked, self._rank, observers, self._times, self._made, on_gpu=on_gpu)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]

@@ -104,7 +104,7 @@ class NeverStepped:
 
     def _say(self, moving: HostCopy) -> None:
         self.decided = True
-        if not all(moving.read()) or may_step(sys._getframe(), self._waiting()):
+        if not all(moving.read()) or may_step(sys._getframe(), self._model.made, self._waiting()):
             return
         rest = self._rest(self._params.values())
         names = [repr(self._names[id(param)]) for param in rest]

@@ -33,11 +33,12 @@ class WatchedGradient:
         locals: how many others have, through an output of the wrapper.
         rest: how many of these came behind the last synchronised one.
         rest_line: the user's line of the last of them.
-        keeps_bits: how many rules want a copy of a few elements behind each backward. Without any there is one where
-            `rest` is above 0.
+        keeps_bits: how many rules want a copy of a few elements behind each backward that was not averaged. Without
+            any there is one where `rest` is above 0.
         bits: that copy.
         length: how many backwards have written it since the last step, or since it was zero.
-        compares: whether values that other code may have written between two backwards are compared with that copy.
+        compares: whether values that other code may have written between two backwards are compared with that copy,
+            of which there is one behind synchronised backwards, too.
         changes: how often other code has changed it there, except to 0, since the last step.
         touched: whether other code may have written it there, at any time.
         dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
@@ -182,7 +183,7 @@ class WatchedGradient:
         self.means += 1
         self.rest = 0
         self.bits = None
-        if self.keeps_bits and grad.layout is torch.strided:
+        if self.compares and grad.layout is torch.strided:
             self._keep_bits(grad)
 
     def _count_backward(self) -> None:

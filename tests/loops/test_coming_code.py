@@ -10,24 +10,26 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.loop.coming_averages import weights_may_be_averaged
-from dpfuse.loop.coming_code import UnknownCodeError, coming_code
+from dpfuse.loop.coming_code import UnknownCodeError, coming_code, running_lines
 from dpfuse.loop.coming_steps import may_step
 from tests.loops.nets import mlp
 
 AVERAGES = []  # what `look` has seen
 STEPS = []
+MADE = {}  # where the model was made
 
 
 def look(waiting=()):
     """What a step would ask of the code around it."""
-    AVERAGES.append(weights_may_be_averaged(sys._getframe()))
-    STEPS.append(may_step(sys._getframe(), waiting))
+    AVERAGES.append(weights_may_be_averaged(sys._getframe(), {**MADE}))
+    STEPS.append(may_step(sys._getframe(), {**MADE}, waiting))
 
 
 @pytest.fixture(autouse=True)
 def _forget():
     AVERAGES.clear()
     STEPS.clear()
+    MADE.clear()
 
 
 def mean_of(tensor):
@@ -112,11 +114,11 @@ def test_nothing_is_concluded_from_code_that_cannot_be_read():
     code = "import sys\ndef frame():\n    return sys._getframe()\n"
     exec(code, names)
     with pytest.raises(UnknownCodeError):
-        coming_code(names["frame"]())
-    assert weights_may_be_averaged(names["frame"]())
+        coming_code(names["frame"](), {})
+    assert weights_may_be_averaged(names["frame"](), {})
     optimizer = torch.optim.SGD(mlp().parameters())
-    assert may_step(names["frame"](), [optimizer])
-    assert not may_step(names["frame"](), [])
+    assert may_step(names["frame"](), {}, [optimizer])
+    assert not may_step(names["frame"](), {}, [])
 
 
 def step_of_a_library(model):
@@ -127,6 +129,36 @@ def test_nothing_is_concluded_where_no_loop_of_the_user_is_around():
     """The loop is that of a library, which may call other functions of the user between two steps."""
     step_of_a_library(mlp())
     assert AVERAGES == [True]
+
+
+def makes_one_model_after_the_other():
+    for _ in range(1):
+        model = mlp()
+        MADE.update(running_lines(sys._getframe()))
+        if NEVER:
+            average(model.parameters())
+        only_a_loss(model)
+    if NEVER:
+        average(mlp().parameters())
+
+
+def makes_a_model():
+    model = mlp()
+    MADE.update(running_lines(sys._getframe()))
+    if NEVER:
+        average(model.parameters())
+    only_a_loss(model)
+
+
+def makes_a_model_each_time():
+    for _ in range(1):
+        makes_a_model()
+
+
+@pytest.mark.parametrize("program", [makes_one_model_after_the_other, makes_a_model_each_time])
+def test_what_is_done_with_the_next_model_does_not_come_for_this_one(program):
+    program()
+    assert AVERAGES == [False]
 
 
 def test_a_frame_around_that_cannot_be_read_is_passed_over():

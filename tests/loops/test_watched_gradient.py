@@ -273,7 +273,7 @@ def dropped(lengths, between):
     """The warnings where windows of these lengths were zeroed, each behind so many windows of 3 backwards."""
     findings.forget()
     seen = Watching()
-    cut, optimizer = CutWindows(seen.watched), torch.optim.SGD([seen.param])
+    cut, optimizer = CutWindows(seen.watched, {}), torch.optim.SGD([seen.param])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length, windows in zip(lengths, between, strict=True):
