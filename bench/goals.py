@@ -18,6 +18,7 @@ FORWARD_GOAL = 0.15  # what 53 BatchNorms add to a forward, and sending their bu
 CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
 CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
 WEIGHTS_PART_GOAL = 0.01  # of any step
+LOOP_GOAL = 5e-6  # CPU seconds of a step of one backward
 METRICS_PART_GOAL = 0.01  # of the same step, when they are read after each
 LAUNCH_GOAL = 4e-6  # CPU seconds of a launch without Triton's dispatcher
 PLANNING_GOALS = {1000: 0.1}  # CPU seconds, by number of gradients
@@ -256,6 +257,12 @@ def _weights(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     yield Outcome("weights", case, "part of the step that comparing weights takes", part, WEIGHTS_PART_GOAL)
 
 
+def _loop(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    yield Outcome("loop", case, "CPU seconds of the check in a step", contenders["checked"].info["extra"], None)
+    goal = None if "backwards" in case else LOOP_GOAL
+    yield Outcome("loop", case, "seconds in its calls in a step", contenders["its calls"].info["extra"], goal)
+
+
 def _accumulate(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     peers = [name for name in contenders if name.startswith("DDP")]
     peer = "main_grad" if "16" in case else min(peers, key=lambda name: contenders[name].info["peak"])
@@ -415,6 +422,7 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "forward": _forward,
     "checks": _checks,
     "weights": _weights,
+    "loop": _loop,
     "accumulate": _accumulate,
     "health": _health,
     "clip": _clip,

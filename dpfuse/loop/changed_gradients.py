@@ -10,10 +10,14 @@ from dpfuse.loop.watched_gradient import WatchedGradient
 __all__ = ["ChangedGradients"]
 
 WINDOWS = 2  # in which that happened
+STEPS = 32  # for which values are compared
 
 
 class ChangedGradients:
-    """Counts windows in which other code writes a gradient that is not complete yet.
+    """Counts windows in which other code changes a gradient that is not complete yet.
+
+    On a CPU it compares values from the beginning. On a GPU a copy takes a kernel, so it begins once torch's count of
+    writes has shown that something was written.
 
     Args:
         watched: a gradient of the optimizer.
@@ -22,10 +26,32 @@ class ChangedGradients:
     def __init__(self, watched: WatchedGradient) -> None:
         self._watched = watched
         self._windows = 0
+        self._left = 0  # steps for which values are compared
+        self._decided = False
+        if not watched.param.is_cuda:
+            self._look()
+
+    def _look(self) -> None:
+        self._left = STEPS
+        self._watched.compares = True
+        self._watched.keeps_bits += 1
+
+    def stop(self) -> None:
+        """Compare values no more."""
+        if self._left:
+            self._left, self._watched.compares = 0, False
+            self._watched.keeps_bits -= 1
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Count the window that ends with this step."""
         watched = self._watched
+        if self._left == 1:
+            self.stop()
+        elif self._left:
+            self._left -= 1
+        elif watched.touched and not self._decided:
+            self._decided = True  # with what is seen from now on
+            self._look()
         if not watched.changes:
             return
         self._windows += 1

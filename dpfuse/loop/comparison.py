@@ -5,14 +5,17 @@ It is compared in a few backwards only: in the first ones, and in two of each 12
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpfuse.engine.report import Report
+from dpfuse.engine.streams import capturing
 from dpfuse.loop.input_hash import InputHash
 from dpfuse.loop.model import Model
+from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import RankWords, Word
 from dpfuse.loop.same_batches import SameBatches
 from dpfuse.loop.same_modes import SameModes
@@ -35,7 +38,8 @@ class Comparison:
         self._model = model
         self._words = RankWords(size)
         self._inputs = InputHash()
-        self._batches = SameBatches(model.rank)
+        self._own = OwnGradient(module)
+        self._batches = SameBatches(model.rank, self._own)
         self._modes = SameModes(module, device, model.rank)
         self._rates = SameRates(model)
         self._heard = False  # whether a rule has heard something since the last step
@@ -46,16 +50,25 @@ class Comparison:
         if not self._batches.decided:
             self._inputs.add(inputs)
 
-    def write(self, report: Report, packed: Tensor) -> None:
-        """Write the words of this rank into the report, as it is packed."""
+    def write(self, report: Report, packed: Tensor, params: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Write the words of this rank into the report, as it is packed.
+
+        Args:
+            report: knows the places of the words.
+            packed: [numel], where they go.
+            params: returns the parameters, by name, behind whose gradients the report is packed.
+        """
         words: dict[str, Word] = {"there": [1.0], **self._modes.words(), **self._rates.words()}
         if self._inputs.known and not self._batches.decided:
             words |= {"hashed": [1.0], "inputs": self._inputs.word()}
+            if not capturing():
+                self._own.packed(params())
         self._words.tell(report, packed, words)
         self._inputs = InputHash()
 
     def delivered(self) -> None:
         """Hand what is known by now to the rules."""
+        self._own.delivered()
         sums = self._words.delivered()
         if sums is None or not sums.all_set("there"):
             return

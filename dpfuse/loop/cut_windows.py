@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+
 from torch.optim import Optimizer
 
+from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.findings import CUT_WINDOW, findings
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["CutWindows"]
 
 WINDOWS = 8  # of the same length, which show how long a window is meant to be
-DROPS = 2  # of the same length: one may be a batch that was skipped on purpose
+DROPS = 2  # of the same length, as far from each other as from the beginning: an epoch; others are skipped on purpose
 
 
 class CutWindows:
@@ -18,16 +22,18 @@ class CutWindows:
 
     Args:
         watched: a gradient of the optimizer.
+        made: the lines that ran when the model was made.
     """
 
-    def __init__(self, watched: WatchedGradient) -> None:
+    def __init__(self, watched: WatchedGradient, made: Mapping[int, int]) -> None:
         self._watched = watched
+        self._made = made
         self._length = 0  # of the last window that ended with an average
         self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
         self._between = 0  # such windows since the last drop
-        self._drops = 0  # windows of one length that were zeroed, far from each other
-        self._dropped = 0  # that length
+        self._drops = 0  # windows of one length that were zeroed, equally far from each other
+        self._dropped = (0, 0)  # that length, and how many windows there were before each
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the window that ends with this step, and those that were zeroed since the last one."""
@@ -46,7 +52,7 @@ class CutWindows:
             self._look_at_step(optimizer)
 
     def _compare_bits(self) -> None:
-        """Let the bits of local gradients be copied from now on. On a GPU that takes a kernel each time."""
+        """Let the bits of gradients be copied from now on. On a GPU that takes a kernel each time."""
         if not self._compares:
             self._compares = True
             self._watched.keeps_bits += 1
@@ -55,8 +61,8 @@ class CutWindows:
         watched = self._watched
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
-        elif not watched.was_kept:
-            self._same = 0  # it does
+        elif not watched.was_kept or weights_may_be_averaged(sys._getframe(), self._made):
+            self._same = 0  # it does, or averages weights
         else:
             findings.warn(
                 CUT_WINDOW,
@@ -77,10 +83,10 @@ class CutWindows:
         # A program that drops a window between any two steps does so on purpose: its gradients are for another use.
         if len(watched.dropped) > 1 or length >= usual or self._between < WINDOWS // 2:
             self._drops = 0
-        elif length == self._dropped:
+        elif (length, self._between) == self._dropped:
             self._drops += 1
         else:
-            self._drops, self._dropped = 1, length
+            self._drops, self._dropped = 1, (length, self._between)
         self._between = 0
         if self._drops >= DROPS:
             findings.warn(

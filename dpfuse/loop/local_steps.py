@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from weakref import ref
 
@@ -11,16 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
+from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.findings import NOTHING_AVERAGED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, WatchedGradient, only_rescaled, rounding_of, sample_of, values_of
 
 __all__ = ["LocalSteps"]
 
-STEPS = 8  # in a row, before it looks closer
-LOOKS = 12  # steps for which it does
-
-AVERAGERS = "torch.distributed.algorithms.model_averaging.averagers"
+STEPS = 3  # in a row, before it looks closer
+LOOKS = 17  # steps for which it does
 
 
 class LocalSteps:
@@ -103,7 +101,7 @@ class LocalSteps:
         if self._copies is not None:
             kept = self._were_kept(*self._copies)
             self._decide()
-            if kept and not self._model.hooked() and not averages_weights():
+            if kept and not self._model.hooked() and not weights_may_be_averaged(sys._getframe(), self._model.made):
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
         elif self._steps >= STEPS and not self._looks:
             self._look(optimizer)
@@ -136,11 +134,3 @@ def pairs_in(copy: HostCopy) -> Tensor:
     """Return what was copied, [pairs, 2, elements] float64."""
     numbers = torch.tensor(copy.read(), dtype=torch.float64)
     return numbers.view(-1, 2, numbers.shape[-1])
-
-
-def averages_weights() -> bool:
-    """Whether the program has an object of torch that averages weights every few steps."""
-    module = sys.modules.get(AVERAGERS)
-    if module is None:
-        return False
-    return any(issubclass(type(each), module.ModelAverager) for each in gc.get_objects())

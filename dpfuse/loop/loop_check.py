@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -21,6 +22,7 @@ from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, LoopWarning
+from dpfuse.loop.coming_code import running_lines
 from dpfuse.loop.comparison import Comparison
 from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
@@ -68,6 +70,7 @@ class LoopCheck(Feature):
         self._window = window
         self._grads = grads
         self._times = times
+        self._made = running_lines(sys._getframe())
         self._rank = rank
         self.failed = False
         self._raises = raises
@@ -85,7 +88,7 @@ class LoopCheck(Feature):
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
-        return None if report is None else _Tell(self, buffer, report)
+        return None if report is None else _Tell(self, bucket, buffer, report)
 
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
         """Note the arguments of a forward that may have a backward."""
@@ -97,12 +100,18 @@ class LoopCheck(Feature):
         except Exception as error:
             self._fail(error)
 
-    def tell(self, report: Report, packed: Tensor) -> None:
-        """Write into the report, as it is packed, what the ranks are to have in common."""
+    def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
+        """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
         try:
-            due = self._model is not None and self._model.due and not self._window.without_inputs
-            if due and self._comparison is not None:
-                self._comparison.write(report, packed)
+            model = self._model
+            if model is None or not model.due or self._window.without_inputs or self._comparison is None:
+                return
+
+            def params() -> dict[str, Tensor]:
+                found = [*model.params().items()]
+                return dict(found[index] for index in bucket.params)
+
+            self._comparison.write(report, packed, params)
         except Exception as error:
             self._fail(error)
 
@@ -234,7 +243,7 @@ class LoopCheck(Feature):
             return any(map(has_hooks_of_others, grads.params))
 
         observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, self._rank, observers, self._times, on_gpu=on_gpu)
+        self._model = model = Model(params, hooked, self._rank, observers, self._times, self._made, on_gpu=on_gpu)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]
@@ -255,10 +264,11 @@ class LoopCheck(Feature):
 class _Tell(PackStep):
     """Has the check write into the report, behind what the bucket packs."""
 
-    def __init__(self, check: LoopCheck, buffer: CommBuffer, report: Report) -> None:
+    def __init__(self, check: LoopCheck, bucket: Bucket, buffer: CommBuffer, report: Report) -> None:
         self._check = check
+        self._bucket = bucket
         self._buffer = buffer
         self._report = report
 
     def after(self, arguments: PackArguments) -> None:
-        self._check.tell(self._report, self._buffer.report)
+        self._check.tell(self._report, self._buffer.report, self._bucket)

@@ -42,6 +42,7 @@ class Model:
         rank: of this process.
         observers: are told how each bucket travels; may grow and shrink.
         times: makes an observer that measures.
+        made: the lines of the program that ran when it was wrapped, by the id of a frame.
         on_gpu: whether the parameters are on a GPU.
 
     Attributes:
@@ -58,6 +59,7 @@ class Model:
         rank: int,
         observers: list[BucketObserver],
         times: Callable[[], Times],
+        made: Mapping[int, int],
         *,
         on_gpu: bool,
     ) -> None:
@@ -66,6 +68,7 @@ class Model:
         self.rank = rank
         self.observers = observers
         self.times = times
+        self.made = made
         self.on_gpu = on_gpu
         self.averages = self.others = 0
         self.due = False

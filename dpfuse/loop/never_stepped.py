@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
+from dpfuse.loop.coming_steps import may_step
 from dpfuse.loop.findings import NEVER_STEPPED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, is_plain, sample_of, values_of
@@ -66,6 +69,16 @@ class NeverStepped:
         self._samples = [*map(sample_of, self._compared)]
         self.decided = not rest
 
+    def _waiting(self) -> list[Optimizer]:
+        """Return optimizers that have parameters of the model, and have not stepped."""
+        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        return [
+            each
+            for each in optimizers
+            if each not in self._groups
+            and any(id(param) in self._names for group in each.param_groups for param in group["params"])
+        ]
+
     def _rest(self, params: Iterable[Tensor]) -> list[Tensor]:
         return [
             param
@@ -91,7 +104,7 @@ class NeverStepped:
 
     def _say(self, moving: HostCopy) -> None:
         self.decided = True
-        if not all(moving.read()):
+        if not all(moving.read()) or may_step(sys._getframe(), self._model.made, self._waiting()):
             return
         rest = self._rest(self._params.values())
         names = [repr(self._names[id(param)]) for param in rest]

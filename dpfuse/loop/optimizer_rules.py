@@ -46,7 +46,9 @@ class OptimizerRules:
         self._model = model
         self._raises = raises
         self._rules: Sequence[Rule] = ()
-        self._lasting: tuple[LocalSteps, EachAveraged] | tuple[()] = ()  # those of them that act between steps
+        self._lasting: Sequence[
+            LocalSteps | EachAveraged | ChangedGradients
+        ] = ()  # those of them that act between steps
         self._missed = 0  # steps without a gradient to look at
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
@@ -85,9 +87,10 @@ class OptimizerRules:
         name, param = best_of({name: fitting[name] for name in own or fitting})[-1]
         watched = self.watched = own[name] if own else WatchedGradient(param, name, self._model.rank)
         self.stop()
-        steps, averaged = self._lasting = LocalSteps(watched, self._model), EachAveraged(watched, self._model)
-        rest = LocalRest(watched, raises=self._raises)
-        self._rules = rest, steps, CutWindows(watched), ChangedGradients(watched), averaged
+        steps, averaged = LocalSteps(watched, self._model), EachAveraged(watched, self._model)
+        rest, changed = LocalRest(watched, raises=self._raises), ChangedGradients(watched)
+        self._rules = rest, steps, CutWindows(watched, self._model.made), changed, averaged
+        self._lasting = steps, averaged, changed
         return watched
 
 

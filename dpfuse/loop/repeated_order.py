@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dpfuse.engine.containers import tensors_in
@@ -24,7 +25,8 @@ class RepeatedOrder:
     """Keeps a few bytes of the first batches, and notices when they come again in the same order.
 
     Many programs repeat batches on purpose. So something is said only if there is a `DistributedSampler` that shuffles,
-    and whose epoch was never set. Inputs on a GPU cannot be read without waiting, and are left alone.
+    and whose epoch has as many batches as came before they were repeated. A sampler of another data set, such as that
+    for validation, seldom has. Inputs on a GPU cannot be read without waiting, and are left alone.
 
     Attributes:
         decided: whether no batch needs to be compared any more.
@@ -33,7 +35,9 @@ class RepeatedOrder:
     def __init__(self) -> None:
         self.decided = False
         self._first: list[bytes] = []
-        self._same = 0  # batches in a row that are those of the beginning
+        self._batch_size = 0
+        self._count = 0  # batches so far
+        self._same = 0  # in a row that are those of the beginning
         self._repeats = False
 
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
@@ -46,6 +50,9 @@ class RepeatedOrder:
             self.decided = True
             return
         key, first = some_bytes(tensor), self._first
+        self._count += 1
+        if not first:
+            self._batch_size = tensor.shape[0] if tensor.ndim else 1
         if len(first) < BATCHES:
             self.decided = key in first  # equal batches, or a part that is the same in all
             first.append(key)
@@ -59,15 +66,26 @@ class RepeatedOrder:
         """Say what was found."""
         if not self._repeats:
             return
-        samplers = [each for each in gc.get_objects() if issubclass(type(each), DistributedSampler)]
-        shuffling = [each for each in samplers if each.shuffle and each.num_replicas > 1]
-        if shuffling and all(each.epoch == 0 for each in shuffling):
-            findings.warn(
-                SAME_ORDER,
-                f"rank {rank}: the last {BATCHES} batches were the first {BATCHES} of the training, in the same "
-                f"order. The epoch of {len(shuffling)} DistributedSampler with shuffle=True is still 0, and the order "
-                "depends on it. Expected another order in each epoch: call sampler.set_epoch(epoch) before each.",
-            )
+        epoch = self._count - BATCHES
+        objects = gc.get_objects()
+        samplers = [each for each in objects if issubclass(type(each), DistributedSampler)]
+        loaders = [each for each in objects if issubclass(type(each), DataLoader)]
+        for sampler in samplers:
+            lengths = [len(loader) for loader in loaders if sampler in samplers_of(loader)]
+            lengths += [len(sampler) // self._batch_size, -(-len(sampler) // self._batch_size)]
+            if sampler.shuffle and sampler.num_replicas > 1 and epoch in lengths:
+                findings.warn(
+                    SAME_ORDER,
+                    f"rank {rank}: the last {BATCHES} batches were the first {BATCHES} of the training, in the same "
+                    f"order. A DistributedSampler with shuffle=True has as many batches as came in between, {epoch}. "
+                    f"Its epoch is {sampler.epoch}, and the order depends on it. Expected another order in each epoch: "
+                    "call sampler.set_epoch(epoch) before each.",
+                )
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return the samplers from which a loader has its order."""
+    return [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
 
 
 def readable(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from dpfuse.loop.findings import SAME_BATCHES, findings
+from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import Sums
 
 __all__ = ["SameBatches"]
@@ -18,14 +19,18 @@ class SameBatches:
     A generator of images may get the same noise on every rank, while the real images differ. So nothing is said where
     another wrapper of this process has seen different inputs, or has not seen enough.
 
+    Equal inputs may have other targets on each rank, or noise of their own. Then the gradients differ.
+
     Args:
         rank: of this process.
+        own: knows whether the mean is what this rank alone has.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, own: OwnGradient) -> None:
         self.decided = False
         self._differ = False
         self._rank = rank
+        self._own = own
         self._before: list[float] = []
         self._steps = 0
         _all.add(self)
@@ -48,6 +53,8 @@ class SameBatches:
         if any(other._differ or other._steps < STEPS for other in tuple(_all)):
             return
         self.decided = True
+        if self._own.is_apart():
+            return
         findings.warn(
             SAME_BATCHES,
             f"rank {self._rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal on all "

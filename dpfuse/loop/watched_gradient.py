@@ -37,7 +37,10 @@ class WatchedGradient:
             any there is one where `rest` is above 0.
         bits: that copy.
         length: how many backwards have written it since the last step, or since it was zero.
-        changes: how often other code has changed it between two backwards, since the last step.
+        compares: whether values that other code may have written between two backwards are compared with that copy,
+            of which there is one behind synchronised backwards, too.
+        changes: how often other code has changed it there, except to 0, since the last step.
+        touched: whether other code may have written it there, at any time.
         dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
     """
 
@@ -49,6 +52,7 @@ class WatchedGradient:
         "_stepped",
         "bits",
         "changes",
+        "compares",
         "dropped",
         "keeps_bits",
         "length",
@@ -59,6 +63,7 @@ class WatchedGradient:
         "rank",
         "rest",
         "rest_line",
+        "touched",
     )
 
     def __init__(self, param: Tensor, name: str, rank: int) -> None:
@@ -66,6 +71,7 @@ class WatchedGradient:
         self.name = name
         self.rank = rank
         self.keeps_bits = 0
+        self.compares = self.touched = False
         # Of a sample of its memory; 0 where the host must not read it.
         self._nbytes = min(ELEMENTS, param.numel()) * param.element_size() if param.device.type == "cpu" else 0
         self._seen: ref[Tensor] | None = None
@@ -105,24 +111,38 @@ class WatchedGradient:
             if self.means or self.length:
                 self._zeroed()
             self._seen = None
-        elif not self._is_as_marked(grad) and (announced or self._is_another(grad)):
-            self._written_by_others(grad)
+        elif self._is_another(grad):
+            self._restart()  # of which nothing is known
+            self._mark()
+        # `grad.data` can be written without a count. So behind a step, where most programs zero, values decide.
+        elif announced and (self._stepped or grad._version != self._count or self._differs(grad)):
+            self._may_be_written(grad)
             self._mark()
 
-    def _written_by_others(self, grad: Tensor) -> None:
+    def _differs(self, grad: Tensor) -> bool:
+        """Whether a sample of its memory shows that other code has written it, though it did not count."""
+        return self.compares and type(self.bits) is bytes and self.bits != sample_of(grad)
+
+    def _may_be_written(self, grad: Tensor) -> None:
         in_window = self.length > 0 and not self._stepped
-        if self._is_another(grad):
-            self._restart()  # another tensor, of which nothing is known
-        elif self._nbytes:
+        if self._nbytes:
             if not grad.any():
                 self._zeroed()
-            else:
-                self.changes += in_window
+            elif in_window:
+                self.changes += any(self._compared(grad).tolist())
         else:
             # Its values would have to be waited for. They are read after the next step.
             if in_window and not capturing():
-                self._look = HostCopy(grad.any().view(1))
+                self._look = HostCopy(self._compared(grad))
             self._restart()
+
+    def _compared(self, grad: Tensor) -> Tensor:
+        """Return whether the sample has changed, except to 0, [1] bool; False if there is nothing to compare with."""
+        self.touched = True
+        if not self.compares or self.bits is None:
+            return torch.zeros(1, dtype=torch.bool)
+        before, now = values_of(self.bits, grad.dtype), values_of(sample_of(grad), grad.dtype)
+        return changed_otherwise(before, now).view(1)
 
     def _zeroed(self) -> None:
         if not self._stepped:
@@ -146,19 +166,25 @@ class WatchedGradient:
                 self.rest += 1
                 self.rest_line = user_line()
         if self.rest or self.keeps_bits:
-            # As in `sample_of`, in half the time. Torch lets a gradient have another dtype than its parameter.
-            plain = self._nbytes and grad.is_contiguous() and grad.dtype is self.param.dtype
-            self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
+            self._keep_bits(grad)
+
+    def _keep_bits(self, grad: Tensor) -> None:
+        # As in `sample_of`, in half the time. Torch lets a gradient have another dtype than its parameter.
+        plain = self._nbytes and grad.is_contiguous() and grad.dtype is self.param.dtype
+        self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
 
     def mean_ends(self) -> None:
         """Note the end of a synchronised backward."""
         self._mark()
-        if self._seen is None:
+        grad = self.param.grad
+        if self._seen is None or grad is None:
             return
         self._count_backward()
         self.means += 1
         self.rest = 0
         self.bits = None
+        if self.compares and grad.layout is torch.strided:
+            self._keep_bits(grad)
 
     def _count_backward(self) -> None:
         if self._stepped:
@@ -242,6 +268,15 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
     limit = new_sizes.max()
     cut = (new_sizes == limit) & (sizes >= limit) & (now.sign() == before.sign())
     return bool((cut | (now == before)).all())
+
+
+def changed_otherwise(before: Tensor, now: Tensor) -> Tensor:
+    """Return whether a value has changed, except to 0, [] bool: a mask gives the same after each batch as at the end.
+
+    Args:
+        before, now: [n], on one device, for which nothing waits.
+    """
+    return ((before != now) & (now != 0)).any()
 
 
 def rounding_of(tensor: Tensor) -> float:

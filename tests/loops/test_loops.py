@@ -13,11 +13,12 @@ from dpfuse.errors import DPFuseError, DPFuseWarning
 from dpfuse.loop import same_batches
 from dpfuse.loop.findings import findings
 from tests.docs.pages import ROOT, blocks_of
-from tests.loops import right, wrong
+from tests.loops import right, right_styles, wrong, wrong_styles
 
 CODES = sorted({code for code, _ in wrong.PROGRAMS.values()})
 LOGGED = ("DPF-L09", "DPF-L10")
 PAGE = ROOT / "docs/guide/loops.md"
+STYLES = (right_styles, wrong_styles)  # whose programs are among those of the other two
 
 
 class Records(logging.Handler):
@@ -96,4 +97,4 @@ def test_the_page_has_a_section_for_each_finding():
 
 
 def test_nothing_is_said_of_right_loops(ranks):
-    assert ranks(run_right, [*right.PROGRAMS], timeout=60) == [{name: [] for name in right.PROGRAMS}] * 2
+    assert ranks(run_right, [*right.PROGRAMS], timeout=120) == [{name: [] for name in right.PROGRAMS}] * 2

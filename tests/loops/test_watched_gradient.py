@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpfuse.loop.changed_gradients import STEPS, ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.findings import findings
 from dpfuse.loop.local_rest import LocalRest
@@ -17,9 +18,10 @@ from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
 class Watching:
     """A parameter, its watched gradient, and backwards of it; `late` as on a GPU, whose values are not read."""
 
-    def __init__(self, late=False):
+    def __init__(self, late=False, compares=False):
         self.param = nn.Parameter(torch.arange(12.0).view(3, 4))
         self.watched = WatchedGradient(self.param, "weight", 0)
+        self.watched.compares, self.watched.keeps_bits = compares, int(compares)
         if late:
             self.watched._nbytes = 0
 
@@ -66,12 +68,22 @@ def test_zeroing_begins_again_behind_a_step(late, to_none):
     assert seen.watched.dropped == []
 
 
-def test_a_gradient_that_is_not_zeroed_keeps_its_mean(late):
-    seen = Watching(late)
+def test_a_gradient_that_is_not_zeroed_keeps_its_mean():
+    seen = Watching()
     seen.backward(sync=True)
     seen.step()
     seen.backward()
     assert seen.counts == (1, 1, 1, 1)
+
+
+def test_zeros_that_torch_does_not_count_begin_again_behind_a_step(late):
+    """`grad.data.zero_()`. On a GPU, where values are not read, each gradient that was stepped on begins again."""
+    seen = Watching(late)
+    seen.backward(sync=True)
+    seen.step()
+    seen.param.grad.data.zero_()
+    seen.backward()
+    assert seen.counts == (0, 1, 0, 1)
 
 
 def test_a_window_that_is_zeroed_without_a_step_is_noted_until_the_step():
@@ -87,36 +99,97 @@ def test_a_window_that_is_zeroed_without_a_step_is_noted_until_the_step():
     assert seen.watched.dropped == []
 
 
-def test_a_change_inside_a_window_is_counted_at_once_where_values_can_be_read():
-    seen = Watching()
+def change(grad):
+    grad *= 0.5
+
+
+def change_without_a_count(grad):
+    grad.data *= 0.5
+
+
+def keep(grad):
+    grad *= 1
+
+
+def mask(grad):
+    grad[:, 1:] *= 0
+
+
+def zero(grad):
+    grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("write", "counts"), [(change, 1), (change_without_a_count, 1), (keep, 0), (mask, 0), (zero, 0)]
+)
+def test_a_change_inside_a_window_counts_unless_it_is_to_zero(write, counts):
+    seen = Watching(compares=True)
     seen.backward()
-    seen.param.grad *= 0.5
+    write(seen.param.grad)
     seen.backward(sync=True)
     seen.param.grad *= 0.5  # behind the last backward
-    assert seen.watched.changes == 1
+    assert seen.watched.changes == counts
     seen.step()
     seen.backward()
     assert seen.watched.changes == 0
 
 
-def test_a_change_inside_a_window_is_counted_a_step_later_where_they_cannot():
-    seen = Watching(late=True)
+@pytest.mark.parametrize(("write", "counts"), [(change, 1), (keep, 0), (mask, 0), (zero, 0)])
+def test_on_a_gpu_a_change_is_read_behind_the_step(write, counts):
+    seen = Watching(late=True, compares=True)
+    seen.backward()
+    write(seen.param.grad)
+    seen.backward(sync=True)
+    assert seen.watched.changes == 0
+    seen.step()
+    assert seen.watched.changes == counts
+    assert seen.watched.touched
+    assert seen.watched.dropped == []
+
+
+def test_without_a_copy_a_write_is_noted_and_not_judged(late):
+    seen = Watching(late)
     seen.backward()
     seen.param.grad *= 0.5
     seen.backward(sync=True)
-    assert seen.watched.changes == 0
     seen.step()
-    assert seen.watched.changes == 1
+    assert seen.watched.touched
+    assert seen.watched.changes == 0
 
 
-def test_zeros_inside_a_window_are_no_change_where_they_are_read_later():
-    seen = Watching(late=True)
-    seen.backward()
-    seen.param.grad.zero_()
-    seen.backward(sync=True)
-    seen.step()
-    assert seen.watched.changes == 0
-    assert seen.watched.dropped == []
+def clipped_between(seen, windows):
+    """The warnings where a gradient is halved between the two backwards of so many windows."""
+    findings.forget()
+    rule, optimizer = ChangedGradients(seen.watched), torch.optim.SGD([seen.param])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(windows):
+            seen.backward()
+            seen.param.grad *= 0.5
+            seen.backward(sync=True)
+            rule.before_step(optimizer)
+            seen.step()
+            seen.param.grad = None
+    return [each.message.code for each in caught], rule
+
+
+def test_values_are_compared_for_a_few_steps_and_later_if_a_write_was_seen():
+    seen = Watching()
+    rule, optimizer = ChangedGradients(seen.watched), torch.optim.SGD([seen.param])
+    for _ in range(STEPS):
+        assert seen.watched.keeps_bits == 1
+        rule.before_step(optimizer)
+    assert seen.watched.keeps_bits == 0
+    seen.watched.touched = True
+    rule.before_step(optimizer)
+    assert seen.watched.keeps_bits == 1
+    rule.stop()
+    assert (seen.watched.keeps_bits, seen.watched.compares) == (0, False)
+
+
+def test_two_windows_with_a_change_are_told():
+    assert clipped_between(Watching(), 1)[0] == []
+    assert clipped_between(Watching(), 2)[0] == ["DPF-L06"]
 
 
 def test_another_tensor_begins_again(late):
@@ -196,15 +269,15 @@ def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_oft
         assert len(looks) == len({1 << place for place in range(7) if 1 << place <= step}) + 1
 
 
-def dropped(lengths):
-    """The warnings where windows of these lengths were zeroed, each behind 8 windows of 3 backwards."""
+def dropped(lengths, between):
+    """The warnings where windows of these lengths were zeroed, each behind so many windows of 3 backwards."""
     findings.forget()
     seen = Watching()
-    cut, optimizer = CutWindows(seen.watched), torch.optim.SGD([seen.param])
+    cut, optimizer = CutWindows(seen.watched, {}), torch.optim.SGD([seen.param])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for length in lengths:
-            for _ in range(8):
+        for length, windows in zip(lengths, between, strict=True):
+            for _ in range(windows):
                 seen.backward()
                 seen.backward()
                 seen.backward(sync=True)
@@ -219,6 +292,16 @@ def dropped(lengths):
     return [each.message.code for each in caught]
 
 
-@pytest.mark.parametrize(("lengths", "told"), [([1], 0), ([1, 2], 0), ([1, 1], 1), ([1, 2, 2], 1)])
-def test_two_windows_of_one_length_that_follow_each_other_are_lost(lengths, told):
-    assert dropped(lengths) == ["DPF-L03"] * told
+@pytest.mark.parametrize(
+    ("lengths", "between", "told"),
+    [
+        ([1], [8], 0),
+        ([1, 2], [8, 8], 0),
+        ([1, 1], [8, 8], 1),
+        ([1, 2, 2], [8, 8, 8], 1),
+        ([1, 1], [8, 9], 0),  # skipped now and then
+        ([1, 1, 1], [8, 12, 12], 1),  # the first epoch was resumed
+    ],
+)
+def test_two_windows_of_one_length_that_are_as_far_from_each_other_are_lost(lengths, between, told):
+    assert dropped(lengths, between) == ["DPF-L03"] * told

@@ -14,7 +14,19 @@ from dpfuse.gradients.weight import GradientWeight
 from dpfuse.weights.check import WeightsCheck
 from tests.pretended_gpu.device import counted, logged
 from tests.pretended_gpu.test_ways import NEED_VALUES, pytestmark, steps  # noqa: F401  # the mark of these tests, too
-from tests.pretended_gpu.ways import SETTLED, WAYS, Way, chain, weighing, wrapped
+from tests.pretended_gpu.ways import (
+    SETTLED,
+    WAYS,
+    Way,
+    accumulating,
+    chain,
+    clipping,
+    plain,
+    scaling,
+    weighing,
+    wrapped,
+    zeroing,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +151,19 @@ def test_a_step_that_hashes_weights_costs_one_launch_and_lets_the_host_wait_for_
             kept[-1]()
         found[level] = calls_of(calls)
     assert found["raise"] == found["off"]._replace(launches=found["off"].launches + 1)
+
+
+@pytest.mark.parametrize("do", [plain, zeroing, accumulating, clipping, scaling])
+def test_the_check_of_the_loop_costs_a_settled_step_at_most_one_launch_and_lets_the_host_wait_for_nothing(do, unhashed):
+    found, launches, kept = {}, {}, []
+    for level in ("off", "raise"):
+        kept.append(steps(Way(wrapped(check_loop=level), step=do), 2 * SETTLED))
+        with counted() as calls:
+            kept[-1]()
+        found[level] = calls_of(calls)._replace(launches=0)
+        launches[level] = sum(count for name, count in calls.items() if "launch" in name.lower())
+    assert found["raise"] == found["off"]
+    assert 0 < launches["off"] <= launches["raise"] <= launches["off"] + 1
 
 
 def test_each_further_bucket_costs_a_launch_a_collective_and_three_events(unhashed):

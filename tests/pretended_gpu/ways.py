@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 
-__all__ = ["OPTIONS", "SETTLED", "WAYS", "Way", "chain", "weighing", "wrapped", "zeroing"]
+__all__ = [
+    "OPTIONS", "SETTLED", "WAYS", "Way", "accumulating", "chain", "clipping", "plain", "scaling", "weighing", "wrapped",
+    "zeroing",
+]  # fmt: skip
 
 WIDTH = 64
 SETTLED = 20  # steps after which launches, pinned memory and events are used again

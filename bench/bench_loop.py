@@ -1,0 +1,137 @@
+"""What it costs to check the training loop: whole steps with and without the check, in turns.
+
+A step is forward, backward, SGD, and dropping the gradients. The ranks compare hashes of inputs, rates and modes in 17
+of the first 20 steps, and in two of 128 later, so 128 steps are timed together, behind the first ones. CPU time of the
+thread that trains, on two gloo ranks. "its calls" is that inside the methods of the check: the few microseconds
+cannot be told from the noise of a step of 1,000 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import pytest
+import torch
+
+import dpfuse
+from bench.bench_checks import time_in_turns
+from bench.equality import prove_gradients
+from bench.models import Workload, chain
+from bench.playback import play_back, played_back, remembered
+from bench.rank_group import on_ranks
+from bench.step_time import Effort, StepTimes
+
+__all__ = ["CALLS", "ROUND", "SETTLED", "WRAPS", "time_loop"]
+
+SETTLED = 40  # steps, after which each rule has decided, or looks as it does from then on
+ROUND = 128  # steps, of which two compare the ranks
+WRAPS = ("checked", "checked again", "not checked")
+CALLS = "its calls"
+METHODS = ("forward_begins", "tell", "opened", "left", "delivered", "before_step", "after_step")  # of the check
+
+
+def time_loop(
+    build: Callable[[], Workload], effort: Effort, backwards: int = 1, steps: int = ROUND
+) -> dict[str, dict[str, Any]]:
+    """Prove that gradients are averaged, then time rounds of steps in turns; on every rank.
+
+    Args:
+        build: makes a workload.
+        effort: how often.
+        backwards: in a step, of which the last one is synchronised.
+        steps: in a round.
+
+    Returns:
+        The fields of `StepTimes` by contender, for one step; `extra` is over the steps that check nothing.
+    """
+
+    def make(name: str, workload: Workload) -> Callable[[], None]:
+        return _round(name, workload, backwards, steps)[0]
+
+    results = time_in_turns(build, make, dict.fromkeys(WRAPS, "not checked"), effort, steps)
+    return results | {CALLS: asdict(_time_calls(build(), effort, backwards, steps))}
+
+
+def _time_calls(workload: Workload, effort: Effort, backwards: int, steps: int) -> StepTimes:
+    """Time the methods of the check in the same steps, without what reading the clock takes."""
+    run, check = _round("checked", workload, backwards, steps)
+    seconds, calls = 0.0, 0
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal seconds, calls
+            began = thread_time()
+            result = method(*arguments, **named)
+            seconds += thread_time() - began
+            calls += 1
+            return result
+
+        return call
+
+    nothing = timed(lambda *arguments, **named: None)
+    for _ in range(1000):
+        nothing(None, announced=True)
+    clock = seconds / calls
+    for name in METHODS:
+        setattr(check, name, timed(getattr(check, name)))
+    times = StepTimes()
+    for _ in range(effort.rounds * effort.rebuilds):
+        seconds, calls = 0.0, 0
+        run()
+        times.seconds.append((seconds - calls * clock) / steps)
+    times.wall = times.extra = median(times.seconds)
+    times.extra_lowest, times.extra_highest = min(times.seconds), max(times.seconds)
+    times.facts = {"parameters": len(list(workload.module.parameters())), "calls": calls / steps}
+    return times
+
+
+def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[Callable[[], None], Any]:
+    """So many steps of the wrapped workload, which averages rightly; and its check."""
+    # The comparison of weights is off: it takes other slices in each step.
+    level = "off" if name == "not checked" else "raise"
+    model = dpfuse.DataParallel(workload.module, check_loop=level, check_weights="off")
+    # With a rate of 0 all weights stay as they are, however many steps are timed.
+    optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.0)
+
+    def run(count: int = steps) -> None:
+        for _ in range(count):
+            for place in range(backwards):
+                with model.no_sync(enabled=place < backwards - 1):
+                    workload.loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    prove_gradients(name, workload.module, lambda: workload.loss(model).backward(), averaged=True)
+    optimizer.zero_grad()
+    run(SETTLED)
+    return run, model._sync.loop
+
+
+CASES: dict[str, tuple[Callable[[], Workload], Effort, int]] = {
+    "10 parameters": (partial(chain, 10), Effort(10, 7, 0), 1),
+    "10 parameters, 4 backwards": (partial(chain, 10), Effort(6, 5, 0), 4),
+    "1000 parameters": (partial(chain, 1000), Effort(1, 3, 0), 1),
+}
+QUICK = Effort(1, 1, 0)
+
+
+@remembered
+def _measured(case: str, quick: bool) -> Any:
+    build, effort, backwards = CASES[case]
+    return on_ranks(2, "cpu", time_loop, build, QUICK if quick else effort, backwards)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize(("case", "variant"), [(case, variant) for case in CASES for variant in (*WRAPS, CALLS)])
+
+
+@played_back
+def test_loop(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+    result = dict(_measured(case, request.config.getoption("--quick"))[variant])
+    facts, seconds = result.pop("facts"), result.pop("seconds")
+    play_back(benchmark, seconds, {"suite": "loop", "case": case, "variant": variant, **result, **facts})

@@ -1,0 +1,81 @@
+"""Is the mean over the ranks what this rank alone has? If not, ranks with equal inputs compute something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfuse.engine.streams import HostCopy
+from dpfuse.loop.optimizer_rules import best_of
+from dpfuse.loop.watched_gradient import is_plain, sample_of, values_of
+
+__all__ = ["OwnGradient"]
+
+APART = 0.01  # of the length of a gradient; what travels in 16 bits is rounded less
+FEW = 3  # different values, of which fewer cannot tell
+
+
+class OwnGradient:
+    """Copies some elements of a gradient before and behind the average: on a GPU for a later look.
+
+    Args:
+        module: that is wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._param: Tensor | None = None
+        self._before: Tensor | None = None
+        self._copy: HostCopy | None = None  # [2, elements]
+
+    def packed(self, params: Mapping[str, Tensor]) -> None:
+        """Copy before the average.
+
+        Args:
+            params: those of the bucket that is packed last, by name. No average has written their gradients yet.
+        """
+        fitting = {name: param for name, param in params.items() if is_plain(param) and has_strides(param.grad)}
+        self._param, self._before = None, None
+        if fitting:
+            self._param = best_of(fitting)[-1][1]
+            self._before = sample_in(self._param)
+
+    def delivered(self) -> None:
+        """Copy behind the average."""
+        if self._param is not None and self._before is not None and has_strides(self._param.grad):
+            now = sample_in(self._param)
+            if now.shape == self._before.shape and now.device == self._before.device:
+                self._copy = HostCopy(torch.stack([self._before, now]))
+        self._param = self._before = None
+
+    def is_apart(self) -> bool:
+        """Whether the last mean has another direction than what this rank had. Waits for the device.
+
+        A model with dropout may draw other numbers on each rank, so it is False for one.
+        """
+        if self._copy is None or any(map(drops, self._module.modules())):
+            return False
+        before, now = torch.tensor(self._copy.read(), dtype=torch.float64)
+        if len(before.abs().unique()) < FEW:
+            return False
+        parallel = before * (before @ now) / (before @ before)
+        return not bool((now - parallel).norm() <= APART * now.norm())
+
+
+def has_strides(grad: Tensor | None) -> bool:
+    """Whether a gradient is there, with elements that can be copied."""
+    return grad is not None and is_plain(grad) and grad.layout is torch.strided and not grad.is_complex()
+
+
+def sample_in(param: Tensor) -> Tensor:
+    """Return a copy of some elements of a gradient, [n] float32."""
+    grad: Any = param.grad
+    return values_of(sample_of(grad), grad.dtype).float()
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in training, as far as its name and its probability tell."""
+    return "drop" in type(module).__name__.lower() and bool(getattr(module, "p", True))

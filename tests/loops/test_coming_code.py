@@ -1,0 +1,231 @@
+"""What the source of a program says about what it may still do."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dpfuse.loop.coming_averages import weights_may_be_averaged
+from dpfuse.loop.coming_code import UnknownCodeError, coming_code, running_lines
+from dpfuse.loop.coming_steps import may_step
+from tests.loops.nets import mlp
+
+AVERAGES = []  # what `look` has seen
+STEPS = []
+MADE = {}  # where the model was made
+
+
+def look(waiting=()):
+    """What a step would ask of the code around it."""
+    AVERAGES.append(weights_may_be_averaged(sys._getframe(), {**MADE}))
+    STEPS.append(may_step(sys._getframe(), {**MADE}, waiting))
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    AVERAGES.clear()
+    STEPS.clear()
+    MADE.clear()
+
+
+def mean_of(tensor):
+    dist.all_reduce(tensor)
+    return tensor / 2
+
+
+def average(params):
+    for one in params:
+        one.data = mean_of(one.data)
+
+
+def log(loss, optimizer):
+    if sys.flags.interactive:
+        dist.all_reduce(loss)
+        optimizer.zero_grad()
+
+
+NEVER = bool(sys.flags.interactive)  # the code is read, and does not run
+
+
+def before_the_loop(model):
+    if NEVER:
+        average(model.parameters())
+    for _ in range(1):
+        look()
+
+
+def in_the_loop(model):
+    for _ in range(1):
+        look()
+        if NEVER:
+            average(model.parameters())
+
+
+def in_a_loop_around(model):
+    for _ in range(1):
+        with nullcontext():
+            before_the_loop(model)
+
+
+def behind_the_loop(model):
+    with nullcontext():
+        try:
+            for _ in range(1):
+                look()
+        finally:
+            if NEVER:
+                flat = torch.cat([each.flatten() for each in model.state_dict().values()])
+                dist.broadcast(flat, 0)
+
+
+def only_a_loss(model):
+    for _ in range(1):
+        loss = torch.zeros(())
+        look()
+        log(loss, torch.optim.SGD(model.parameters()))
+        if NEVER:
+            dist.all_reduce(loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (before_the_loop, False),
+        (in_the_loop, True),
+        (in_a_loop_around, True),
+        (behind_the_loop, True),
+        (only_a_loss, False),
+    ],
+)
+def test_an_average_of_weights_is_found_where_it_may_still_run(program, found):
+    program(mlp())
+    assert [found] == AVERAGES
+
+
+def test_nothing_is_concluded_from_code_that_cannot_be_read():
+    names = {"look": look}
+    exec("def program():\n    look()\n", names)
+    code = "import sys\ndef frame():\n    return sys._getframe()\n"
+    exec(code, names)
+    with pytest.raises(UnknownCodeError):
+        coming_code(names["frame"](), {})
+    assert weights_may_be_averaged(names["frame"](), {})
+    optimizer = torch.optim.SGD(mlp().parameters())
+    assert may_step(names["frame"](), {}, [optimizer])
+    assert not may_step(names["frame"](), {}, [])
+
+
+def step_of_a_library(model):
+    look()
+
+
+def test_nothing_is_concluded_where_no_loop_of_the_user_is_around():
+    """The loop is that of a library, which may call other functions of the user between two steps."""
+    step_of_a_library(mlp())
+    assert AVERAGES == [True]
+
+
+def makes_one_model_after_the_other():
+    for _ in range(1):
+        model = mlp()
+        MADE.update(running_lines(sys._getframe()))
+        if NEVER:
+            average(model.parameters())
+        only_a_loss(model)
+    if NEVER:
+        average(mlp().parameters())
+
+
+def makes_a_model():
+    model = mlp()
+    MADE.update(running_lines(sys._getframe()))
+    if NEVER:
+        average(model.parameters())
+    only_a_loss(model)
+
+
+def makes_a_model_each_time():
+    for _ in range(1):
+        makes_a_model()
+
+
+@pytest.mark.parametrize("program", [makes_one_model_after_the_other, makes_a_model_each_time])
+def test_what_is_done_with_the_next_model_does_not_come_for_this_one(program):
+    program()
+    assert AVERAGES == [False]
+
+
+def test_a_frame_around_that_cannot_be_read_is_passed_over():
+    """As that of `python -c`, which starts the processes of torch.multiprocessing."""
+    names = {"only_a_loss": only_a_loss, "mlp": mlp}
+    exec("def starts():\n    only_a_loss(mlp())\n", names)
+    names["starts"]()
+    assert AVERAGES == [False]
+
+
+def steps_of_one(optimizers, schedule):
+    for _ in range(1):
+        look(optimizers[1:])
+        if NEVER:
+            optimizers[0].step()
+            schedule.step()
+
+
+def steps_later(optimizers, schedule):
+    for step in range(1):
+        look(optimizers[1:])
+        if NEVER and step > 30:
+            optimizers[1].step()
+
+
+def steps_of_all(optimizers, schedule):
+    for _ in range(1):
+        look(optimizers[1:])
+        for optimizer in optimizers if NEVER else ():
+            optimizer.step()
+
+
+def steps_of_a_scaler(optimizers, schedule):
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(1):
+        look(optimizers[1:])
+        if NEVER:
+            scaler.step(optimizers[1])
+
+
+def a_group_is_added(optimizers, schedule):
+    for _ in range(1):
+        look()
+        if NEVER:
+            optimizers[0].add_param_group({"params": []})
+
+
+def an_optimizer_is_made(optimizers, schedule):
+    for _ in range(1):
+        look()
+        if NEVER:
+            optimizers[0] = torch.optim.SGD([])
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (steps_of_one, False),
+        (steps_later, True),
+        (steps_of_all, True),
+        (steps_of_a_scaler, True),
+        (a_group_is_added, True),
+        (an_optimizer_is_made, True),
+    ],
+)
+def test_a_step_of_a_waiting_optimizer_is_found(program, found):
+    layers = mlp()
+    optimizers = [torch.optim.SGD(layers[place].parameters()) for place in (0, 2)]
+    program(optimizers, torch.optim.lr_scheduler.ConstantLR(optimizers[0]))
+    assert [found] == STEPS
