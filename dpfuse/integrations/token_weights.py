@@ -67,7 +67,7 @@ class TokenWeights:
             self._shares = [*[None] * (len(batches) - 1), None if own else 0.0]
             return batches, divisor
         # The Trainer divides these by the number of batches.
-        self._shares = [count / divisor * len(batches) for count in counts]
+        self._shares = [count / divisor.double() * len(batches) for count in counts]
         return batches, None
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,10 +59,10 @@ def items(labels):
     return labels.ne(IGNORED).sum()
 
 
-def alone(model, data, steps, rate):
+def alone(model, data, steps, rate, momentum=0.9):
     """Train a copy with all samples of each step, whose numbers are given by step; return it."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=momentum)
     for numbers in steps:
         batch = together([data[number] for number in sorted(numbers)])
         loss_of(model.scores(batch["input_ids"]), batch["labels"]).backward()
@@ -82,4 +82,4 @@ def gathered(steps):
 
 def difference(model, other):
     """The largest of any two parameters."""
-    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True))
