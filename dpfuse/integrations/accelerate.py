@@ -88,7 +88,11 @@ class DPFuseAccelerator(Accelerator):
             averaged.set_gradient_weight(total, reduction="sum")
         # What accelerate divides by is multiplied with before.
         summed = loss if reduction == "sum" else loss * num_items
-        super().backward(summed * self.gradient_accumulation_steps, **kwargs)
+        try:
+            super().backward(summed * self.gradient_accumulation_steps, **kwargs)
+        except BaseException:
+            self._window_items = 0  # the window has to begin again
+            raise
         if synchronises and averaged is None:
             for param in model.parameters():
                 if param.grad is not None:
