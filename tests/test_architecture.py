@@ -78,6 +78,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"weights", "loop"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"model"}, {"comm", "engine", "gradients", "liveness", "loop", "measure", "weights"} | OPEN_TO_ALL),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
+        ({"data"}, {"job"} | OPEN_TO_ALL),
         (
             FACES,
             {"comm", "engine", "gradients", "measure", "model", "trace", "weights", "kernels", "checkpoint"}
@@ -96,6 +97,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         "weights and loop",
         "model",
         "liveness and job",
+        "data",
         "faces",
         "sharded",
     ],

@@ -81,6 +81,7 @@ def save_checkpoint(
         scheduler: of the learning rate, or anything with `state_dict()`.
         scaler: a GradScaler, or anything with `state_dict()`.
         sampler: an object with `state_dict()`, saved for each rank, or with an `epoch`, such as a DistributedSampler.
+            The state of one with `same_on_all_ranks = True`, such as a `ResumableBatchSampler`, is rank 0's.
         extra: any other values of rank 0: tensors, numbers, texts, and lists and dicts of them.
         keep: the number of files to keep, the newest ones; None keeps all.
         group: of the ranks that train this model; None means the group of the wrapper, else the whole job.
@@ -329,13 +330,21 @@ def _send(path: Path | None, group: dist.ProcessGroup) -> bytearray | None:
     return data
 
 
+def _read_part(part: Tensor) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True)
+    return content
+
+
 def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any, with_random: bool) -> dict[str, Any]:
     """Return the part that this rank saved; if the number of ranks has changed, only what is common to all ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     same = len(parts) == size
-    own: dict[str, Any] = torch.load(io.BytesIO(parts[rank if same else 0].numpy().tobytes()), weights_only=True)
+    of_first, own = (_read_part(parts[other if same else 0]) for other in (0, rank))
     if sampler is not None and own["sampler"] is None:
         raise ValueError("sampler: the checkpoint was saved without one; save it as well, or leave it out here")
+    of_all = own["sampler"] is not None and own["sampler"].get("of_all_ranks", False)
+    if of_all:
+        own["sampler"] = of_first["sampler"]  # a rank without a batch in the last step is in the next epoch already
     if same:
         return own
     if with_random:
@@ -345,7 +354,7 @@ def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any
             UserWarning,
             stacklevel=4,
         )
-    if sampler is not None and "state" in own["sampler"]:
+    if sampler is not None and "state" in own["sampler"] and not of_all:
         raise ValueError(
             f"sampler: the checkpoint has the states of {len(parts)} rank(s), this job has {size}; leave it out here"
         )

@@ -42,7 +42,7 @@ def sampler_state(sampler: Any) -> dict[str, Any] | None:
     if sampler is None:
         return None
     if callable(getattr(sampler, "state_dict", None)):
-        return {"state": sampler.state_dict()}
+        return {"state": sampler.state_dict(), "of_all_ranks": getattr(sampler, "same_on_all_ranks", False) is True}
     epoch = getattr(sampler, "epoch", None)
     if not isinstance(epoch, int):
         raise TypeError(

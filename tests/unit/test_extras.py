@@ -8,6 +8,8 @@ import sys
 import pytest
 
 HOW = {
+    "dpfuse.integrations.accelerate": ("accelerate", "pip install 'dpfuse[accelerate]'"),
+    "dpfuse.integrations.transformers": ("transformers", "pip install 'dpfuse[transformers]'"),
     "dpfuse.integrations.lightning": ("lightning", "pip install 'dpfuse[lightning]'"),
     "dpfuse.integrations.pytorch_lightning": ("lightning_fabric", "pip install pytorch_lightning"),
 }

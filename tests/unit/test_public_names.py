@@ -23,6 +23,7 @@ from tests.torch_ddp import TORCH
 
 PACKAGES = [
     "dpfuse",
+    "dpfuse.data",
     "dpfuse.ddp",
     "dpfuse.distributed",
     "dpfuse.errors",

@@ -10,6 +10,7 @@ import torch._dynamo
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import dpfuse
 from dpfuse import DistributedDataParallel
 
 BOTH = (TorchDDP, DistributedDataParallel)
@@ -91,3 +92,59 @@ def test_other_modes_of_the_compiler_give_the_mean_too(rank, size, mode):
                 each(x).sum().backward()
             for theirs, ours in zip(expected.parameters(), model.parameters(), strict=True):
                 assert torch.equal(ours.grad, theirs.grad)
+
+
+class StochasticDepth(nn.Module):
+    """Leaves out rows at random: the number decides, so a second block makes the compiler treat it as a variable."""
+
+    def __init__(self, width, share):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.share = share
+
+    def dropped(self, x):
+        if self.share == 0.0:
+            return x
+        noise = torch.empty([x.shape[0], 1]).bernoulli_(1.0 - self.share)
+        return x * noise.div_(1.0 - self.share)
+
+    def forward(self, x):
+        x = x + self.dropped(self.first(x))
+        return x + self.dropped(self.second(x))
+
+
+class Depths(nn.Module):
+    """Blocks with different numbers, each compiled by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(StochasticDepth(512, share) for share in (0.0, 0.1, 0.2))  # layers of 1 MB
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(timeout=200)
+def test_a_program_that_torch_cannot_split_trains_without_splits(rank, size):
+    """That of pytorch/pytorch#196227. It needs no option: a `DataParallel` is never split, and torch has a switch."""
+    net = Depths()
+    plain = TorchDDP(copy.deepcopy(net))
+    ways = [
+        (dpfuse.DataParallel(copy.deepcopy(net)), True),
+        (DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=1), False),
+    ]
+    for model, split in ways:
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(optimize_ddp=split):
+            compiled = torch.compile(model, backend="aot_eager")
+            for step in range(2):
+                for each in (plain, compiled):
+                    torch.manual_seed(10 * step + rank)
+                    each.zero_grad()
+                    each(torch.randn(4, 512)).sum().backward()
+                for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad, theirs.grad)
