@@ -706,24 +706,24 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, c
   return cudaSuccess;
 }
 
-// Fills and copies of torch are done, so that small control values are right. Everything else does nothing.
+// Fills and copies of torch are done, so that small control values are right. Everything else does nothing. Of a large
+// fill only the end is done: there lies the report of a bucket, which must not be what an earlier owner has left.
 template <class T>
 static bool fill(void** a) {
   int N = *(int*)a[0];
   T v = *(T*)a[1];
   T* p = *(T**)a[2];
-  for (int i = 0; i < N; i++) p[i] = v;
+  int most = nodata() ? 1 << 16 : 1 << 22;
+  for (int i = N > most ? N - 8192 : 0; i < N; i++) p[i] = v;
   return true;
 }
 static bool run_torch_kernel(const std::string& n, void** a, dim3, dim3) {
-  if (nodata() && *(int*)a[0] > 65536) return false;
   if (n.find("vectorized_elementwise_kernel") == std::string::npos &&
       n.find("unrolled_elementwise_kernel") == std::string::npos)
     return false;
   size_t f = n.find("FillFunctorI");
   if (f != std::string::npos) {
     char c = n[f + 12];
-    if (*(int*)a[0] > (1 << 22)) return false;
     switch (c) {
       case 'f':
         return fill<float>(a);
@@ -989,12 +989,13 @@ static bool coll(const char* n, size_t bytes, const void* a, void* b, cudaStream
   return fails;
 }
 #define SMALL (1 << 20)
+#define TINY (1 << 12)  // bytes: where only calls are timed, no time goes into the sums of whole buckets
 API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                cudaStream_t s) {
   if (coll("allReduce", n * width(t), a, b, s, op)) return ncclSystemError;
   if (S(s)->capture) return ncclSuccess;
   int k = ((Comm*)c)->n;
-  if (nodata() && n * width(t) > SMALL) return ncclSuccess;
+  if (nodata() && n * width(t) > TINY) return ncclSuccess;
   if (a != b) memcpy(b, a, n * width(t));
   double m = op == ncclSum ? k : op >= 1000 ? premul[op] * k : 1;
   if (m != 1)
