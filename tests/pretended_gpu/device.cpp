@@ -990,6 +990,14 @@ static bool coll(const char* n, size_t bytes, const void* a, void* b, cudaStream
 }
 #define SMALL (1 << 20)
 #define TINY (1 << 12)  // bytes: where only calls are timed, no time goes into the sums of whole buckets
+static void multiply_bfloat16(unsigned short* p, double m) {
+  unsigned bits = (unsigned)*p << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  value *= m;
+  memcpy(&bits, &value, 4);
+  *p = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // rounded to the nearest, to even
+}
 API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                cudaStream_t s) {
   if (coll("allReduce", n * width(t), a, b, s, op)) return ncclSystemError;
@@ -1014,6 +1022,9 @@ API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t 
           break;
         case ncclUint8:
           ((unsigned char*)b)[i] *= m;
+          break;
+        case ncclBfloat16:
+          multiply_bfloat16((unsigned short*)b + i, m);
           break;
         default:
           break;
