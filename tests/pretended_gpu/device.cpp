@@ -990,6 +990,8 @@ static bool coll(const char* n, size_t bytes, const void* a, void* b, cudaStream
 }
 #define SMALL (1 << 20)
 #define TINY (1 << 12)  // bytes: where only calls are timed, no time goes into the sums of whole buckets
+static double peers_hold = 1;  // what each other rank holds, over what this one holds
+API void pretended_peers(double factor) { peers_hold = factor; }
 static void multiply_bfloat16(unsigned short* p, double m) {
   unsigned bits = (unsigned)*p << 16;
   float value;
@@ -1005,7 +1007,8 @@ API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t 
   int k = ((Comm*)c)->n;
   if (nodata() && n * width(t) > TINY) return ncclSuccess;
   if (a != b) memcpy(b, a, n * width(t));
-  double m = op == ncclSum ? k : op >= 1000 ? premul[op] * k : 1;
+  double sum = 1 + (k - 1) * peers_hold;
+  double m = op == ncclSum ? sum : op >= 1000 ? premul[op] * sum : 1;
   if (m != 1)
     for (size_t i = 0; i < n; i++) switch (t) {
         case ncclFloat32:

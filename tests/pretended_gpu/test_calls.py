@@ -119,7 +119,7 @@ def test_a_settled_step_makes_these_calls(name, unhashed):
 def test_a_weight_of_the_gradients_lets_the_host_wait_for_nothing(kind, monkeypatch):
     monkeypatch.setattr(GradientWeight, "hear", lambda *arguments, **named: None)  # it reads values, which are not here
     way = Way(wrapped(), step=partial(weighing, weight=3.0 if kind == "number" else torch.ones((), device="cuda")))
-    step = steps(way, SETTLED)
+    step = steps(way, 2 * SETTLED)
     with counted() as found:
         step()
     assert calls_of(found)[3:5] == (Calls().writes, Calls().waits)
