@@ -117,7 +117,9 @@ def all_reduce_of(device: torch.device, group: dist.ProcessGroup) -> Callable[[T
     """
     if device.type != "cuda" or type(group) is not dist.ProcessGroup:
         return partial(all_reduce, group=group)
-    start, is_watched = group._get_backend(device).allreduce, torch._C._len_torch_dispatch_stack
+    backend: Any = group._get_backend(device)
+    start: Callable[[list[Tensor], Any], dist.Work] = backend.allreduce
+    is_watched = torch._C._len_torch_dispatch_stack
 
     def all_reduce_directly(flat: Tensor) -> dist.Work:
         if is_watched():
