@@ -27,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dpfuse.engine.streams import HostCopy
+
 __all__ = ["Cuda", "RaceError", "StreamGroup"]
 
 END = 1 << 62  # behind the last byte of any memory
@@ -135,6 +137,13 @@ class Cuda:
         monkeypatch.setattr("torch.get_device_module", lambda device=None: self)
         for name in ("Stream", "current_stream", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        wait = HostCopy.wait
+
+        def wait_and_read(copy: HostCopy) -> None:
+            wait(copy)
+            self.read_by_host(copy.arriving)  # which needs no operation of torch
+
+        monkeypatch.setattr(HostCopy, "wait", wait_and_read)
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)  # nothing is captured here
 
     def Stream(self, name: object = None) -> Line:  # noqa: N802  # torch's name

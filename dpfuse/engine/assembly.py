@@ -192,7 +192,7 @@ class _Making:
         elif ordered is not None:
             exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
         else:
-            exchange = AllReduce(assembly.group)
+            exchange = AllReduce(assembly.group, torch.device(bucket.device))
         for feature in assembly.features:
             exchange = feature.exchange(order, bucket, buffer, exchange)
         hooks = Hooks(buffer.params)
@@ -266,7 +266,7 @@ class _Making:
         empty = Bucket((), 0, "float32", plan.device, (), 0, None)
         buffer = CommBuffer(empty, [], [], Averaging("float32", 1.0), zeros=zeros_on(plan.device), room=report.numel)
         group, hook, own = self.assembly.group, self.assembly.hook, list(buckets)
-        exchange: Exchange = AllReduce(group)
+        exchange: Exchange = AllReduce(group, torch.device(plan.device))
         if hook is not None:
             exchange = AfterHooks(group, hook, report, lambda: [b.error for b in own if b.error is not None])
         parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Delivery(), report)

@@ -20,7 +20,7 @@ from dpfuse.engine.torch_private import Hooks, are_private, no_graph, ranged
 __all__ = ["LEAST", "EarlyPrivate", "Private", "RenewedViews", "Views"]
 
 _grad_of = attrgetter("grad")
-LEAST = 64 << 10  # bytes of a bucket's mean gradient; for smaller ones the checks of the host take longer than the copy
+LEAST = 1 << 20  # bytes of a bucket's mean gradient; for smaller ones the checks of the host take longer than the copy
 
 
 class Views(Delivery):

@@ -22,6 +22,10 @@ class Feature:
     eager = True  # whether gradients may be packed one by one, before their bucket is sent
     divides = False  # whether each rank receives only its part of each sum; the report then travels alone
     keeps_buckets = False  # whether buckets must stay as they are after the first synchronised backward
+    hears_alarm = False  # whether the class overrides `alarmed`; only then it is called
+
+    def __init_subclass__(cls) -> None:
+        cls.hears_alarm = cls.alarmed is not Feature.alarmed
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """Return what it does while a bucket is packed. `report` is that of the last bucket, None for others."""

@@ -6,9 +6,11 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -147,6 +149,7 @@ class Report:
         extra_count: int = 0,
     ) -> None:
         self.group = group
+        self._is_alone = group.size() == 1
         self._fields = list(fields)
         self._window = window
         self.asked = False
@@ -169,9 +172,9 @@ class Report:
         self._latest: _Sums | None = None  # of this one, or the one before
         self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
         self._copy: HostCopy | None = None  # of the pairs, on CUDA
-        self._host: _Parts | None = None  # of that copy
+        self._host: _HostPairs | None = None  # of that copy
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
-        self._usual: Tensor | None = None  # the states that said last that all is well, on CUDA; on the CPU
+        self._usual = b""  # the states that said last that all is well, on CUDA
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
@@ -286,7 +289,7 @@ class Report:
         if not self.is_on_cpu and capturing():
             self.differs = False
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
-        if self.group.size() == 1 and outcome.well and not outcome.changed:
+        if self._is_alone and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything
         if not (wait or self.is_on_cpu):
             return self._read_later(sums)
@@ -385,7 +388,7 @@ class Report:
         self._tell_of(before)
         if self._copy is None:
             self._copy = HostCopy(sums.parts.told)
-            self._host = self._parts_of(self._copy.arriving)
+            self._host = _HostPairs(self._copy.arriving, self._places.number)
         else:
             self._copy.take(sums.parts.told)
         self._pending = True
@@ -396,13 +399,12 @@ class Report:
         assert self._host is not None
         self._pending = False
         self._copy.wait()
-        host = self._host
-        usual = self._usual is not None and torch.equal(host.states, self._usual)
-        if usual and not _numbers_differ(host):
+        states, numbers_differ = self._host.read()
+        if states == self._usual and not numbers_differ:
             return ALL_WELL  # as in nearly every backward
-        reading = self._interpret(host.told.tolist())
+        reading = self._interpret(list(self._host.told))
         if reading.all_well and not reading.any_asks:
-            self._usual = host.states.clone()
+            self._usual = states
         return reading
 
     def _parts_of(self, told: Tensor) -> _Parts:
@@ -428,6 +430,29 @@ class _Parts(NamedTuple):
     states: Tensor  # those without a feature's number
     ones: Tensor | None  # of the pairs of that number the first elements, [32]
     zeros: Tensor | None  # and the second ones, [32]
+
+
+class _HostPairs:
+    """The pairs of a report that was copied to the host. Operations of torch would take several times as long.
+
+    Args:
+        values: where they arrive, [elements], float32 or float64, on the CPU. The caller keeps it alive.
+        number: where the pairs of a feature's number begin, as an element.
+
+    Attributes:
+        told: all of them, as numbers of Python.
+    """
+
+    def __init__(self, values: Tensor, number: int) -> None:
+        kind = ctypes.c_float if values.dtype == torch.float32 else ctypes.c_double
+        self.told = (kind * values.numel()).from_address(values.data_ptr())
+        self._number = number
+        self._states = (ctypes.c_char * (number * values.element_size())).from_address(values.data_ptr())
+
+    def read(self) -> tuple[bytes, bool]:
+        """Return the memory of all states, and whether the ranks' numbers of a feature differ."""
+        told, number = self.told, self._number
+        return self._states.raw, any(map(mul, told[number::2], told[number + 1 :: 2]))
 
 
 @dataclass(slots=True)

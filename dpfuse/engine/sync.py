@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +35,8 @@ __all__ = ["GradSync"]
 BUCKETS = "the buckets after the first synchronised backward"
 
 log = logging.getLogger("dpfuse.rebuild")
+
+_gave_views = attrgetter("gave_views")
 
 
 class GradSync:
@@ -289,13 +292,15 @@ class GradSync:
             buckets, features = self.reducer.buckets, self._assembly.features
             if any(feature.divides for feature in features):
                 pass  # that feature has the gradients
-            elif all(bucket.gave_views for bucket in buckets):
+            elif all(map(_gave_views, buckets)):
                 self._spoiler.fill_buffers([b.parts.buffer for b in buckets if b.params], report.pairs())
             else:
                 self._spoiler(report.pairs())
-            deliveries = [bucket.parts.delivery for bucket in buckets] if features else []
-            for feature in features:
-                feature.alarmed(report.alarm, deliveries)
+            measuring = [feature for feature in features if feature.hears_alarm]
+            if measuring:
+                deliveries = [bucket.parts.delivery for bucket in buckets]
+                for feature in measuring:
+                    feature.alarmed(report.alarm, deliveries)
 
     def _check_idle(self, what: str) -> None:
         if self.reducer.phase is not IDLE:

@@ -58,7 +58,11 @@ class BoundKernel:
     def launch_whole(self, programs: int, device: int, arguments: tuple[Any, ...]) -> bool:
         """As `launch`, with what `whole` has returned."""
         runtime = self._runtime
-        if not (_unheard(runtime.launch_enter_hook) and _unheard(runtime.launch_exit_hook)):
+        before, behind = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # In Triton 3.6 a hook is a chain of hooks, which may be empty, or a single hook. In line, for each launch.
+        if before is not None and getattr(before, "calls", None) != []:
+            return False
+        if behind is not None and getattr(behind, "calls", None) != []:
             return False
         self._run(programs, 1, 1, self._stream_of(device), self._function, *arguments)
         return True
@@ -131,8 +135,3 @@ def _launches_as_known(kind: Any) -> bool:
     known = (2, 3, 4, "stream", "function", "metadata", "launch metadata")
     # Triton's own two hooks come between the known part and the arguments.
     return [(call[:7], len(call[7:9]), call[9:]) for call in calls] == [(known, 2, ("first", "second"))]
-
-
-def _unheard(hook: Any) -> bool:
-    # In Triton 3.6 a hook is a chain of hooks, which may be empty, or a single hook.
-    return hook is None or getattr(hook, "calls", None) == []

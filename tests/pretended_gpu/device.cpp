@@ -706,24 +706,24 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, c
   return cudaSuccess;
 }
 
-// Fills and copies of torch are done, so that small control values are right. Everything else does nothing.
+// Fills and copies of torch are done, so that small control values are right. Everything else does nothing. Of a large
+// fill only the end is done: there lies the report of a bucket, which must not be what an earlier owner has left.
 template <class T>
 static bool fill(void** a) {
   int N = *(int*)a[0];
   T v = *(T*)a[1];
   T* p = *(T**)a[2];
-  for (int i = 0; i < N; i++) p[i] = v;
+  int most = nodata() ? 1 << 16 : 1 << 22;
+  for (int i = N > most ? N - 8192 : 0; i < N; i++) p[i] = v;
   return true;
 }
 static bool run_torch_kernel(const std::string& n, void** a, dim3, dim3) {
-  if (nodata() && *(int*)a[0] > 65536) return false;
   if (n.find("vectorized_elementwise_kernel") == std::string::npos &&
       n.find("unrolled_elementwise_kernel") == std::string::npos)
     return false;
   size_t f = n.find("FillFunctorI");
   if (f != std::string::npos) {
     char c = n[f + 12];
-    if (*(int*)a[0] > (1 << 22)) return false;
     switch (c) {
       case 'f':
         return fill<float>(a);
@@ -989,14 +989,26 @@ static bool coll(const char* n, size_t bytes, const void* a, void* b, cudaStream
   return fails;
 }
 #define SMALL (1 << 20)
+#define TINY (1 << 12)  // bytes: where only calls are timed, no time goes into the sums of whole buckets
+static double peers_hold = 1;  // what each other rank holds, over what this one holds
+API void pretended_peers(double factor) { peers_hold = factor; }
+static void multiply_bfloat16(unsigned short* p, double m) {
+  unsigned bits = (unsigned)*p << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  value *= m;
+  memcpy(&bits, &value, 4);
+  *p = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // rounded to the nearest, to even
+}
 API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                cudaStream_t s) {
   if (coll("allReduce", n * width(t), a, b, s, op)) return ncclSystemError;
   if (S(s)->capture) return ncclSuccess;
   int k = ((Comm*)c)->n;
-  if (nodata() && n * width(t) > SMALL) return ncclSuccess;
+  if (nodata() && n * width(t) > TINY) return ncclSuccess;
   if (a != b) memcpy(b, a, n * width(t));
-  double m = op == ncclSum ? k : op >= 1000 ? premul[op] * k : 1;
+  double sum = 1 + (k - 1) * peers_hold;
+  double m = op == ncclSum ? sum : op >= 1000 ? premul[op] * sum : 1;
   if (m != 1)
     for (size_t i = 0; i < n; i++) switch (t) {
         case ncclFloat32:
@@ -1013,6 +1025,9 @@ API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t 
           break;
         case ncclUint8:
           ((unsigned char*)b)[i] *= m;
+          break;
+        case ncclBfloat16:
+          multiply_bfloat16((unsigned short*)b + i, m);
           break;
         default:
           break;

@@ -1,8 +1,9 @@
 """`python -m tests.pretended_gpu.host_time FILE`: the host's time of a backward on the pretended device, as a record.
 
 A GPU that takes no time leaves only the host's work: CPU seconds of the process during backward, over those of the bare
-module. All wrappers take their turns in one process; each figure is a median. Set PRETENDED_NODATA=1, which leaves out
-large copies: they would cost the memory bandwidth of the host.
+module. An optimizer steps between backwards, as in training, and is not in that time. All wrappers take their turns in
+one process; each figure is a median. Set PRETENDED_NODATA=1, which leaves out large copies and sums: they would cost
+the memory bandwidth of the host.
 """
 
 from __future__ import annotations
@@ -66,14 +67,16 @@ def main(file: str) -> None:
 def _measure(layers: int, width: int) -> dict[str, Any]:
     x = torch.ones(4, width, device="cuda")
     models = {name: wrap(_network(layers, width)) for name, wrap in WRAPS.items()}
+    optimizers = {model: torch.optim.SGD(model.parameters(), fused=True) for model in models.values()}
 
     def backward(model: nn.Module) -> float:
-        for param in model.parameters():
-            param.grad = None
+        optimizers[model].zero_grad()
         loss = model(x).sum()
         began = process_time()
         loss.backward()
-        return process_time() - began
+        seconds = process_time() - began
+        optimizers[model].step()
+        return seconds
 
     calls = {}
     for name, model in models.items():

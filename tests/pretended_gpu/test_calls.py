@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from dpfuse.comm.collective import all_reduce_of
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.weights.check import WeightsCheck
+from tests.operations import Operations
 from tests.pretended_gpu.device import counted, logged
 from tests.pretended_gpu.test_ways import NEED_VALUES, pytestmark, steps  # noqa: F401  # the mark of these tests, too
 from tests.pretended_gpu.ways import (
@@ -128,7 +131,7 @@ def test_a_settled_step_makes_these_calls(name, unhashed):
 def test_a_weight_of_the_gradients_lets_the_host_wait_for_nothing(kind, monkeypatch):
     monkeypatch.setattr(GradientWeight, "hear", lambda *arguments, **named: None)  # it reads values, which are not here
     way = Way(wrapped(), step=partial(weighing, weight=3.0 if kind == "number" else torch.ones((), device="cuda")))
-    step = steps(way, SETTLED)
+    step = steps(way, 2 * SETTLED)
     with counted() as found:
         step()
     assert calls_of(found)[3:5] == (Calls().writes, Calls().waits)
@@ -143,14 +146,37 @@ def test_the_large_private_gradients_of_a_bucket_are_one_call():
     assert [True] * 3 in [large[place : place + 3] for place in range(len(large))]
 
 
-def test_a_step_that_hashes_weights_costs_one_launch_and_lets_the_host_wait_for_nothing():
+@pytest.mark.parametrize(("check", "launches"), [("check_weights", 1), ("check_loop", 0)])
+def test_a_default_check_lets_the_host_wait_for_nothing_and_launches_no_more_than_this(check, launches):
     found, kept = {}, []  # what is kept leaves the memory of the next model alone
     for level in ("off", "raise"):
-        kept.append(steps(Way(wrapped(check_weights=level), partial(chain, 300)), 5 * SETTLED))
+        kept.append(steps(Way(wrapped(**{check: level}), partial(chain, 300)), 5 * SETTLED))
         with counted() as calls:
             kept[-1]()
         found[level] = calls_of(calls)
-    assert found["raise"] == found["off"]._replace(launches=found["off"].launches + 1)
+    assert found["raise"] == found["off"]._replace(launches=found["off"].launches + launches)
+
+
+def test_the_check_of_loops_compares_ranks_with_one_more_read_and_no_launch(monkeypatch):
+    monkeypatch.setattr("dpfuse.loop.loop_check.is_due", lambda averages: True)  # in each backward
+    step = steps(WAYS["views"], 2 * SETTLED)
+    with counted() as found:
+        step()
+    calls = calls_of(found)
+    assert calls.collectives == Calls().collectives
+    assert calls.launches - Calls().launches <= 1
+    assert "cudaDeviceSynchronize" not in found
+
+
+def test_a_sum_is_started_by_the_back_end_unless_a_mode_watches_operations():
+    flat, calls = torch.ones(8, device="cuda"), []
+    start = all_reduce_of(flat.device, dist.group.WORLD)
+    with counted() as found, Operations() as watched:
+        start(flat).wait()
+    calls.append((found["nccl allReduce"], [name for name, _ in watched.collectives]))
+    with counted() as found:
+        start(flat).wait()
+    assert [*calls, found["nccl allReduce"]] == [(1, ["allreduce_"]), 1]
 
 
 @pytest.mark.parametrize("do", [plain, zeroing, accumulating, clipping, scaling])

@@ -1,5 +1,7 @@
 """A call of the runtime, the driver or NCCL fails: the step raises an error, and so does the next one; nothing hangs.
 
+A lack of memory alone may have passed in the next step.
+
 Each case is a process of its own: an error of a device lasts as long as the process, here as there.
 """
 
@@ -35,6 +37,6 @@ def test_a_failed_call_is_an_error_on_this_rank(way, call, after):
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = json.loads(done.stdout.splitlines()[-1])
     assert first
-    assert second
+    assert second or call == "cudaEventCreate"  # of which a lack of memory is the reason, and that may pass
     failed = ("pretended CUDA error", "pretended driver error", "NCCL error")
     assert any(text in first for text in failed), first

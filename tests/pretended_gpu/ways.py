@@ -42,10 +42,10 @@ class Way:
     step: Callable[[Any, Any, Tensor], None] | None = None
     dtype: torch.dtype = torch.float32
 
-    def run(self, *, capturable: bool = False) -> Callable[[], nn.Module]:
-        """Return a function that does one step, and returns the module inside the wrapper."""
+    def run(self, *, capturable: bool = False, module: nn.Module | None = None) -> Callable[[], nn.Module]:
+        """Return a function that does one step, and returns the module inside the wrapper: `module`, or a new one."""
         torch.manual_seed(0)
-        module = self.network().to("cuda", self.dtype)
+        module = module or self.network().to("cuda", self.dtype)
         model = self.wrap(module)
         if self.make is not None:
             optimizer = self.make(model)

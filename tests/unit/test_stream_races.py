@@ -55,7 +55,7 @@ class _OnStream(torch.autograd.Function):
         return grad * x, None, None, None
 
 
-class _Loss(torch.autograd.Function):
+class Loss(torch.autograd.Function):
     """The sum of a vector. Its backward begins on the main stream, which waits for all others when backward ends."""
 
     @staticmethod
@@ -127,7 +127,7 @@ def train(cuda, model, seed, steps=4, *, skips=False):
                 inputs = [torch.full((NUMEL,), float(draw.randrange(1, 9))) for _ in weights]
                 with nullcontext() if last else model.no_sync():
                     total = model(inputs, cuda, used)
-                    _Loss.apply(total, cuda, [stream for stream in used if stream is not None]).backward()
+                    Loss.apply(total, cuda, [stream for stream in used if stream is not None]).backward()
                 for total_so_far, x, stream in zip(expected, inputs, used, strict=True):
                     total_so_far += x if stream is not None else 0
             norm = torch.stack(expected).square().sum().sqrt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,7 +13,16 @@ __all__ = ["AllReduce"]
 
 
 class AllReduce(Exchange):
-    """Sums the buffer over the ranks."""
+    """Sums the buffer over the ranks.
+
+    Args:
+        group: the ranks.
+        device: of the buffer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self._start = collective.all_reduce_of(device, group)
 
     def start(self, flat: Tensor) -> dist.Work:
-        return collective.all_reduce(flat, self.group)
+        return self._start(flat)
