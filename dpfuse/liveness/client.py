@@ -101,6 +101,9 @@ class HeartbeatClient(Heartbeat):
 
     def _beat(self, now: float) -> None:
         self._send(["beat", self._own.status.message()])
+        sums = self._own_sums()
+        if sums:
+            self._send(["steps", sums])
         server = self._states(now)[0]
         # A server that lives knows more than this rank.
         if self._own.status.waits and (server.end is not None or server.silence >= SILENT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import selectors
 import socket
 from contextlib import suppress
@@ -14,8 +15,11 @@ from dpfuse.liveness.connection import MAX_LINE, Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.late_ranks import LateRanks
 
 __all__ = ["HeartbeatServer"]
+
+log = logging.getLogger("dpfuse.slow")
 
 MAX_UNKNOWN = 64  # connections that have not authenticated, beside one for each rank
 AUTHENTICATE_WITHIN = 5.0  # seconds
@@ -53,6 +57,7 @@ class HeartbeatServer(Heartbeat):
         self._unknown: dict[Connection, float] = {}  # connections, with the time until which they may authenticate
         self._peers: dict[int, _Peer] = {}
         self._failures = 0
+        self._late = LateRanks(size)
 
     def _connect(self) -> None:
         for listener in self._listeners:
@@ -116,6 +121,8 @@ class HeartbeatServer(Heartbeat):
                         status = Status.from_message(parts)
                         if peer.end is None:  # a rank that has left its group goes on beating
                             peer.status, peer.heard = status, monotonic()
+                    case ["steps", list(sums)]:
+                        self._late.add(rank, sums)
                     case ["ask"]:
                         peer.asks = True
                         for other, one in list(self._peers.items()):
@@ -180,6 +187,15 @@ class HeartbeatServer(Heartbeat):
                 self._send(peer, ["fatal", list(finding.ranks[:MAX_FAILURES]), finding.text[:8000]])
         if finding is not None:
             self._consequences.act(finding, now)
+        if self._board.clock is not None:
+            self._judge_steps()
+
+    def _judge_steps(self) -> None:
+        """Log which ranks are late in each step, when that begins and when it ends."""
+        self._late.add(0, self._own_sums())
+        for change in self._late.judge():
+            log.info("%s", change, extra={"rank": 0})
+        self._board.late = self._late.numbers()
 
     def _send_end(self, end: End) -> None:
         message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self._own.status.message()]
