@@ -30,7 +30,7 @@ from bench.machine import describe
 from bench.rank_group import on_ranks
 from dpfuse.comm.waiting import board_of
 
-__all__ = ["DELAYED", "Case", "play"]
+__all__ = ["DELAYED", "Case", "found", "play"]
 
 DELAYED = ("loader", "forward", "backward", "optimizer", "garbage collection")
 TIMES = {"loader": 0.008, "forward": 0.014, "backward": 0.022, "optimizer": 0.006}  # seconds
@@ -183,7 +183,7 @@ def _garbage(seconds: float) -> list[Any]:
             return some
 
 
-def _found(result: dict[str, Any]) -> bool:
+def found(result: dict[str, Any]) -> bool:
     """Whether the delay was attributed to the rank and the phase in time, and nothing else was said."""
     said = [text for when, text in result["heard"] if when <= result["within"]]
     right = f"rank {result['rank']} is", f"late in {result['phase']} since"
@@ -195,21 +195,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.slow_ranks", description=__doc__)
     parser.add_argument("--out", type=Path, help="write a record")
     parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
     parser.add_argument("--healthy", type=int, default=30, help="healthy runs")
     options = parser.parse_args()
     machine = describe(gpu=False)
     results: list[dict[str, Any]] = []
-    for size in (2,) if options.quick else (2, 3, 4):
+    for size in options.sizes:
         repeats = 1 if options.quick else 4
         cases = [Case(phase, seed % size, seed=seed) for seed in range(repeats) for phase in DELAYED]
-        count = 2 if options.quick else options.healthy // 3
+        count = 2 if options.quick else options.healthy // len(options.sizes)
         cases += [Case(computes=size == 2 and seed % 2 == 1, seed=seed) for seed in range(count)]
         results += on_ranks(size, "cpu", play, [asdict(case) for case in cases])
     delayed = [result for result in results if result["phase"]]
     healthy = [result for result in results if not result["phase"]]
     counts = {
         "delays": len(delayed),
-        "attributed": sum(map(_found, delayed)),
+        "attributed": sum(map(found, delayed)),
         "healthy runs": len(healthy),
         "healthy runs with a message": sum(1 for result in healthy if result["heard"]),
     }

@@ -52,7 +52,8 @@ class Late:
         ranks: that are late together; mostly one.
         phases: in which, the longest first.
         since: the step, counted from 1.
-        seconds: by which they are late in a step.
+        seconds: that each of them is busy in a step beyond the median of the other ranks.
+        gain: seconds by which a step would be shorter without them, since then it waits for the slowest of the others.
         step: seconds of a step.
     """
 
@@ -60,15 +61,21 @@ class Late:
     phases: tuple[str, ...]
     since: int
     seconds: float
+    gain: float
     step: float
 
     def __str__(self) -> str:
         """A sentence without a full stop."""
-        part, those = self.seconds / self.step, "them" if len(self.ranks) > 1 else "it"
+        those = "them" if len(self.ranks) > 1 else "it"
         return (
-            f"{self.name} {_ms(self.seconds)} ({part:.0%}) late in {' and '.join(self.phases)} since step "
-            f"{self.since:,}; without {those} a step takes {1 - part:.2f} of the time"
+            f"{self.name} {_ms(self.seconds)} ({self.seconds / self.step:.0%}) late in {' and '.join(self.phases)} "
+            f"since step {self.since:,}; without {those} a step takes {self.without:.2f} of the time"
         )
+
+    @property
+    def without(self) -> float:
+        """What part of the time a step would take without these ranks."""
+        return 1 - self.gain / self.step
 
     @property
     def name(self) -> str:
@@ -86,7 +93,7 @@ class Late:
             "late_phase": NAMES.index(self.phases[0]),
             "late_since": self.since,
             "late_seconds": self.seconds,
-            "late_part": self.seconds / self.step,
+            "step_without_late": self.without,
         }
 
 
@@ -200,7 +207,7 @@ class LateRanks:
             # It may be found in more phases than before, or in fewer: this is no news.
             same = found is not None and found.ranks == now.ranks and found.phases[0] in now.phases
             if found is not None and same:
-                self.late = Late(now.ranks, now.phases, now.since, found.seconds, found.step)
+                self.late = Late(now.ranks, now.phases, now.since, found.seconds, found.gain, found.step)
                 return []
             if found is None and shown.lateness(now) >= ENDS * LEAST:
                 return []
@@ -278,10 +285,14 @@ class _Window:
         gaps = -np.diff(medians[order])[: max(1, len(order) // 2)]
         count = int(np.argmax(gaps)) + 1
         those, others = order[:count], order[count:]
-        ahead = busy[:, those].min(1) - busy[:, others].max(1)
-        lateness = float(np.median(ahead))
-        spread = DEVIATION * float(np.median(np.abs(ahead - lateness)))
-        if lateness < max(LEAST * step, SPREAD * spread) or np.quantile(ahead, 1 - OFTEN) <= 0:
+        ahead = busy[:, those].min(1)
+        more = ahead - np.median(busy[:, others], 1)
+        usual = float(np.median(more))
+        spread = DEVIATION * float(np.median(np.abs(more - usual)))
+        if usual < max(LEAST * step, SPREAD * spread) or np.quantile(more, 1 - OFTEN) <= 0:
+            return None
+        gain = float(np.median(ahead - busy[:, others].max(1)))
+        if gain < 0:
             return None
         excess = np.median(table[:, those, :WAITING].mean(1) - np.median(table[:, others, :WAITING], 1), 0).clip(0)
         largest = np.argsort(-excess)
@@ -289,17 +300,17 @@ class _Window:
             return None
         phases = tuple(NAMES[phase] for phase in largest if excess[phase] >= ALSO * excess.sum())
         ranks = tuple(sorted(int(rank) for rank in those))
-        return Late(ranks, phases, self.began(ahead), lateness, step)
+        return Late(ranks, phases, self.began(more), usual, gain, step)
 
     def lateness(self, late: Late) -> float:
-        """Return by what part of a step these ranks are late now; infinite if there are too few blocks to say."""
+        """Return for what part of a step these ranks are busy longer than others now; -inf if too few blocks tell."""
         if not self._is_full:
             return -inf
         table = np.stack([each for *_, each in self._blocks])
         busy = table[:, :, :WAITING].sum(2)
         others = [rank for rank in range(busy.shape[1]) if rank not in late.ranks]
-        ahead = busy[:, late.ranks].min(1) - busy[:, others].max(1)
-        return float(np.median(ahead) / np.median(table.sum(2).mean(1)))
+        more = busy[:, late.ranks].min(1) - np.median(busy[:, others], 1)
+        return float(np.median(more) / np.median(table.sum(2).mean(1)))
 
     def exposed(self) -> tuple[Numbers, float]:
         """Return the seconds that all ranks wait at least in each block, and the median seconds of a step."""
@@ -310,7 +321,8 @@ class _Window:
 
     def began(self, values: Numbers) -> int:
         """Return the first step of the block from which on these values, one of each block, are large."""
-        sums = np.cumsum((values - np.median(values) / 2)[::-1])[::-1]
+        usual = float(np.median(values))
+        sums = np.cumsum(np.clip(values - usual / 2, -usual, usual)[::-1])[::-1]  # no block counts for several
         return self._blocks[int(np.argmax(sums))][0]
 
 

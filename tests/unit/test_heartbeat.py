@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dpfuse.comm.phase_clock import PhaseClock
 from dpfuse.comm.waiting import Board, Doing, PeerFailure, Wrapper, finish, forget_unfinished_works, leave
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.client import HeartbeatClient
@@ -69,6 +70,35 @@ def job() -> Iterator[Job]:
     for beat in made.beats:
         beat.stop()
         assert not beat.beats
+
+
+def test_the_server_logs_which_rank_is_late_and_the_board_has_its_numbers(job, caplog):
+    caplog.set_level("INFO", logger="dpfuse.slow")
+    for board in job.boards:
+        board.clock = PhaseClock()
+    sent = 0
+
+    def is_found() -> bool:
+        nonlocal sent
+        sent += 1  # each rank has 60 ms from one end of a step to the next; rank 2 is busy for 15 ms more
+        for rank, board in enumerate(job.boards):
+            forward = 0.05 if rank == 2 else 0.035
+            board.clock._sums.append((sent, [0.0, forward * sent, 0.0, 0.0, 0.0, (0.06 - forward) * sent]))
+        return bool(job.boards[0].late)
+
+    until(is_found, 30)
+    said = [record.message.partition(" since")[0] for record in caplog.records]
+    assert said == ["rank 2 is 15 ms (25%) late in forward"]
+    assert caplog.records[0].rank == 0
+    assert job.boards[0].late["late_rank"] == 2
+    assert job.boards[1].late == {}
+
+
+@pytest.mark.parametrize("sums", ["x", [[1]], [[1, [0.0] * 9]]])
+def test_sums_of_another_form_end_the_connection(job, sums):
+    job.beats[1]._send(["steps", sums])
+    until(lambda: job.state(0, 1).status is None)
+    assert job.state(0, 2).alive
 
 
 def test_the_server_knows_where_every_rank_is(job):
