@@ -13,6 +13,7 @@ from dpfuse.liveness.connection import Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, EndKind, Finding, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatClient"]
 
@@ -103,7 +104,7 @@ class HeartbeatClient(Heartbeat):
         self._send(["beat", self._own.status.message()])
         sums = self._own_sums()
         if sums:
-            self._send(["steps", sums])
+            self._send(["steps", sums, round(seconds_sending(), 6)])
         server = self._states(now)[0]
         # A server that lives knows more than this rank.
         if self._own.status.waits and (server.end is not None or server.silence >= SILENT):

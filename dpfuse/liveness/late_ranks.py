@@ -40,6 +40,7 @@ ALSO = 0.25  # of a lateness is in a further phase, so that this is named, too
 DOUBLED = 2.0  # times the usual exposed communication is slow
 NOTICED = 0.05  # of a step; a smaller growth of communication is not told
 USUAL = 512  # short blocks, of which the median is usual
+BEATS = 24  # heartbeats of which the seconds spent sending are kept
 LONGEST = 1e9  # seconds of a phase in a whole training
 DEVIATION = 1.4826  # of a normal distribution, in medians of absolute deviations
 
@@ -106,23 +107,28 @@ class SlowLink:
         seconds: that each rank waits in a step, at least.
         usual: as it was before.
         step: seconds of a step.
+        rank: whose connections send for much longer than before, and than those of others; None if no rank stands out.
     """
 
     since: int
     seconds: float
     usual: float
     step: float
+    rank: int | None
 
     def __str__(self) -> str:
         """A sentence without a full stop."""
         return (
             f"every rank waits {_ms(self.seconds)} ({self.seconds / self.step:.0%} of a step) for communication since "
             f"step {self.since:,}, {_ms(self.usual)} before; no rank is late, so it is the link"
+            f"{'' if self.rank is None else f' of rank {self.rank}, which sends for longest'}"
         )
 
     def numbers(self) -> dict[str, float]:
         """Return what a log can show."""
-        return {"slow_link_since": self.since, "slow_link_seconds": self.seconds, "slow_link_usual": self.usual}
+        rank = {} if self.rank is None else {"slow_link_rank": self.rank}
+        numbers = {"slow_link_since": self.since, "slow_link_seconds": self.seconds, "slow_link_usual": self.usual}
+        return {**numbers, **rank}
 
 
 @dataclass
@@ -154,10 +160,16 @@ class LateRanks:
     _short: _Window = field(default_factory=lambda: _Window(1))
     _long: _Window = field(default_factory=lambda: _Window(COARSE))
     _found_in: _Window | None = None  # the window that has shown the late ranks, and will show the end of that
+    _sending: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # by rank: step, seconds so far
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL))
 
-    def add(self, rank: int, sums: Sequence[Any]) -> None:
-        """Take sums of a rank, as `PhaseClock.taken` returns them.
+    def add(self, rank: int, sums: Sequence[Any], sending: float = 0.0) -> None:
+        """Take what a rank tells.
+
+        Args:
+            rank: its number.
+            sums: as `PhaseClock.taken` returns them.
+            sending: seconds that its connections have spent sending so far.
 
         Raises:
             ValueError: they are not what a clock can show.
@@ -169,6 +181,8 @@ class LateRanks:
                         self._told.setdefault(step, {})[rank] = seconds
                 case _:
                     raise ValueError("these are not the seconds of the phases")
+        if sums:
+            self._sending.setdefault(rank, deque(maxlen=BEATS)).append((sums[-1][0], sending))
 
     def numbers(self) -> dict[str, float]:
         """Return what `metrics()` shows of what is found now."""
@@ -228,7 +242,8 @@ class LateRanks:
             usual = float(np.median(list(self._usual)[: -len(exposed)]))
             grown = now >= DOUBLED * usual and now - usual >= NOTICED * step
             if grown and np.quantile(exposed, 1 - OFTEN) >= (1 + DOUBLED) / 2 * usual:
-                self.link = SlowLink(self._short.began(exposed - usual), now, usual, step)
+                since = self._short.began(exposed - usual)
+                self.link = SlowLink(since, now, usual, step, self._sends_for_longest(since, now - usual))
                 return [str(self.link)]
         elif now < (1 + DOUBLED) / 2 * slow.usual:
             self.link = None
@@ -237,6 +252,19 @@ class LateRanks:
                 f"{slow.since:,}"
             ]
         return []
+
+
+    def _sends_for_longest(self, since: int, growth: float) -> int | None:
+        """Return the rank whose connections send for so much longer in a step, since that step, than before it."""
+        longer = np.zeros(self.size)
+        for rank, told in self._sending.items():
+            before = [one for one in told if one[0] < since]
+            after = [one for one in told if one[0] >= since]
+            if len(before) > 1 and len(after) > 1:
+                longer[rank] = _per_step(after) - _per_step(before)
+        first, second = np.argsort(-longer)[:2]
+        stands_out = longer[first] >= max(growth / 2, 2 * longer[second])
+        return int(first) if stands_out else None
 
 
 class _Window:
@@ -324,6 +352,11 @@ class _Window:
         usual = float(np.median(values))
         sums = np.cumsum(np.clip(values - usual / 2, -usual, usual)[::-1])[::-1]  # no block counts for several
         return self._blocks[int(np.argmax(sums))][0]
+
+
+def _per_step(told: Sequence[tuple[int, float]]) -> float:
+    (first, before), (last, after) = told[0], told[-1]
+    return (after - before) / max(1, last - first)
 
 
 def _is_time(value: object) -> bool:

@@ -16,6 +16,7 @@ from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status,
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.late_ranks import LateRanks
+from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatServer"]
 
@@ -121,8 +122,8 @@ class HeartbeatServer(Heartbeat):
                         status = Status.from_message(parts)
                         if peer.end is None:  # a rank that has left its group goes on beating
                             peer.status, peer.heard = status, monotonic()
-                    case ["steps", list(sums)]:
-                        self._late.add(rank, sums)
+                    case ["steps", list(sums), float(sending)]:
+                        self._late.add(rank, sums, sending)
                     case ["ask"]:
                         peer.asks = True
                         for other, one in list(self._peers.items()):
@@ -192,7 +193,7 @@ class HeartbeatServer(Heartbeat):
 
     def _judge_steps(self) -> None:
         """Log which ranks are late in each step, when that begins and when it ends."""
-        self._late.add(0, self._own_sums())
+        self._late.add(0, self._own_sums(), seconds_sending())
         for change in self._late.judge():
             log.info("%s", change, extra={"rank": 0})
         self._board.late = self._late.numbers()

@@ -96,7 +96,7 @@ def test_the_server_logs_which_rank_is_late_and_the_board_has_its_numbers(job, c
 
 @pytest.mark.parametrize("sums", ["x", [[1]], [[1, [0.0] * 9]]])
 def test_sums_of_another_form_end_the_connection(job, sums):
-    job.beats[1]._send(["steps", sums])
+    job.beats[1]._send(["steps", sums, 0.0])
     until(lambda: job.state(0, 1).status is None)
     assert job.state(0, 2).alive
 

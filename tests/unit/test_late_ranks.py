@@ -26,11 +26,15 @@ class Job:
         self.random = np.random.default_rng(seed)
         self.judge = LateRanks(size)
         self.sums = np.zeros((size, len(NAMES)))
+        self.sending = [0.0] * size
         self.steps = 0
         self.said: list[tuple[int, str]] = []
 
-    def run(self, steps: int, delays=None, communication=COMMUNICATION, every=8) -> None:
-        """Steps; `delays` gives milliseconds by (rank, phase). The heartbeat tells of `every` so many steps at once."""
+    def run(self, steps: int, delays=None, communication=COMMUNICATION, sending=(), every=8) -> None:
+        """Steps; `delays` gives milliseconds by (rank, phase). The heartbeat tells of `every` so many steps at once.
+
+        `sending` gives milliseconds by rank in which its connections send, beside a few.
+        """
         random = self.random
         sums = {rank: [] for rank in range(self.size)}
         for step in range(steps):
@@ -51,7 +55,8 @@ class Job:
                 sums[rank].append((self.steps, self.sums[rank].tolist()))
             if (step + 1) % every == 0:
                 for rank in range(self.size):
-                    self.judge.add(rank, sums[rank])
+                    self.sending[rank] += every * (2 + dict(sending).get(rank, 0)) * random.uniform(0.8, 1.2) / 1e3
+                    self.judge.add(rank, sums[rank], self.sending[rank])
                     sums[rank] = []
                 self.said += [(self.steps, text) for text in self.judge.judge()]
 
@@ -147,10 +152,29 @@ def test_communication_that_doubles_is_told_when_it_begins_and_ends():
     assert job.judge.numbers() == {}
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_link_of_the_rank_that_sends_for_longest_is_named(rank):
+    job = Job(4, seed=10)
+    job.run(200, communication=4.0)
+    job.run(60, communication=16.0, sending={rank: 12.0})
+    ((_, text),) = job.said
+    assert text.endswith(f"so it is the link of rank {rank}, which sends for longest")
+    assert job.judge.numbers()["slow_link_rank"] == rank
+
+
+def test_no_link_is_named_where_several_ranks_send_for_longer():
+    job = Job(4, seed=11)
+    job.run(200, communication=4.0)
+    job.run(60, communication=16.0, sending={0: 12.0, 2: 12.0})
+    ((_, text),) = job.said
+    assert text.endswith("so it is the link")
+    assert "slow_link_rank" not in job.judge.numbers()
+
+
 def test_ranks_that_tell_of_other_steps_are_compared_at_those_in_common():
     job = Job(2, seed=7)
     add = job.judge.add
-    job.judge.add = lambda rank, sums: add(rank, [one for one in sums if rank == 0 or one[0] % 4 == 0])
+    job.judge.add = lambda rank, sums, _: add(rank, [one for one in sums if rank == 0 or one[0] % 4 == 0])
     job.run(400, {(1, "forward"): 12.0})
     assert [text.partition(" is ")[0] for _, text in job.said] == ["rank 1"]
 
@@ -158,7 +182,7 @@ def test_ranks_that_tell_of_other_steps_are_compared_at_those_in_common():
 def test_nothing_is_judged_or_kept_while_a_rank_tells_nothing():
     job = Job(3, seed=8)
     add = job.judge.add
-    job.judge.add = lambda rank, sums: None if rank == 2 else add(rank, sums)
+    job.judge.add = lambda rank, sums, _: None if rank == 2 else add(rank, sums)
     job.run(600, {(1, "forward"): 12.0})
     assert job.said == []
     assert len(job.judge._told) <= 256
