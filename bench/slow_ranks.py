@@ -11,14 +11,17 @@ import argparse
 import gc
 import json
 import logging
+import os
 import random
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, sleep
+from tempfile import TemporaryDirectory
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import torch
@@ -28,15 +31,18 @@ from torch import Tensor, nn
 import dpfuse
 from bench.machine import describe
 from bench.rank_group import on_ranks
+from bench.rank_machines import CARD, limit_sending, namespaces
 from dpfuse.comm.waiting import board_of
 
 __all__ = ["DELAYED", "Case", "found", "play"]
 
+LINK = "link"
 DELAYED = ("loader", "forward", "backward", "optimizer", "garbage collection")
 TIMES = {"loader": 0.008, "forward": 0.014, "backward": 0.022, "optimizer": 0.006}  # seconds
 JITTER = 0.03  # of each, a standard deviation
 DELAY = 0.2  # of a step
 BEFORE, STEPS, AFTER = 25, 50, 10  # healthy steps; steps with the delay, in which it is to be found; further ones
+BEFORE_LINK = 70  # since what is usual must be known
 WITHIN = 3.0  # seconds, in which it is to be found where this is longer
 
 
@@ -131,7 +137,8 @@ def _play(case: Case) -> dict[str, Any]:
         if late and phase == case.phase:
             sleep(DELAY * base)
 
-    width = 256 if case.computes else 64
+    width = 512 if case.phase == LINK else 256 if case.computes else 64
+    sent = 2 * (size - 1) / size * 4 * 2 * width**2  # bytes of a rank in a step, about
     layers = [nn.Linear(width, width) for _ in range(12 if case.computes else 2)]
     net = nn.Sequential(*layers, _Layer(spend))
     with _heard() as heard:
@@ -139,11 +146,14 @@ def _play(case: Case) -> dict[str, Any]:
         optimizer = _SGD(model.parameters(), lr=1e-3)
         optimizer.spend = spend
         inputs = torch.randn(256 if case.computes else 8, width)
+        before = BEFORE_LINK if case.phase == LINK else BEFORE
         began = deadline = perf_counter()
-        for step in range(BEFORE + STEPS + AFTER if case.phase else case.healthy_steps):
-            if step == BEFORE:
+        for step in range(before + STEPS + AFTER if case.phase else case.healthy_steps):
+            if step == before:
                 began, late = perf_counter(), mine
-            if step == BEFORE + STEPS:
+                if late and case.phase == LINK:
+                    limit_sending(sent / (DELAY * base))
+            if step == before + STEPS:
                 deadline = perf_counter()
             if late and case.phase == "garbage collection":
                 gc.collect()
@@ -153,6 +163,8 @@ def _play(case: Case) -> dict[str, Any]:
             optimizer.step()
         numbers = dict(board.late) if (board := board_of(group)) is not None else {}
         step_seconds = (perf_counter() - began) / (STEPS + AFTER if case.phase else case.healthy_steps - BEFORE)
+    if mine and case.phase == LINK:
+        limit_sending(None)
     del garbage, model, optimizer
     gc.collect()
     dist.barrier()
@@ -176,9 +188,9 @@ def _garbage(seconds: float) -> list[Any]:
         some += [[None] for _ in range(20_000)]
         times = []
         for _ in range(3):
-            began = perf_counter()
+            began = thread_time()  # others use this machine, too
             gc.collect()
-            times.append(perf_counter() - began)
+            times.append(thread_time() - began)
         if min(times) >= seconds:
             return some
 
@@ -186,8 +198,41 @@ def _garbage(seconds: float) -> list[Any]:
 def found(result: dict[str, Any]) -> bool:
     """Whether the delay was attributed to the rank and the phase in time, and nothing else was said."""
     said = [text for when, text in result["heard"] if when <= result["within"]]
-    right = f"rank {result['rank']} is", f"late in {result['phase']} since"
+    if result["phase"] == LINK:
+        right = "every rank waits ", f"it is the link of rank {result['rank']},"
+    else:
+        right = f"rank {result['rank']} is ", f"late in {result['phase']} since"
     return len(said) == 1 and said[0].startswith(right[0]) and right[1] in said[0]
+
+
+def play_apart(size: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Play these cases on ranks that have a network namespace each.
+
+    Raises:
+        OSError: this machine makes none.
+    """
+    with ExitStack() as cleanup, TemporaryDirectory(prefix="dpfuse-bench-") as folder:
+        Path(folder, "cases.json").write_text(json.dumps(cases))
+        started = [
+            subprocess.Popen([*entry, sys.executable, "-m", __spec__.name, "--rank", f"{rank}", f"{size}", folder])
+            for rank, entry in enumerate(namespaces(size, cleanup))
+        ]
+        codes = [process.wait() for process in started]
+        if any(codes):
+            raise OSError("a rank has failed")
+        results: list[dict[str, Any]] = json.loads(Path(folder, "results.json").read_text())
+        return results
+
+
+def _play_one(rank: int, size: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = CARD
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    results = play(json.loads(Path(folder, "cases.json").read_text()))
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -197,7 +242,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
     parser.add_argument("--healthy", type=int, default=30, help="healthy runs")
+    parser.add_argument("--rank", nargs=3, metavar=("RANK", "SIZE", "FOLDER"), help="be one rank, in its namespace")
+    parser.add_argument("--links", type=int, default=3, help="delays of a link for each number of ranks")
     options = parser.parse_args()
+    if options.rank:
+        _play_one(int(options.rank[0]), int(options.rank[1]), options.rank[2])
+        return
     machine = describe(gpu=False)
     results: list[dict[str, Any]] = []
     for size in options.sizes:
@@ -206,6 +256,8 @@ def main() -> None:
         count = 2 if options.quick else options.healthy // len(options.sizes)
         cases += [Case(computes=size == 2 and seed % 2 == 1, seed=seed) for seed in range(count)]
         results += on_ranks(size, "cpu", play, [asdict(case) for case in cases])
+        links = [asdict(Case(LINK, seed % size, seed=seed)) for seed in range(1 if options.quick else options.links)]
+        results += play_apart(size, links)
     delayed = [result for result in results if result["phase"]]
     healthy = [result for result in results if not result["phase"]]
     counts = {

@@ -235,7 +235,7 @@ class LateRanks:
         slow = self.link
         if slow is None:
             self._usual.extend(exposed[-new:])
-        if len(self._usual) < 3 * len(exposed):
+        if len(self._usual) < 2 * len(exposed):
             return []
         now = float(np.median(exposed))
         if slow is None:
@@ -252,7 +252,6 @@ class LateRanks:
                 f"{slow.since:,}"
             ]
         return []
-
 
     def _sends_for_longest(self, since: int, growth: float) -> int | None:
         """Return the rank whose connections send for so much longer in a step, since that step, than before it."""
