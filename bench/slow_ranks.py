@@ -197,7 +197,7 @@ def _garbage(seconds: float) -> list[Any]:
 
 def found(result: dict[str, Any]) -> bool:
     """Whether the delay was attributed to the rank and the phase in time, and nothing else was said."""
-    said = [text for when, text in result["heard"] if when <= result["within"]]
+    said = [text for when, text in result["heard"] if when <= result["within"] and not text.startswith("in ")]
     if result["phase"] == LINK:
         right = "every rank waits ", f"it is the link of rank {result['rank']},"
     else:

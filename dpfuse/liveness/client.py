@@ -13,6 +13,7 @@ from dpfuse.liveness.connection import Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, EndKind, Finding, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.looks import look
 from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatClient"]
@@ -82,6 +83,8 @@ class HeartbeatClient(Heartbeat):
         match message:
             case ["beat", parts]:
                 self._server_status, self._heard = Status.from_message(parts), now
+            case ["look", int(phase)]:
+                self._send(["seen", phase, look(self._board, phase)])
             case ["finished", int(count)]:
                 self._board.finished = count
             case ["fatal", list(ranks), str(text)]:

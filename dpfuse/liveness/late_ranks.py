@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from dpfuse.comm.phase_clock import NAMES, WAITING
+from dpfuse.liveness.diagnosis import names
 
 __all__ = ["Late", "LateRanks", "SlowLink"]
 
@@ -81,10 +82,7 @@ class Late:
     @property
     def name(self) -> str:
         """The ranks, with the verb."""
-        if len(self.ranks) == 1:
-            return f"rank {self.ranks[0]} is"
-        shown = ", ".join(map(str, self.ranks[:16]))
-        return f"ranks {shown}{', …' if len(self.ranks) > 16 else ''} are"
+        return f"{names(self.ranks)} {'is' if len(self.ranks) == 1 else 'are'}"
 
     def numbers(self) -> dict[str, float]:
         """Return what a log can show."""

@@ -11,11 +11,13 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
+from dpfuse.comm.phase_clock import NAMES
 from dpfuse.liveness.connection import MAX_LINE, Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.late_ranks import LateRanks
+from dpfuse.liveness.looks import Looks, look
 from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatServer"]
@@ -59,6 +61,7 @@ class HeartbeatServer(Heartbeat):
         self._peers: dict[int, _Peer] = {}
         self._failures = 0
         self._late = LateRanks(size)
+        self._looks: Looks | None = None  # at the ranks, after one was found to be late
 
     def _connect(self) -> None:
         for listener in self._listeners:
@@ -124,6 +127,9 @@ class HeartbeatServer(Heartbeat):
                             peer.status, peer.heard = status, monotonic()
                     case ["steps", list(sums), float(sending)]:
                         self._late.add(rank, sums, sending)
+                    case ["seen", int(phase), dict(seen)]:
+                        if self._looks is not None and phase == self._looks.phase:
+                            self._looks.add(rank, seen)
                     case ["ask"]:
                         peer.asks = True
                         for other, one in list(self._peers.items()):
@@ -194,9 +200,20 @@ class HeartbeatServer(Heartbeat):
     def _judge_steps(self) -> None:
         """Log which ranks are late in each step, when that begins and when it ends."""
         self._late.add(0, self._own_sums(), seconds_sending())
+        before = self._late.late
         for change in self._late.judge():
             log.info("%s", change, extra={"rank": 0})
+        late = self._late.late
         self._board.late = self._late.numbers()
+        if late is not None and (before is None or late.since != before.since):
+            self._looks = Looks(NAMES.index(late.phases[0]), late.ranks, self._size)
+            for peer in list(self._peers.values()):
+                self._send(peer, ["look", self._looks.phase])
+            self._looks.add(0, look(self._board, self._looks.phase))
+        elif self._looks is not None and self._looks.is_complete():
+            looks, self._looks = str(self._looks), None
+            if looks:
+                log.info("%s", looks, extra={"rank": 0})
 
     def _send_end(self, end: End) -> None:
         message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self._own.status.message()]
