@@ -31,7 +31,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 BLOCKS = 20  # at least, in a window
 SECONDS = 1.7  # at least, in a window
 COARSE = 8  # short blocks in a long one
-KEPT = 256  # ends of steps of which some ranks have not told yet
+KEPT, IN_ALL = 256, 1 << 17  # steps of which some ranks have not told yet; what is kept of them, over ranks
 LEAST = 0.03  # of a step; a rank that is less late is not late
 OFTEN = 0.8  # of the blocks of a window
 SPREAD = 1.5  # times the spread of the blocks is the least lateness
@@ -206,7 +206,7 @@ class LateRanks:
                 yield
             self._step, self._table = step, table
         self._told = {step: told for step, told in self._told.items() if step > self._step}
-        while len(self._told) > KEPT:
+        while len(self._told) > max(1, min(KEPT, IN_ALL // self.size)):
             del self._told[min(self._told)]
 
     def _judge_ranks(self) -> list[str]:

@@ -200,12 +200,11 @@ class HeartbeatServer(Heartbeat):
     def _judge_steps(self) -> None:
         """Log which ranks are late in each step, when that begins and when it ends."""
         self._late.add(0, self._own_sums(), seconds_sending())
-        before = self._late.late
-        for change in self._late.judge():
+        changes, late = self._late.judge(), self._late.late
+        for change in changes:
             log.info("%s", change, extra={"rank": 0})
-        late = self._late.late
         self._board.late = self._late.numbers()
-        if late is not None and (before is None or late.since != before.since):
+        if late is not None and str(late) in changes:
             self._looks = Looks(NAMES.index(late.phases[0]), late.ranks, self._size)
             for peer in list(self._peers.values()):
                 self._send(peer, ["look", self._looks.phase])
