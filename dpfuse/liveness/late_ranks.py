@@ -40,6 +40,7 @@ MAIN = 0.7  # of a lateness is in one phase; what is spread over phases may be a
 ALSO = 0.25  # of a lateness is in a further phase, so that this is named, too
 DOUBLED = 2.0  # times the usual exposed communication is slow
 NOTICED = 0.05  # of a step; a smaller growth of communication is not told
+SLOWER = 1.1  # times the usual busy seconds: then the machines are slow, and not only the link
 USUAL = 512  # short blocks, of which the median is usual
 BEATS = 24  # heartbeats of which the seconds spent sending are kept
 LONGEST = 1e9  # seconds of a phase in a whole training
@@ -159,7 +160,8 @@ class LateRanks:
     _long: _Window = field(default_factory=lambda: _Window(COARSE))
     _found_in: _Window | None = None  # the window that has shown the late ranks, and will show the end of that
     _sending: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # by rank: step, seconds so far
-    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL))
+    # Of each block: seconds that all ranks wait at least, and the median of those in which they are busy.
+    _usual: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=USUAL))
 
     def add(self, rank: int, sums: Sequence[Any], sending: float = 0.0) -> None:
         """Take what a rank tells.
@@ -229,16 +231,18 @@ class LateRanks:
         return changes if found is None else [*changes, str(found)]
 
     def _judge_link(self, new: int) -> list[str]:
-        exposed, step = self._short.exposed()
+        exposed, busy, step = self._short.exposed()
         slow = self.link
         if slow is None:
-            self._usual.extend(exposed[-new:])
+            self._usual.extend(zip(exposed[-new:].tolist(), busy[-new:].tolist(), strict=True))
         if len(self._usual) < 2 * len(exposed):
             return []
         now = float(np.median(exposed))
         if slow is None:
-            usual = float(np.median(list(self._usual)[: -len(exposed)]))
+            usual, usually_busy = np.median(list(self._usual)[: -len(exposed)], 0).tolist()
             grown = now >= DOUBLED * usual and now - usual >= NOTICED * step
+            if float(np.median(busy)) > SLOWER * usually_busy:
+                return []  # all that the ranks do takes longer: their machines have other work
             if grown and np.quantile(exposed, 1 - OFTEN) >= (1 + DOUBLED) / 2 * usual:
                 since = self._short.began(exposed - usual)
                 self.link = SlowLink(since, now, usual, step, self._sends_for_longest(since, now - usual))
@@ -337,12 +341,14 @@ class _Window:
         more = busy[:, late.ranks].min(1) - np.median(busy[:, others], 1)
         return float(np.median(more) / np.median(table.sum(2).mean(1)))
 
-    def exposed(self) -> tuple[Numbers, float]:
-        """Return the seconds that all ranks wait at least in each block, and the median seconds of a step."""
-        if not self._blocks:
-            return np.zeros(0), 0.0
+    def exposed(self) -> tuple[Numbers, Numbers, float]:
+        """Return, of a step, seconds that all ranks wait at least, those in which the median rank is busy, and all.
+
+        The first two are of each block, and the last is the median of the blocks.
+        """
         table = np.stack([each for *_, each in self._blocks])
-        return table[:, :, WAITING].min(1), float(np.median(table.sum(2).mean(1)))
+        busy = np.median(table[:, :, :WAITING].sum(2), 1)
+        return table[:, :, WAITING].min(1), busy, float(np.median(table.sum(2).mean(1)))
 
     def began(self, values: Numbers) -> int:
         """Return the first step of the block from which on these values, one of each block, are large."""

@@ -152,6 +152,14 @@ def test_communication_that_doubles_is_told_when_it_begins_and_ends():
     assert job.judge.numbers() == {}
 
 
+def test_communication_is_not_slow_where_all_else_takes_longer_too():
+    """As on machines that have other work."""
+    job = Job(4, seed=12)
+    job.run(200, communication=4.0)
+    job.run(60, {(rank, "backward"): 12.0 for rank in range(4)}, communication=16.0)
+    assert job.said == []
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_link_of_the_rank_that_sends_for_longest_is_named(rank):
     job = Job(4, seed=10)
