@@ -530,7 +530,8 @@ class SyncedModule(nn.Module):
             `gradient_square` and `gradient_variance` are estimates without bias, and `noise_scale` is their ratio,
             infinite if the first is not positive. These three are NaN on one rank, and with a communication hook.
             `weights_differ_since` is there only while the ranks' weights are known to differ, and counts as `step`.
-            Empty before the first synchronised backward, and without a process group.
+            `late_rank`, `late_seconds` and others are there only on the first rank, while a rank is late in each step;
+            the guide to slow ranks lists them. Empty before the first synchronised backward, and without a group.
 
         Raises:
             DPFuseError: the model was wrapped without `metrics=True`.
@@ -556,7 +557,8 @@ class SyncedModule(nn.Module):
         if self._sync is None or self._sync.metrics is None:
             return {}
         known = self._sync.differing_weights
-        return self._sync.metrics.read() | ({"weights_differ_since": min(known.values())} if known else {})
+        differ = {"weights_differ_since": min(known.values())} if known else {}
+        return self._sync.metrics.read() | differ | self._sync.late_ranks
 
     def _gradients(self) -> Measurable:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()

@@ -15,13 +15,14 @@ from datetime import timedelta
 from enum import IntEnum
 from math import inf
 from threading import get_ident
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from dpfuse.comm.failed import has_raised
+from dpfuse.comm.phase_clock import PhaseClock
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -112,6 +113,8 @@ class Board:
         # move writes a new tuple, so the same object means that this rank has not moved.
         self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, stall_timeout), Doing.BETWEEN, 0, -1)
         self.waits = 0  # waits begun plus waits ended: odd while this rank waits for its peers
+        self.waited = 0.0  # seconds, in all of these
+        self.clock: PhaseClock | None = None  # where the time of its steps goes, if a wrapper measures that
         self.thread = get_ident()
         self.device_done: Callable[[], bool] | None = None  # whether the device has run the last collective
         self.error = ""  # the error that last ended a forward
@@ -124,6 +127,7 @@ class Board:
         # Written by the heartbeat.
         self.peer_failure: PeerFailure | None = None
         self.heartbeat: GroupHeartbeat | None = None  # while its thread runs
+        self.late: dict[str, float] = {}  # numbers of the ranks that are late in each step; on the first rank
 
 
 class Track:
@@ -198,6 +202,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         work.wait(NO_LIMIT)
         return
     board.waits += 1
+    began = perf_counter()
     try:
         kind = device.partition(":")[0]
         if kind not in board.interruptible:
@@ -214,6 +219,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
             raise
         raise _error_of(failure, board) from error
     finally:
+        board.waited += perf_counter() - began
         board.waits += 1
 
 
@@ -231,6 +237,7 @@ def wait_for_first_rank(board: Board, section: int) -> None:
         DPFuseError: the first rank has ended, has left the group, or was silent for too long.
     """
     board.waits += 1
+    began = perf_counter()
     try:
         while board.finished < section:
             failure = board.peer_failure  # read once: the heartbeat may take it back
@@ -243,6 +250,7 @@ def wait_for_first_rank(board: Board, section: int) -> None:
                 )
             sleep(POLL)
     finally:
+        board.waited += perf_counter() - began
         board.waits += 1
 
 

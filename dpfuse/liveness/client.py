@@ -13,6 +13,8 @@ from dpfuse.liveness.connection import Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, EndKind, Finding, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.looks import look
+from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatClient"]
 
@@ -81,6 +83,8 @@ class HeartbeatClient(Heartbeat):
         match message:
             case ["beat", parts]:
                 self._server_status, self._heard = Status.from_message(parts), now
+            case ["look", int(phase)]:
+                self._send(["seen", phase, look(self._board, phase)])
             case ["finished", int(count)]:
                 self._board.finished = count
             case ["fatal", list(ranks), str(text)]:
@@ -101,6 +105,9 @@ class HeartbeatClient(Heartbeat):
 
     def _beat(self, now: float) -> None:
         self._send(["beat", self._own.status.message()])
+        sums = self._own_sums()
+        if sums:
+            self._send(["steps", sums, round(seconds_sending(), 6)])
         server = self._states(now)[0]
         # A server that lives knows more than this rank.
         if self._own.status.waits and (server.end is not None or server.silence >= SILENT):

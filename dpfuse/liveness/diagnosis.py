@@ -14,7 +14,7 @@ from typing import Any
 
 from dpfuse.comm.waiting import Doing, describe_place
 
-__all__ = ["End", "EndKind", "Finding", "RankState", "Status", "end_with", "find_cause", "judge", "printable"]
+__all__ = ["End", "EndKind", "Finding", "RankState", "Status", "end_with", "find_cause", "judge", "names", "printable"]
 
 SILENT = 3.0  # seconds without a heartbeat after which a rank counts as silent; it sends one every half second
 FAILED_GRACE = 1.0  # seconds to wait for a rank that failed: its last message may still arrive
@@ -200,14 +200,14 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
         ends = [end for rank in causes if (end := states[rank].end) is not None]
         grace = min(FAILED_GRACE if any(end.failed for end in ends) else NORMAL_GRACE, limit)
         if ends and min(waited, max(end.ago for end in ends)) >= grace:
-            several = f"{_names(causes)} ended; first, " if len(causes) > 1 else ""
+            several = f"{names(causes)} ended; first, " if len(causes) > 1 else ""
             return found(True, causes, f"{several}rank {causes[0]} {ends[0]}{_advice(ends[0])}")
         silent = [rank for rank, one in states.items() if one.status and not one.end and one.silence >= limit]
         if silent:
             return found(
                 True,
                 silent,
-                f"{_names(silent)} sent no heartbeat for {limit:g} s, which is stall_timeout; expected two per "
+                f"{names(silent)} sent no heartbeat for {limit:g} s, which is stall_timeout; expected two per "
                 "second. Look at that process, its machine and the network",
             )
         blocked = _deadlocked(states, limit, whole_job)
@@ -221,8 +221,8 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
             )
     if waited >= min(WARN_AFTER, limit / 2):
         others = [rank for rank in states if rank not in waiting]
-        names = _names(waiting)
-        why = f"{names} still waits for others:" if len(waiting) == 1 else f"{names} still wait for others:"
+        told = names(waiting)
+        why = f"{told} still waits for others:" if len(waiting) == 1 else f"{told} still wait for others:"
         return found(False, others, why)
     return None
 
@@ -251,9 +251,7 @@ def report(states: Mapping[int, RankState]) -> str:
     keys = sorted(((_group_key(one), rank) for rank, one in states.items()), key=lambda pair: pair[0])
     groups = [[rank for _, rank in same] for _, same in groupby(keys, key=lambda pair: pair[0])]
     groups.sort(key=lambda ranks: (len(ranks), ranks))
-    lines = [
-        f"  {_names(ranks)}{': each' if len(ranks) > 1 else ''} {states[ranks[0]]}" for ranks in groups[:MAX_LINES]
-    ]
+    lines = [f"  {names(ranks)}{': each' if len(ranks) > 1 else ''} {states[ranks[0]]}" for ranks in groups[:MAX_LINES]]
     more = sum(map(len, groups[MAX_LINES:]))
     return "\n".join(lines + ([f"  and {more} ranks elsewhere"] if more else []))
 
@@ -301,7 +299,7 @@ def _group_key(one: RankState) -> str:
     return repr((end, one.alive, place))
 
 
-def _names(ranks: Collection[int]) -> str:
+def names(ranks: Collection[int]) -> str:
     """Return "rank 3", or "ranks 0-6, 9"."""
     ordered = sorted(ranks)
     spans: list[list[int]] = []
@@ -310,8 +308,8 @@ def _names(ranks: Collection[int]) -> str:
             spans[-1].append(rank)
         else:
             spans.append([rank])
-    names = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    return f"rank{'s' * (len(ordered) > 1)} {', '.join(_first(names, 16))}"
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(_first(texts, 16))}"
 
 
 def _first(names: Sequence[str], count: int) -> list[str]:

@@ -11,6 +11,7 @@ import selectors
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from dpfuse.comm.waiting import Board, Doing, PeerFailure
 from dpfuse.liveness.consequences import Consequences, print_line
@@ -144,6 +145,11 @@ class Heartbeat:
                 self._beat(now)
                 self._consequences.check_left(now)
                 self._consequences.check_stuck(now)
+
+    def _own_sums(self) -> list[Any]:
+        """Return the seconds of this rank's phases since the last heartbeat, as JSON values, if they are measured."""
+        clock = self._board.clock
+        return [] if clock is None else [[step, [round(each, 6) for each in secs]] for step, secs in clock.taken()]
 
     def _knows_cause(self) -> bool:
         return self._board.peer_failure is not None or any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import selectors
 import socket
 from contextlib import suppress
@@ -10,12 +11,18 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
+from dpfuse.comm.phase_clock import NAMES
 from dpfuse.liveness.connection import MAX_LINE, Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.late_ranks import LateRanks
+from dpfuse.liveness.looks import Looks, look
+from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatServer"]
+
+log = logging.getLogger("dpfuse.slow")
 
 MAX_UNKNOWN = 64  # connections that have not authenticated, beside one for each rank
 AUTHENTICATE_WITHIN = 5.0  # seconds
@@ -53,6 +60,8 @@ class HeartbeatServer(Heartbeat):
         self._unknown: dict[Connection, float] = {}  # connections, with the time until which they may authenticate
         self._peers: dict[int, _Peer] = {}
         self._failures = 0
+        self._late = LateRanks(size)
+        self._looks: Looks | None = None  # at the ranks, after one was found to be late
 
     def _connect(self) -> None:
         for listener in self._listeners:
@@ -116,6 +125,11 @@ class HeartbeatServer(Heartbeat):
                         status = Status.from_message(parts)
                         if peer.end is None:  # a rank that has left its group goes on beating
                             peer.status, peer.heard = status, monotonic()
+                    case ["steps", list(sums), float(sending)]:
+                        self._late.add(rank, sums, sending)
+                    case ["seen", int(phase), dict(seen)]:
+                        if self._looks is not None and phase == self._looks.phase:
+                            self._looks.add(rank, seen)
                     case ["ask"]:
                         peer.asks = True
                         for other, one in list(self._peers.items()):
@@ -180,6 +194,25 @@ class HeartbeatServer(Heartbeat):
                 self._send(peer, ["fatal", list(finding.ranks[:MAX_FAILURES]), finding.text[:8000]])
         if finding is not None:
             self._consequences.act(finding, now)
+        if self._board.clock is not None:
+            self._judge_steps()
+
+    def _judge_steps(self) -> None:
+        """Log which ranks are late in each step, when that begins and when it ends."""
+        self._late.add(0, self._own_sums(), seconds_sending())
+        changes, late = self._late.judge(), self._late.late
+        for change in changes:
+            log.info("%s", change, extra={"rank": 0})
+        self._board.late = self._late.numbers()
+        if late is not None and str(late) in changes:
+            self._looks = Looks(NAMES.index(late.phases[0]), late.ranks, self._size)
+            for peer in list(self._peers.values()):
+                self._send(peer, ["look", self._looks.phase])
+            self._looks.add(0, look(self._board, self._looks.phase))
+        elif self._looks is not None and self._looks.is_complete():
+            looks, self._looks = str(self._looks), None
+            if looks:
+                log.info("%s", looks, extra={"rank": 0})
 
     def _send_end(self, end: End) -> None:
         message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self._own.status.message()]

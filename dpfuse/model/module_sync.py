@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
-from dpfuse.comm.waiting import LOSS
+from dpfuse.comm.waiting import LOSS, board_of
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
@@ -36,6 +36,7 @@ from dpfuse.loop.loop_check import LoopCheck
 from dpfuse.loop.rank_words import LOOP_NUMBERS
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.measure.metrics import Metrics
+from dpfuse.measure.phase_times import PhaseTimes
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
@@ -109,6 +110,7 @@ class ModuleSync:
         weights: compares the weights of the ranks, if that was asked for.
         loop: looks at the training loop, if that was asked for.
         metrics: measures synchronised backwards, if that was asked for.
+        phases: times the phases of steps, if that was asked for and there is a heartbeat.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -164,6 +166,11 @@ class ModuleSync:
         if options.common["grad_norm_in_backward"]:
             features.append(NormInBackward())
         features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        self.phases: PhaseTimes | None = None
+        board = board_of(group)
+        if options.common["find_slow_ranks"] and board is not None and board.heartbeat is not None:
+            self.phases = PhaseTimes(board)
+            features.append(self.phases)
         self.loop: LoopCheck | None = None
         level = options.common["check_loop"]
         if level != "off":
@@ -253,6 +260,8 @@ class ModuleSync:
                 self.attach_factors()
         idle, own_tensors = reducer.phase is IDLE, True
         if idle:
+            if self.phases is not None:
+                self.phases.forward_begins()
             reducer.refuse_unaveraged()
             own_tensors = self._follower.look()
             if not own_tensors and not self._follower.reaches_parameters():
@@ -309,6 +318,12 @@ class ModuleSync:
     def differing_weights(self) -> dict[str, int]:
         """Parameters in which the ranks are known to differ, each with the averaged backward of which that is known."""
         return {} if self.weights is None else self.weights.known
+
+    @property
+    def late_ranks(self) -> dict[str, float]:
+        """Numbers of the ranks that are late in each step, on the first rank; empty as long as none is known to be."""
+        board = None if self.phases is None else board_of(self.grads.group)
+        return {} if board is None else board.late
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""

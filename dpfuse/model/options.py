@@ -164,6 +164,16 @@ class CommonOptions(TypedDict, total=False):
             {"DistributedDataParallel": "warn"},
         ),
     ]
+    find_slow_ranks: Annotated[
+        bool,
+        Option(
+            True,
+            "True times the phases of each step, by the host's clock. The heartbeat compares the ranks, and the log "
+            "`dpfuse.slow` of the first rank says which one keeps the others waiting, in which phase, and since when. "
+            "It costs a few microseconds per step.",
+            _flag,
+        ),
+    ]
     deterministic: Annotated[
         bool,
         Option(

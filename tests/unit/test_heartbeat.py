@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dpfuse.comm.phase_clock import FORWARD, PhaseClock
 from dpfuse.comm.waiting import Board, Doing, PeerFailure, Wrapper, finish, forget_unfinished_works, leave
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.client import HeartbeatClient
@@ -18,6 +19,7 @@ from dpfuse.liveness.connection import MAX_UNSENT, Connection, ConnectionEndErro
 from dpfuse.liveness.diagnosis import End, EndKind, end_with
 from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
+from dpfuse.liveness.looks import Looks
 from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.server import MAX_UNKNOWN, HeartbeatServer
 from tests.patience import patience
@@ -69,6 +71,49 @@ def job() -> Iterator[Job]:
     for beat in made.beats:
         beat.stop()
         assert not beat.beats
+
+
+def test_the_server_logs_which_rank_is_late_and_the_board_has_its_numbers(job, caplog):
+    caplog.set_level("INFO", logger="dpfuse.slow")
+    for board in job.boards:
+        board.clock = PhaseClock()
+    sent = 0
+
+    def is_found() -> bool:
+        nonlocal sent
+        sent += 1  # each rank has 60 ms from one end of a step to the next; rank 2 is busy for 15 ms more
+        for rank, board in enumerate(job.boards):
+            forward = 0.05 if rank == 2 else 0.035
+            board.clock._sums.append((sent, [0.0, forward * sent, 0.0, 0.0, 0.0, (0.06 - forward) * sent]))
+        return bool(job.boards[0].late)
+
+    for board in job.boards:
+        board.clock.phase = FORWARD
+    until(is_found, 30)
+    late = caplog.records[0].message
+    assert late.startswith("rank 2 is 15 ms (25%) late in forward since step ")
+    # All ranks of this test are one thread, which is at one line.
+    until(lambda: len(caplog.records) > 1)
+    (_, looks) = (record.message for record in caplog.records)
+    assert looks.startswith("in forward: rank 2 mostly at ")
+    assert "; ranks 0-1 mostly at " in looks
+    assert caplog.records[0].rank == 0
+    assert job.boards[0].late["late_rank"] == 2
+    assert job.boards[1].late == {}
+
+
+def test_looks_of_another_form_end_the_connection(job):
+    job.beats[0]._looks = Looks(FORWARD, (2,), 3)
+    job.beats[1]._send(["seen", FORWARD, {"train.py:1 in main": "many"}])
+    until(lambda: job.state(0, 1).status is None)
+    assert job.state(0, 2).alive
+
+
+@pytest.mark.parametrize("sums", ["x", [[1]], [[1, [0.0] * 9]]])
+def test_sums_of_another_form_end_the_connection(job, sums):
+    job.beats[1]._send(["steps", sums, 0.0])
+    until(lambda: job.state(0, 1).status is None)
+    assert job.state(0, 2).alive
 
 
 def test_the_server_knows_where_every_rank_is(job):

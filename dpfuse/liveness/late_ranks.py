@@ -1,0 +1,370 @@
+"""Find ranks that are late in each step, and communication that has become slow: from seconds by phase to a finding.
+
+Pure: knows no thread, no network and no clock. It runs on the first rank, which gets the seconds of all ranks.
+
+A step ends at the same moment on all ranks, about, for each of them needs the gradients of all. So all ranks have the
+same time from one end to the next. A rank that was busy longer than all others waited less, and the others waited for
+it. What even this rank waits for is communication.
+
+Single steps say little, since each rank is late now and then. So medians over a window of blocks of steps are compared
+with how far the blocks differ. Two windows are used. The short one finds a delay of a fifth of a step in two seconds.
+The long one has blocks of eight times as many steps: it finds smaller delays, and those of some steps only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from dpfuse.comm.phase_clock import NAMES, WAITING
+from dpfuse.liveness.diagnosis import names
+
+__all__ = ["Late", "LateRanks", "SlowLink"]
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+BLOCKS = 20  # at least, in a window
+SECONDS = 1.7  # at least, in a window
+COARSE = 8  # short blocks in a long one
+KEPT, IN_ALL = 256, 1 << 17  # steps of which some ranks have not told yet; what is kept of them, over ranks
+LEAST = 0.03  # of a step; a rank that is less late is not late
+OFTEN = 0.8  # of the blocks of a window
+SPREAD = 1.5  # times the spread of the blocks is the least lateness
+ENDS = 0.5  # of what is needed to begin, below which it ends
+MAIN = 0.85  # of a lateness is in one phase; what is spread over phases may be a busy machine, and is watched longer
+ALSO = 0.25  # of a lateness is in a further phase, so that this is named, too
+DOUBLED = 2.0  # times the usual exposed communication is slow
+NOTICED = 0.05  # of a step; a smaller growth of communication is not told
+SLOWER = 1.1  # times the usual busy seconds: then the machines are slow, and not only the link
+USUAL = 512  # short blocks, of which the median is usual
+BEATS = 24  # heartbeats of which the seconds spent sending are kept
+LONGEST = 1e9  # seconds of a phase in a whole training
+DEVIATION = 1.4826  # of a normal distribution, in medians of absolute deviations
+
+
+@dataclass(frozen=True)
+class Late:
+    """Ranks that are late.
+
+    Args:
+        ranks: that are late together; mostly one.
+        phases: in which, the longest first.
+        since: the step, counted from 1.
+        seconds: that each of them is busy in a step beyond the median of the other ranks.
+        gain: seconds by which a step would be shorter without them, since then it waits for the slowest of the others.
+        step: seconds of a step.
+    """
+
+    ranks: tuple[int, ...]
+    phases: tuple[str, ...]
+    since: int
+    seconds: float
+    gain: float
+    step: float
+
+    def __str__(self) -> str:
+        """A sentence without a full stop."""
+        those = "them" if len(self.ranks) > 1 else "it"
+        return (
+            f"{self.name} {_ms(self.seconds)} ({self.seconds / self.step:.0%}) late in {' and '.join(self.phases)} "
+            f"since step {self.since:,}; without {those} a step takes {self.without:.2f} of the time"
+        )
+
+    @property
+    def without(self) -> float:
+        """What part of the time a step would take without these ranks."""
+        return 1 - self.gain / self.step
+
+    @property
+    def name(self) -> str:
+        """The ranks, with the verb."""
+        return f"{names(self.ranks)} {'is' if len(self.ranks) == 1 else 'are'}"
+
+    def numbers(self) -> dict[str, float]:
+        """Return what a log can show."""
+        return {
+            "late_rank": self.ranks[0],
+            "late_ranks": len(self.ranks),
+            "late_phase": NAMES.index(self.phases[0]),
+            "late_since": self.since,
+            "late_seconds": self.seconds,
+            "step_without_late": self.without,
+        }
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Communication that takes at least twice as long as usual, of which backward can only wait for the end.
+
+    Args:
+        since: the step, counted from 1.
+        seconds: that each rank waits in a step, at least.
+        usual: as it was before.
+        step: seconds of a step.
+        rank: whose connections send for much longer than before, and than those of others; None if no rank stands out.
+    """
+
+    since: int
+    seconds: float
+    usual: float
+    step: float
+    rank: int | None
+
+    def __str__(self) -> str:
+        """A sentence without a full stop."""
+        return (
+            f"every rank waits {_ms(self.seconds)} ({self.seconds / self.step:.0%} of a step) for communication since "
+            f"step {self.since:,}, {_ms(self.usual)} before; no rank is late, so it is the link"
+            f"{'' if self.rank is None else f' of rank {self.rank}, which sends for longest'}"
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Return what a log can show."""
+        rank = {} if self.rank is None else {"slow_link_rank": self.rank}
+        numbers = {"slow_link_since": self.since, "slow_link_seconds": self.seconds, "slow_link_usual": self.usual}
+        return {**numbers, **rank}
+
+
+@dataclass
+class LateRanks:
+    """Judges the seconds of all ranks.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        late: the ranks that are late now.
+        link: the communication that is slow now.
+
+    Example:
+        >>> ranks = LateRanks(2)
+        >>> for step in range(1, 31):
+        ...     for rank, forward in enumerate((0.05, 0.06)):  # rank 1 needs 10 ms more, for which rank 0 waits
+        ...         ranks.add(rank, [(step, [0.0, forward * step, 0.0, 0.0, 0.0, (0.06 - forward) * step])])
+        >>> ranks.judge()
+        ['rank 1 is 10 ms (17%) late in forward since step 2; without it a step takes 0.83 of the time']
+    """
+
+    size: int
+    late: Late | None = None
+    link: SlowLink | None = None
+    _told: dict[int, dict[int, list[float]]] = field(default_factory=dict)  # by step and rank
+    _step: int = 0  # the last one of which all have told
+    _table: Numbers | None = None  # what they told then, [ranks, phases]
+    _short: _Window = field(default_factory=lambda: _Window(1))
+    _long: _Window = field(default_factory=lambda: _Window(COARSE))
+    _found_in: _Window | None = None  # the window that has shown the late ranks, and will show the end of that
+    _sending: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # by rank: step, seconds so far
+    # Of each block: seconds that all ranks wait at least, and the median of those in which they are busy.
+    _usual: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=USUAL))
+
+    def add(self, rank: int, sums: Sequence[Any], sending: float = 0.0) -> None:
+        """Take what a rank tells.
+
+        Args:
+            rank: its number.
+            sums: as `PhaseClock.taken` returns them.
+            sending: seconds that its connections have spent sending so far.
+
+        Raises:
+            ValueError: they are not what a clock can show.
+        """
+        for one in sums:
+            match one:
+                case (int(step), [*seconds]) if len(seconds) == len(NAMES) and all(map(_is_time, seconds)):
+                    if step > self._step:
+                        self._told.setdefault(step, {})[rank] = seconds
+                case _:
+                    raise ValueError("these are not the seconds of the phases")
+        if sums:
+            self._sending.setdefault(rank, deque(maxlen=BEATS)).append((sums[-1][0], sending))
+
+    def numbers(self) -> dict[str, float]:
+        """Return what `metrics()` shows of what is found now."""
+        return {**(self.late.numbers() if self.late else {}), **(self.link.numbers() if self.link else {})}
+
+    def judge(self) -> list[str]:
+        """Return what has begun and what has ended since the last call, as sentences without a full stop."""
+        new = sum(1 for _ in self._blocks())
+        if not new:
+            return []
+        changes = self._judge_ranks()
+        if self.late is None:
+            changes += self._judge_link(new)
+        return changes
+
+    def _blocks(self) -> Iterator[None]:
+        """Put what all ranks have told into the windows; yield once for each block."""
+        for step in sorted(step for step, told in self._told.items() if len(told) == self.size):
+            table = np.array([self._told[step][rank] for rank in range(self.size)])
+            if self._table is not None:
+                for window in (self._short, self._long):
+                    window.add(self._step + 1, step - self._step, table - self._table)
+                yield
+            self._step, self._table = step, table
+        self._told = {step: told for step, told in self._told.items() if step > self._step}
+        while len(self._told) > max(1, min(KEPT, IN_ALL // self.size)):
+            del self._told[min(self._told)]
+
+    def _judge_ranks(self) -> list[str]:
+        changes = []
+        window, found = self._short, self._short.late(spread_out=False)
+        if found is None:
+            window, found = self._long, self._long.late(spread_out=True)
+        now, shown = self.late, self._found_in
+        if now is not None and shown is not None:
+            # It may be found in more phases than before, or in fewer: this is no news.
+            same = found is not None and found.ranks == now.ranks and found.phases[0] in now.phases
+            if found is not None and same:
+                self.late = Late(now.ranks, now.phases, now.since, found.seconds, found.gain, found.step)
+                return []
+            if found is None and shown.lateness(now) >= ENDS * LEAST:
+                return []
+            in_phases = " and ".join(now.phases)
+            changes.append(f"{now.name} no longer late in {in_phases}, after step {self._short.last_step:,}")
+        self.late, self._found_in = found, window
+        return changes if found is None else [*changes, str(found)]
+
+    def _judge_link(self, new: int) -> list[str]:
+        exposed, busy, step = self._short.exposed()
+        slow = self.link
+        if slow is None:
+            self._usual.extend(zip(exposed[-new:].tolist(), busy[-new:].tolist(), strict=True))
+        if len(self._usual) < 2 * len(exposed):
+            return []
+        now = float(np.median(exposed))
+        if slow is None:
+            usual, usually_busy = np.median(list(self._usual)[: -len(exposed)], 0).tolist()
+            grown = now >= DOUBLED * usual and now - usual >= NOTICED * step
+            if float(np.median(busy)) > SLOWER * usually_busy:
+                return []  # all that the ranks do takes longer: their machines have other work
+            if grown and np.quantile(exposed, 1 - OFTEN) >= (1 + DOUBLED) / 2 * usual:
+                since = self._short.began(exposed - usual)
+                self.link = SlowLink(since, now, usual, step, self._sends_for_longest(since, now - usual))
+                return [str(self.link)]
+        elif now < (1 + DOUBLED) / 2 * slow.usual:
+            self.link = None
+            return [
+                f"every rank waits {_ms(now)} in a step for communication again, after {_ms(slow.seconds)} since step "
+                f"{slow.since:,}"
+            ]
+        return []
+
+    def _sends_for_longest(self, since: int, growth: float) -> int | None:
+        """Return the rank whose connections send for so much longer in a step, since that step, than before it."""
+        longer = np.zeros(self.size)
+        for rank, told in self._sending.items():
+            before = [one for one in told if one[0] < since]
+            after = [one for one in told if one[0] >= since]
+            if len(before) > 1 and len(after) > 1:
+                longer[rank] = _per_step(after) - _per_step(before)
+        first, second = np.argsort(-longer)[:2]
+        stands_out = longer[first] >= max(growth / 2, 2 * longer[second])
+        return int(first) if stands_out else None
+
+
+class _Window:
+    """The newest blocks of steps.
+
+    Args:
+        count: short blocks of which each block is made.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._blocks: deque[tuple[int, float, Numbers]] = deque()  # first step, seconds, [ranks, phases] of a step
+        self._part: list[tuple[int, int, Numbers]] = []
+        self.last_step = 0
+
+    def add(self, first: int, steps: int, seconds: Numbers) -> None:
+        """Take a short block: its first step, how many steps, and the seconds [ranks, phases] of all of them."""
+        self.last_step = first + steps - 1
+        self._part.append((first, steps, seconds))
+        if len(self._part) < self._count:
+            return
+        total = np.sum([each for *_, each in self._part], axis=0)
+        steps = sum(each for _, each, _ in self._part)
+        self._blocks.append((self._part[0][0], float(total.sum(1).mean()), total / steps))
+        self._part = []
+        while len(self._blocks) > BLOCKS and self._seconds - self._blocks[0][1] >= SECONDS:
+            self._blocks.popleft()
+
+    @property
+    def _seconds(self) -> float:
+        return sum(seconds for _, seconds, _ in self._blocks)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._blocks) >= BLOCKS and self._seconds >= SECONDS
+
+    def late(self, *, spread_out: bool) -> Late | None:
+        """Return which ranks are late, if any are. `spread_out`: also those that are late in several phases."""
+        if not self._is_full:
+            return None
+        table = np.stack([each for *_, each in self._blocks])  # [blocks, ranks, phases]
+        busy = table[:, :, :WAITING].sum(2)
+        step = float(np.median(table.sum(2).mean(1)))
+        medians = np.median(busy, 0)
+        order = np.argsort(-medians)
+        gaps = -np.diff(medians[order])[: max(1, len(order) // 2)]
+        count = int(np.argmax(gaps)) + 1
+        those, others = order[:count], order[count:]
+        ahead = busy[:, those].min(1)
+        more = ahead - np.median(busy[:, others], 1)
+        usual = float(np.median(more))
+        spread = DEVIATION * float(np.median(np.abs(more - usual)))
+        if usual < max(LEAST * step, SPREAD * spread) or np.quantile(more, 1 - OFTEN) <= 0:
+            return None
+        gain = float(np.median(ahead - busy[:, others].max(1)))
+        if gain < 0:
+            return None
+        excess = np.median(table[:, those, :WAITING].mean(1) - np.median(table[:, others, :WAITING], 1), 0).clip(0)
+        largest = np.argsort(-excess)
+        if not spread_out and excess[largest[0]] < MAIN * excess.sum():
+            return None
+        phases = tuple(NAMES[phase] for phase in largest if excess[phase] >= ALSO * excess.sum())
+        ranks = tuple(sorted(int(rank) for rank in those))
+        return Late(ranks, phases, self.began(more), usual, gain, step)
+
+    def lateness(self, late: Late) -> float:
+        """Return for what part of a step these ranks are busy longer than others now; -inf if too few blocks tell."""
+        if not self._is_full:
+            return -inf
+        table = np.stack([each for *_, each in self._blocks])
+        busy = table[:, :, :WAITING].sum(2)
+        others = [rank for rank in range(busy.shape[1]) if rank not in late.ranks]
+        more = busy[:, late.ranks].min(1) - np.median(busy[:, others], 1)
+        return float(np.median(more) / np.median(table.sum(2).mean(1)))
+
+    def exposed(self) -> tuple[Numbers, Numbers, float]:
+        """Return, of a step, seconds that all ranks wait at least, those in which the median rank is busy, and all.
+
+        The first two are of each block, and the last is the median of the blocks.
+        """
+        table = np.stack([each for *_, each in self._blocks])
+        busy = np.median(table[:, :, :WAITING].sum(2), 1)
+        return table[:, :, WAITING].min(1), busy, float(np.median(table.sum(2).mean(1)))
+
+    def began(self, values: Numbers) -> int:
+        """Return the first step of the block from which on these values, one of each block, are large."""
+        usual = float(np.median(values))
+        sums = np.cumsum(np.clip(values - usual / 2, -usual, usual)[::-1])[::-1]  # no block counts for several
+        return self._blocks[int(np.argmax(sums))][0]
+
+
+def _per_step(told: Sequence[tuple[int, float]]) -> float:
+    (first, before), (last, after) = told[0], told[-1]
+    return (after - before) / max(1, last - first)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < LONGEST
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

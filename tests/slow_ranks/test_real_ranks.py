@@ -1,0 +1,81 @@
+"""Delays on real ranks over gloo: are the rank and the phase named in time, and is nothing said of healthy runs?
+
+`python -m bench.slow_ranks` plays all cases, and writes the record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dpfuse
+from bench.slow_ranks import DELAYED, Case, found, play
+from dpfuse.comm.waiting import board_of
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def played(rank, size, *cases):
+    return play([asdict(case) for case in cases])
+
+
+@pytest.mark.parametrize(
+    ("size", "phase"),
+    [
+        (2, "forward"),
+        (3, "loader"),
+        *(
+            pytest.param(size, phase, marks=pytest.mark.slow)
+            for size in (2, 3, 4)
+            for phase in DELAYED
+            if (size, phase) not in ((2, "forward"), (3, "loader"))
+        ),
+    ],
+)
+def test_a_delay_of_a_fifth_of_a_step_is_attributed(ranks, size, phase):
+    ((result,), *others) = ranks(played, Case(phase, size - 1), size=size, timeout=120)
+    assert found(result), result
+    assert result["numbers"]["late_rank"] == size - 1
+    assert all(other["heard"] == [] and other["numbers"] == {} for (other,) in others)
+
+
+@pytest.mark.slow
+def test_nothing_is_said_of_healthy_runs(ranks):
+    ((*results,), *_) = ranks(played, *(Case(seed=seed) for seed in range(5)), size=3, timeout=300)
+    assert [result["heard"] for result in results] == [[]] * 5
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_only_a_model_that_asks_for_it_is_timed(rank, size, on):
+    group = dist.new_group(list(range(size)))
+    model = dpfuse.DataParallel(nn.Linear(4, 2), group=group, find_slow_ranks=on, metrics=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    board = board_of(group)
+    assert board.waited > 0
+    assert (board.clock is not None) is on
+    if on:
+        assert board.clock.steps == 3
+        assert "late_rank" not in model.metrics()
+        board.late = {"late_rank": 1.0}
+        assert model.metrics()["late_rank"] == 1.0
+        board.late = {}
+    del model
+    dist.destroy_process_group(group)
+
+
+def test_a_window_of_local_backwards_is_one_step(rank, size):
+    group = dist.new_group(list(range(size)))
+    model = dpfuse.DataParallel(nn.Linear(4, 2), group=group)
+    for step in range(4):
+        with model.no_sync(enabled=step % 2 == 0):
+            model(torch.ones(2, 4)).sum().backward()
+    assert board_of(group).clock.steps == 2
+    del model
+    dist.destroy_process_group(group)

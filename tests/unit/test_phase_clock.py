@@ -1,0 +1,134 @@
+"""The clock of the phases: what belongs to which phase, what waits and collections take from it, when it tells."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+
+from dpfuse.comm.phase_clock import BACKWARD, FEW, FORWARD, LOADER, MANY, NAMES, PhaseClock
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that the test moves."""
+
+    class Now:
+        value = 100.0
+
+    monkeypatch.setattr("dpfuse.comm.phase_clock.perf_counter", lambda: Now.value)
+    return Now
+
+
+def step(clock, now, waited=0.0, *, optimizers=1):
+    """One step; waits in backward."""
+    now.value += 1
+    clock.enter(FORWARD, waited)
+    now.value += 2
+    clock.enter(BACKWARD, waited)
+    now.value += 4
+    clock.step_ended(waited + 1)
+    for _ in range(optimizers):
+        now.value += 8
+        clock.optimizer_ended(waited + 1)
+    return waited + 1
+
+
+@pytest.mark.parametrize("optimizers", [1, 3])
+def test_each_phase_has_its_time_and_waiting_has_the_rest(now, optimizers):
+    clock = PhaseClock()
+    waited = step(clock, now, optimizers=optimizers)
+    step(clock, now, waited)
+    (first, second) = clock.taken()
+    assert first == (1, [1, 2, 3, 0, 0, 1])
+    assert second == (2, [2, 4, 6, 8 * optimizers, 0, 2])
+    assert len(NAMES) == len(second[1])
+    assert sum(second[1]) == now.value - 100 - 8  # the step of the last optimizer is part of the next sums
+
+
+def test_what_was_waited_for_before_the_clock_began_does_not_count(now):
+    clock = PhaseClock(50.0)
+    step(clock, now, 50.0)
+    ((_, seconds),) = clock.taken()
+    assert seconds == [1, 2, 3, 0, 0, 51]  # of which only differences are used
+
+
+def test_without_an_optimizer_that_tells_of_its_steps_the_optimizer_has_all_up_to_the_forward(now):
+    clock = PhaseClock()
+    step(clock, now, optimizers=0)
+    step(clock, now, 1.0, optimizers=0)
+    assert clock.taken()[-1][1] == [1, 4, 6, 1, 0, 2]
+
+
+def test_an_optimizer_that_steps_in_backward_is_part_of_backward(now):
+    clock = PhaseClock()
+    clock.enter(BACKWARD, 0.0)
+    now.value += 1
+    clock.optimizer_ended(0.0)
+    now.value += 1
+    assert clock.phase == BACKWARD
+    clock.step_ended(0.0)
+    assert clock.taken()[0][1][BACKWARD] == 2
+
+
+def test_a_collection_is_taken_from_the_phase_in_which_it_runs(now):
+    clock = PhaseClock()
+
+    def collect(moment, _):
+        now.value += 16 if moment == "start" else 0
+
+    gc.disable()  # only when the test says so
+    gc.callbacks.append(collect)  # behind that of the clock, so it makes a collection longer
+    try:
+        clock.enter(FORWARD, 0.0)
+        gc.collect()
+        now.value += 1
+        clock.step_ended(0.0)
+    finally:
+        gc.callbacks.remove(collect)
+        gc.enable()
+    assert clock.taken()[0][1] == [0, 1, 0, 0, 16, 0]
+
+
+def test_a_clock_that_is_freed_leaves_no_callback():
+    before = list(gc.callbacks)
+    clock = PhaseClock()
+    assert len(gc.callbacks) == len(before) + 1
+    del clock
+    gc.collect()
+    assert gc.callbacks == before
+
+
+def test_many_steps_between_two_heartbeats_are_told_of_more_rarely(now):
+    clock = PhaseClock()
+
+    def told(steps):
+        for _ in range(steps):
+            clock.step_ended(0.0)
+        return [number for number, _ in clock.taken()]
+
+    assert len(told(MANY + 1)) == MANY + 1
+    numbers = told(2 * MANY + 2)
+    assert len(numbers) == MANY + 1
+    assert all(number % 2 == 0 for number in numbers)
+    assert all(number % 4 == 0 for number in told(100))
+    assert len(told(8 * FEW)) == FEW
+    assert told(10)[0] % 4 == 0
+    assert told(0) == []
+
+
+def test_a_step_costs_a_few_microseconds():
+    """The limit is 10; some 3 are measured on a quiet machine. The least of several runs, for others work here, too."""
+    clock = PhaseClock()
+    least = float("inf")
+    for _ in range(20):
+        began = time.thread_time()
+        for _ in range(200):
+            clock.enter(FORWARD, 0.0)
+            clock.enter(BACKWARD, 0.0)
+            clock.step_ended(0.0)
+            clock.optimizer_ended(0.0)
+        least = min(least, (time.thread_time() - began) / 200)
+    assert least < 10e-6
+    assert clock.phase == LOADER
