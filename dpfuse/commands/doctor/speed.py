@@ -10,7 +10,7 @@ from typing import Any
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.trace_file import RankTrace
 
-__all__ = ["Advice", "Link", "Speed", "Timing", "measure"]
+__all__ = ["WORTH", "Advice", "Link", "Speed", "Timing", "measure"]
 
 PARTS = ("loader", "forward", "backward", "optimizer", "device", "outside")  # of a step; tracing is not counted
 BEFORE = ("loader", "forward", "outside")  # the ranks meet in what follows
@@ -56,7 +56,7 @@ class Link:
         bytes: of a step.
         travelling: seconds of a step in which a bucket is on its way; buckets on their way together count each.
         exposed: seconds of a step in which backward can only wait.
-        step: seconds of it.
+        step: seconds of it, the mean.
         collectives: of a step.
     """
 
@@ -193,7 +193,7 @@ def _link(runs: Sequence[Run], timings: Sequence[Timing]) -> Link | None:
             found.append(min(ranks, key=lambda rank: rank[-1]))
     if not found:
         return None
-    steps = [one.median for one in timings if one.wrapper == "dpfuse"]
+    steps = [statistics.mean(one.steps) for one in timings if one.wrapper == "dpfuse"]  # as the sums are means
     nbytes, seconds, collectives, exposed = (statistics.mean(values) for values in zip(*found, strict=True))
     return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives)
 

@@ -20,7 +20,7 @@ sys.executable = os.environ["PYTHON_EXEC"]
 from dpfuse.commands.command_line import main
 sys.exit(main(sys.argv[1:]))
 """
-DRIFT = r"DPF-W01|the weights of the ranks differ: after step"
+DRIFT = "DPF-W01|the weights of the ranks differ"
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ RIGHT = (
 
 PLANTED = [
     *(Case("loop", f"planted.py {name}", code, "" if code in ADVICE else code) for name, code in LOOPS.items()),
-    *(Case("drift", f"planted.py {name}", DRIFT, DRIFT.partition(":")[0]) for name in DRIFTS),
+    *(Case("drift", f"planted.py {name}", DRIFT, f"{DRIFT}|a rank leaves out steps") for name in DRIFTS),
     *(Case("link", program, said, "a group of one rank", ranks=1) for program, said in LINKS.items()),
     *(
         Case("numbers", f"planted.py under_dpfuse_{name}", rf"NO\. .* step 5, .*\(class: {kind}\)", "", ("different",))
         for name, kind in CLASSES.items()
     ),
     *(
-        Case("itself", f"planted.py {name}", f"cannot be said. The program differs from itself: .*{place}", "", ("itself",))
+        Case("itself", f"planted.py {name}", f"The program differs from itself: .*{place}", "", ("itself",))
         for name, place in ITSELF.items()
     ),
 ]  # fmt: skip

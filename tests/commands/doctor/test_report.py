@@ -33,7 +33,7 @@ def report(numbers=EQUAL, findings=(), runs=None, **changes):
     runs = runs or [timed(1, "torch", forward=0.1), timed(2, "dpfuse", forward=0.1)]
     machine = {"machine": machine_facts(torch.device("cpu")), "versions": software_versions()}
     facts = {"changed": {}, "failure": "", "failed_under": "", **changes}
-    facts |= {"speed": measure(runs, 2), "findings": tuple(findings), "machine": machine}
+    facts |= {"speed": measure(runs, 2), "findings": tuple(findings), "remarks": (), "machine": machine}
     return Report("dpfuse doctor train.py '<x>'", runs, numbers, **facts)
 
 
@@ -173,7 +173,7 @@ def test_a_code_of_a_check_stands_for_what_the_trace_shows(ranks, tmp_path):
 
 
 def same_data(point, run, value):
-    return torch.ones_like(value) if point == "inputs" else value
+    return torch.full_like(value, run.step) if point == "inputs" else value
 
 
 def drifted(point, run, value):
