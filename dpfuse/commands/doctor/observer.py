@@ -150,7 +150,7 @@ class _Observer:
         if isinstance(wrapper, DistributedDataParallel):
             self._wrappers.append(wrapper)
         if self._tracer is None:
-            self._name = str(dist.get_rank())
+            self._name, self._process = str(dist.get_rank()), os.getpid()  # a rank may be a fork
             sketch = dist.get_world_size() > 2
             self._tracer = start_tracer(self._folder, self._order.deep, self._after_step, sketch=sketch)
             self._moved = time.monotonic()
@@ -310,4 +310,5 @@ def _facts_of(tuning: Tuning) -> dict[str, Any]:
         "error": tuning.error,
         "before": before,
         "after": after,
+        "cost": None if tuning.cost is None else tuning.cost.to_json(),
     }

@@ -292,6 +292,7 @@ def test_nothing_is_wrong_with_a_healthy_run(ranks, tmp_path):
     [
         (None, [], "", "it made no step for too long, and was ended"),
         (7, [], "one\nlast words\n\n", "exit code 7: last words"),
+        (1, [("KeyError", "\n")], "", "KeyError"),
         (
             1,
             [("RuntimeError", "Connection closed by peer"), ("ValueError", "mine\nmore")],
