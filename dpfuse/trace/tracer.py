@@ -41,7 +41,7 @@ class _Traced:
         self.params = [param for _, param in named]
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
-        self.in_backward = False  # whether the backward that runs gives gradients to this model
+        self.reached = False  # whether the backward that runs gives gradients to this model
         self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
 
     def synchronises(self) -> bool:
@@ -75,7 +75,7 @@ class _GradientHook:
     def __call__(self, grad: Tensor) -> None:
         traced, index = self._traced, self._index
         traced.used.add(index)
-        traced.in_backward = True
+        traced.reached = True
         if self._tracer.deep:
             with self._tracer.phases.inside("tracing"):
                 before = traced.local[index]
@@ -191,9 +191,9 @@ class Tracer:
         """Note that it has ended; gradients are averaged."""
         self.phases.enter("tracing")
         for traced in self._models:
-            if not traced.in_backward:
+            if not traced.reached:
                 continue
-            traced.in_backward, number, line = False, str(traced.number), self._backwards[-1]
+            traced.reached, number, line = False, str(traced.number), self._backwards[-1]
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
                 traced.local = [NOTHING] * len(traced.params)
