@@ -79,8 +79,8 @@ def main(wheel: str) -> None:
     """Check a wheel, and print what was done."""
     with tempfile.TemporaryDirectory() as folder:
         lines = check(Path(wheel), Path(folder))
-    print(f"{wheel}: installed in a fresh environment without network; two ranks trained a language model, and the")
-    print(f"weights equal those under torch's DDP bit for bit: {'; '.join(lines)}")
+    print(f"{wheel}: installed into a fresh environment, without network; two ranks have trained a language model")
+    print(f"the weights equal those under torch's DDP bit for bit: {'; '.join(lines)}")
 
 
 if __name__ == "__main__":
