@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "command": shlex.join(["python", "-m", "tests.commands.doctor"]),
             "machine": machine,
             "steps": STEPS,
-            "processes": "forks of one that has imported torch, which changes no number",
+            "processes": "forks of one that has imported torch, except for the order of a set",
             "counts": counts,
             "cases": [
                 {
