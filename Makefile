@@ -22,7 +22,10 @@ NEED_ALL := $(NEED_DEMO) triton pytest pytest_benchmark pytest_timeout xdist hyp
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray torchft
 
+NEED_WHEEL := $(NEED_DEMO) triton build hatchling
+
 demo: need := $(NEED_DEMO)
+wheel: need := $(NEED_WHEEL)
 gpu: need := $(NEED_GPU)
 test lint docs bench: need := $(NEED_ALL)
 test-all: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
@@ -33,7 +36,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo test test-all test-torch test-pretended lint bench gpu docs clean
+.PHONY: demo wheel test test-all test-torch test-pretended lint bench gpu docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -72,6 +75,12 @@ gpu:  ## all that needs a CUDA machine, in MINUTES; goes on where the last run o
 docs:  ## the HTML pages, in docs/_build
 	$(ready)
 	$(python) -m sphinx -W --keep-going -b html docs docs/_build
+
+wheel:  ## dist/dpfuse-….whl, installed without network into a fresh environment, where two ranks train
+	$(ready)
+	rm -f dist/*.whl
+	$(python) -m build --wheel --no-isolation --outdir dist
+	$(python) -m tests.check_wheel dist/*.whl
 
 clean:
 	rm -rf .venv build dist docs/_build bench/out

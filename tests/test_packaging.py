@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import sysconfig
 import tarfile
 import textwrap
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import dpfuse
+from tests.check_wheel import check, fresh_environment, run_outside
 from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent
@@ -23,13 +21,7 @@ IMPORT_PART = 0.25  # of the time that importing torch takes
 
 
 def run(*command: object, cwd: Path, **environ: str) -> str:
-    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd, env=clean | environ, capture_output=True, text=True, timeout=patience(300), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return run_outside(*command, cwd=cwd, timeout=patience(300), **environ)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +50,7 @@ def built(tree) -> Path:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
     """The Python of a new environment that sees torch, and whatever else is installed here, but not this tree."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
-    Path(paths["purelib"], "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return folder / "bin" / "python"
+    return fresh_environment(tmp_path_factory.mktemp("environment"))
 
 
 def only_one(folder: Path, pattern: str) -> Path:
@@ -113,6 +101,11 @@ def test_it_installs_without_network_and_imports_from_anywhere(kind, built, tree
     assert "--gpus" in usage
     assert "plan | tune | bench | env" in run(environment.parent / "dpfuse", "--help", cwd=tmp_path)
     run(environment, "-m", "pip", "uninstall", "--quiet", "--yes", "dpfuse", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_on_two_ranks_as_make_wheel_checks(built, tmp_path):
+    assert len(check(only_one(built, "*.whl"), tmp_path)) == 2
 
 
 def python(program: str, cwd: Path) -> str:

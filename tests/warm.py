@@ -6,8 +6,10 @@ environment and folder, passes signals on to it, and ends as it ends. A process 
 program that stands for it, and does not end when that one's parent does.
 
 A process is a usual one, with all of torch to import, where it could differ: after options of Python that are not
-known here, and where a variable is set that Python or torch reads early. Standard output is UTF-8 in any case. At its
-end it does all that Python does, but does not take its modules apart, which takes as long as most programs.
+known here, and where a variable is set that Python or torch reads early. So is one in which `dpfuse.job.startup` has a
+module act behind `import torch`; where WARM_STARTUP is set, that module acts in a fork, before the program. Standard
+output is UTF-8 in any case. At its end it does all that Python does, but does not take its modules apart, which takes
+as long as most programs.
 
 Where the variable PYTHON_EXEC is that command, the processes of a job are warm, too: torchrun starts ranks with it, and
 `multiprocessing` is told to do so.
@@ -31,6 +33,8 @@ EARLY = ("PYTHON", "TORCH_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_",
 OTHERS = ("PYTHONIOENCODING", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCH_NCCL_")
 OPTIONS = ("-u", "-B")  # of Python, that are known here
 FILES = 64  # to hand over, at most
+STARTUP = "WARM_STARTUP"
+AT_STARTUP = os.path.join("job", "at_startup")  # the end of the folder that is in PYTHONPATH then
 
 _servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
@@ -80,9 +84,13 @@ def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables of which a fork would not know that they have changed."""
-    return {
+    found = {
         name: value for name, value in environment.items() if name.startswith(EARLY) and not name.startswith(OTHERS)
     }
+    if STARTUP in environment and "PYTHONPATH" in found:
+        paths = found["PYTHONPATH"].split(os.pathsep)
+        found["PYTHONPATH"] = os.pathsep.join(path for path in paths if not path.endswith(AT_STARTUP))
+    return found
 
 
 def ask(path: str, words: list[str]) -> None:
@@ -311,6 +319,8 @@ def _main() -> None:
     torch.seed()  # at random, as a process of its own begins
     if "OMP_NUM_THREADS" in request.environment:
         torch.set_num_threads(int(request.environment["OMP_NUM_THREADS"]))
+    if STARTUP in request.environment and request.environment.get("DPFUSE_STARTUP"):
+        import_module(request.environment["DPFUSE_STARTUP"]).start()
     code = run(request.program)
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()

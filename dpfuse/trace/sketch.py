@@ -27,7 +27,7 @@ def signed_sum(tensor: Tensor) -> Tensor:
     The square of the difference of two such sums is, on average over signs, the squared distance of the tensors.
 
     Args:
-        tensor: of any shape, not complex.
+        tensor: of any shape, dense or sparse with coordinates.
 
     Returns:
         [] float64 on the device of the tensor.
@@ -36,6 +36,8 @@ def signed_sum(tensor: Tensor) -> Tensor:
     moments" (1996).
     """
     with torch.no_grad():
+        if tensor.layout is torch.sparse_coo:
+            return _signed_sum_of_rows(tensor.detach().coalesce())
         flat = tensor.detach().reshape(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
@@ -44,6 +46,17 @@ def signed_sum(tensor: Tensor) -> Tensor:
         for part in flat.split(CHUNK):
             total += torch.dot(part.double(), signs[: len(part)])
         return total
+
+
+def _signed_sum_of_rows(tensor: Tensor) -> Tensor:
+    """Return what the dense tensor would give, without making it: each element has the sign of its place."""
+    values = tensor.values()
+    rows = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
+    for size, indices in zip(tensor.shape, tensor.indices(), strict=False):
+        rows = rows * size + indices
+    width = values[0].numel() if len(values) else 1
+    places = (rows[:, None] * width + torch.arange(width, device=values.device)) % CHUNK
+    return torch.dot(values.reshape(-1).double(), _signs(values.device)[places.reshape(-1)])
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:

@@ -40,18 +40,9 @@ class _Traced:
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
         self.written: list[list[str]] | None = None  # the buckets in the file
+        self.used: set[int] = set()  # parameters that have got a gradient
+        self.reached = False  # whether the backward that runs gives gradients to this model
         self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
-
-    def hook_of(self, index: int, tracer: Tracer) -> Callable[[Tensor], None]:
-        """Return the hook of a parameter, which hashes the gradient of this rank before it is averaged."""
-
-        def hook(grad: Tensor) -> None:
-            if tracer.deep:
-                with tracer.phases.inside("tracing"):
-                    before = self.local[index]
-                    self.local[index] = hash_of(grad, 0 if before is NOTHING else before)
-
-        return hook
 
     def synchronises(self) -> bool:
         """Whether a backward that begins now averages, as far as its wrapper says."""
@@ -63,6 +54,32 @@ class _Traced:
         if plan is None:
             return None
         return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
+
+
+class _GradientHook:
+    """Notes that a parameter gets a gradient, and hashes that of this rank before it is averaged.
+
+    Args:
+        traced: the model.
+        index: of the parameter.
+        tracer: says whether to hash.
+    """
+
+    only_reads = True  # else the checks of a loop would take it for a hook that averages
+
+    def __init__(self, traced: _Traced, index: int, tracer: Tracer) -> None:
+        self._traced = traced
+        self._index = index
+        self._tracer = tracer
+
+    def __call__(self, grad: Tensor) -> None:
+        traced, index = self._traced, self._index
+        traced.used.add(index)
+        traced.reached = True
+        if self._tracer.deep:
+            with self._tracer.phases.inside("tracing"):
+                before = traced.local[index]
+                traced.local[index] = hash_of(grad, 0 if before is NOTHING else before)
 
 
 class Tracer:
@@ -117,7 +134,7 @@ class Tracer:
             self._models.append(traced)
             for index, (name, param) in enumerate(zip(traced.names, traced.params, strict=True)):
                 self._names[id(param)] = f"{traced.number}:{name}" if traced.number else name
-                self._hooks.append(param.register_hook(traced.hook_of(index, self)))
+                self._hooks.append(param.register_hook(_GradientHook(traced, index, self)))
             self._hooks += [
                 wrapper.register_forward_pre_hook(_Hook(self._forward_begins, traced), with_kwargs=True),
                 wrapper.register_forward_hook(_Hook(self._forward_ended, traced), with_kwargs=True),
@@ -173,15 +190,19 @@ class Tracer:
     def backward_ended(self) -> None:
         """Note that it has ended; gradients are averaged."""
         self.phases.enter("tracing")
-        for traced in self._models if self.deep else ():
-            if any(number is not NOTHING for number in traced.local):
-                line = self._backwards[-1]
-                line.setdefault("local", {})[str(traced.number)] = traced.local
+        for traced in self._models:
+            if not traced.reached:
+                continue
+            traced.reached, number, line = False, str(traced.number), self._backwards[-1]
+            if self.deep:
+                line.setdefault("local", {})[number] = traced.local
                 traced.local = [NOTHING] * len(traced.params)
-                if traced.synchronises():
-                    line.setdefault("averaged", {})[str(traced.number)] = [
-                        hash_of(param.grad) for param in traced.params
-                    ]
+            if traced.synchronises():
+                averaged = [hash_of(param.grad) for param in traced.params]
+                if self.deep:
+                    line.setdefault("averaged", {})[number] = averaged
+                else:
+                    line.setdefault("all_averaged", {})[number] = _hash_of_hashes(averaged)
         self.phases.enter("outside")
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -227,6 +248,18 @@ class Tracer:
         if self._after_step is not None:
             self._after_step(steps[0])
         self.phases.enter("outside")
+
+    def unused(self) -> dict[str, list[str]]:
+        """Return, by the number of the model, the names of parameters that are trained and have got no gradient."""
+        return {
+            str(traced.number): [
+                name
+                for index, (name, param) in enumerate(zip(traced.names, traced.params, strict=True))
+                if index not in traced.used and param.requires_grad
+            ]
+            for traced in self._models
+            if traced.used
+        }
 
     def close(self) -> None:
         """Remove the hooks from the models, and close the file."""
@@ -346,6 +379,8 @@ def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
             line[name] = {number: text_of(hashes) for number, hashes in value.items()}
         elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
             line[name] = text_of([value])
+        elif name == "all_averaged":
+            line[name] = {number: text_of([hashed]) for number, hashed in value.items()}
         elif name in ("forwards", "backwards"):
             line[name] = [_in_characters(one) for one in value]
         elif name == "value" and isinstance(value, float) and not math.isfinite(value):

@@ -206,6 +206,16 @@ def test_what_metrics_cost_is_what_was_measured():
     assert f"`True` takes {each:.0%} of the step, and `metrics=20` takes {some:.1%}".replace("%", " %") in text
 
 
+def test_what_the_doctor_has_told_is_what_was_recorded():
+    text = (ROOT / "docs/guide/try_it.md").read_text()
+    (name,) = re.findall(r"bench/results/([\w-]+-doctor)\.json", text)
+    counts = record(name)["counts"]
+    healthy = counts.pop("healthy")
+    right, of = (sum(count[key] for count in counts.values()) for key in ("right", "of"))
+    assert f"It tells {right} of {of}. It names nothing in {healthy['right'] // 2} right programs" in text
+    assert healthy["right"] == healthy["of"]  # on two ranks and on three
+
+
 @pytest.mark.parametrize("version", sorted(path.stem for path in RESULTS.glob("torch-2*.txt")))
 def test_the_tests_under_a_release_of_torch_are_those_of_its_record(version):
     page = (ROOT / "docs/guide/versions.md").read_text().replace(",", "")

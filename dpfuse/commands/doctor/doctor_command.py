@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, snapshot
-from dpfuse.commands.doctor.findings import findings_of
+from dpfuse.commands.doctor.findings import findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import Report
@@ -119,6 +119,8 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
     if not failure:
         by = {name: [run for run in runs if run.wrapper == name] for name in TITLES}
         numbers = judge(by["torch"], by["dpfuse"], other, series.read_again())
+    compared = [run for run in runs if run.wrapper in ("torch", "dpfuse")]
+    speed = measure(runs, deep)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts: dict[str, Any] = {
         "date": now,
@@ -130,8 +132,9 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
         shlex.join(["dpfuse", *arguments]),
         runs,
         numbers,
-        measure(runs, deep),
-        findings_of([run for run in runs if run.wrapper in ("torch", "dpfuse")]),
+        speed,
+        findings_of(compared),
+        remarks_of(compared, speed.link),
         series.changed,
         failure,
         failed_under,

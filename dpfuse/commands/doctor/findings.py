@@ -7,11 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.speed import WORTH, Link
+from dpfuse.loop.findings import ALONE as ALONE_CODE
+from dpfuse.loop.findings import EACH_AVERAGED, SAME_BATCHES
+from dpfuse.weights.finding import CODE
 
-__all__ = ["Finding", "findings_of"]
+__all__ = ["Finding", "findings_of", "remarks_of"]
 
-DIFFER, SAME = "the weights of the ranks differ", "the same batches on every rank"
-CHECKED = {DIFFER: "DPF-W01", SAME: "DPF-L05"}  # dpfuse's own checks find these, too, and say more
+DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on every rank", "a group of one rank"
+LEFT_OUT = "a rank leaves out steps"
+CHECKED = {DIFFER: CODE, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
+LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
 SHOWN = 3  # names of a list
 
 
@@ -42,71 +48,96 @@ def findings_of(runs: Sequence[Run]) -> tuple[Finding, ...]:
     Args:
         runs: all of the doctor's.
     """
-    found: dict[tuple[str, str], Finding] = {}
     said = [(run, finding) for run in runs for finding in _said(run)]
-    codes = {finding.code for _, finding in said}
-    traced = [(run, one) for run in runs for one in _traced(run) if CHECKED.get(one.title, "untold") not in codes]
-    for run, finding in (*said, *traced):
+    seen = {finding.code for _, finding in said} | {finding.title for _, finding in said}
+    traced = [(run, one) for run in runs for one in _traced(run) if not {CHECKED.get(one.title), one.title} & seen]
+    return _once([*said, *traced])
+
+
+def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
+    """Return what may be meant so, and costs time only.
+
+    Args:
+        runs: all of the doctor's.
+        link: how gradients travel; None where it was not measured.
+    """
+    logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
+    if any(finding.code == EACH_AVERAGED for _, finding in logged):
+        return _once(logged)
+    # The doctor's own measurement takes the place of the one that dpfuse would make.
+    counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
+    return _once([*logged, *counted])
+
+
+def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
+    merged: dict[tuple[str, str], Finding] = {}
+    for run, finding in found:
         # With a code, the text may name other steps in each run.
         key = (finding.code, "" if finding.code else finding.text)
-        kept = found.get(key, finding)
+        kept = merged.get(key, finding)
         if run.title not in kept.where:
-            found[key] = Finding(kept.code, kept.title, kept.text, (*kept.where, run.title))
-    return tuple(found.values())
+            merged[key] = Finding(kept.code, kept.title, kept.text, (*kept.where, run.title))
+    return tuple(merged.values())
 
 
 def _said(run: Run) -> Iterator[Finding]:
-    """Yield what dpfuse has warned of in a run, or raised."""
+    """Yield what dpfuse has warned of in a run, or raised, or logged though it is wrong."""
+    for what in ("warning", "error"):
+        yield from _noted(run, what)
+    yield from (finding for finding in _noted(run, "log") if finding.code in LOGGED)
+
+
+def _noted(run: Run, what: str) -> Iterator[Finding]:
     seen: set[str] = set()
     for facts in run.facts.values():
         for note in facts["findings"]:
-            if note["what"] == "error" and not note["code"]:
-                continue  # the end of a run, which is told of otherwise
+            if note["what"] != what or (what != "warning" and not note["code"]):
+                continue  # an error without a code is the end of a run, which is told of otherwise
             if note["kind"] in ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning"):
                 continue
             text = note["text"].removeprefix(f"{note['code']}: ") if note["code"] else note["text"]
             key = note["code"] or text
             if key not in seen:
                 seen.add(key)
-                kind = "an error" if note["what"] == "error" else "a warning"
-                yield Finding(note["code"], f"{kind} of dpfuse ({note['kind']})", text, ())
+                kind = {"warning": "a warning", "error": "an error", "log": "a remark"}[what]
+                title = LOGGED.get(note["code"], f"{kind} of dpfuse ({note['kind']})")
+                yield Finding(note["code"], title, text, ())
 
 
 def _traced(run: Run) -> Iterator[Finding]:
     traces = run.traces
-    if not traces or not run.steps:
+    if not traces:
         return
     first = traces[0]
-    ranks = len(traces)
     if first.settings["ranks"] == 1:
         text = "the process group has one rank, so nothing is averaged; start several ranks, or leave the wrapper out"
-        yield Finding("", "a group of one rank", text, ())
+        yield Finding("", ALONE, text, ())
+    left_out = _left_out(run)
+    if left_out is not None:
+        text = (
+            f"{left_out}, expected the same on every rank. From there on the weights of the ranks differ. Is the step "
+            "inside a condition on the rank?"
+        )
+        yield Finding("", LEFT_OUT, text, ())
     for model in first.models:
         unused = _never_used(run, model)
         if unused:
             text = (
-                f"{_names(unused)} of model {model['number']} ({model['class']}) got no gradient on any rank in the "
-                "steps that were hashed; freeze them, or use them in the loss"
+                f"{_names(unused)} of model {model['number']} ({model['class']}) got no gradient on any rank in "
+                f"{run.steps} steps; freeze them, or use them in the loss"
             )
             yield Finding("", "unused parameters", text, ())
-    if ranks < 2:
+    if len(traces) < 2:
         return
-    for step in range(run.steps):
-        lines = [trace.steps[step] for trace in traces.values()]
-        name = "parameters" if "parameters" in lines[0] else "all_parameters"
-        if len({line[name] for line in lines}) > 1:
-            names = first.optimizers[lines[0]["optimizer"]]["names"]
-            differ = [
-                one
-                for index, one in enumerate(names)
-                if name == "parameters" and len({line[name][8 * index : 8 * index + 8] for line in lines}) > 1
-            ]
-            text = (
-                f"after step {step} the ranks hold different weights{f' in {_names(differ)}' if differ else ''}, "
-                "expected equal ones; is each wrapped, trained by the same optimizer, and loaded on every rank?"
-            )
-            yield Finding("", DIFFER, text, ())
-            break
+    parting = _parting(run)
+    if parting is not None:
+        step, names = parting
+        text = (
+            f"after step {step} the ranks hold different weights{f' in {_names(names)}' if names else ''}, expected "
+            "equal ones, since their averaged gradients are equal; is each wrapped, trained by the same optimizer, and "
+            "loaded on every rank?"
+        )
+        yield Finding("", DIFFER, text, ())
     if _same_batches(run):
         text = (
             "all ranks got the same inputs in every step, so they compute the same; give each rank its own part of the "
@@ -115,26 +146,98 @@ def _traced(run: Run) -> Iterator[Finding]:
         yield Finding("", SAME, text, ())
 
 
+def _parting(run: Run) -> tuple[int, list[str]] | None:
+    """Return the first step behind which weights differ that all ranks have stepped by the same averaged gradients.
+
+    Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them.
+
+    Returns:
+        The step, and the names of the parameters, as far as they were hashed one by one.
+    """
+    first = run.traces[0]
+    for step in range(run.steps):
+        lines = [trace.steps[step] for trace in run.traces.values()]
+        names = first.optimizers[lines[0]["optimizer"]]["names"]
+        if any(trace.optimizers[trace.steps[step]["optimizer"]]["names"] != names for trace in run.traces.values()):
+            continue  # each rank steps its own part
+        averages = [_averages(line) for line in lines]
+        if not averages[0] or any(one != averages[0] for one in averages):
+            continue
+        name = "parameters" if "parameters" in lines[0] else "all_parameters"
+        if len({line[name] for line in lines}) > 1:
+            return step, [
+                one
+                for index, one in enumerate(names)
+                if name == "parameters" and len({line[name][8 * index : 8 * index + 8] for line in lines}) > 1
+            ]
+    return None
+
+
+def _left_out(run: Run) -> str | None:
+    """Return which rank has made no step where others have, in words; None if all made the same."""
+    steps = {rank: len(trace.steps) for rank, trace in run.traces.items()}
+    idle = [rank for rank, count in steps.items() if not count]
+    if idle:
+        return f"rank {idle[0]} makes no step of an optimizer, and others do" if any(steps.values()) else None
+    for step in range(run.steps):
+        counts = {
+            rank: sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in trace.steps[step]["backwards"])
+            for rank, trace in run.traces.items()
+        }
+        if len(set(counts.values())) > 1:
+            behind = " and ".join(f"{count} on rank {rank}" for rank, count in list(counts.items())[:SHOWN])
+            return f"step {step} comes behind other numbers of averaged backwards: {behind}"
+    return None
+
+
+def _each_averaged(run: Run, link: Link | None) -> Iterator[Finding]:
+    """Yield that several backwards are averaged before each step, where one would do and much time would be saved."""
+    steps = run.traces[0].steps if run.traces else []
+    for number, optimizer in enumerate(run.traces[0].optimizers if run.traces else []):
+        lines = [line for line in steps if line["optimizer"] == number]
+        models = {model for line in lines for model in _averages(line)}
+        for model in sorted(models):
+            lengths = {
+                sum(model in one.get("averaged", one.get("all_averaged", {})) for one in line["backwards"])
+                for line in lines[1:]  # before the first one, a program may warm up
+            }
+            count = min(lengths, default=0)
+            saved = 0.0 if link is None else link.exposed * (1 - 1 / max(count, 1))
+            if len(lengths) == 1 and link is not None and saved > WORTH * link.step:
+                text = (
+                    f"{count} averaged backwards come before each of {len(lines)} steps of {optimizer['class']}, and "
+                    f"their gradients are added up. With the first {count - 1} inside no_sync(), a step would save up "
+                    f"to {1e3 * saved:.3g} of {1e3 * link.step:.3g} ms."
+                )
+                yield Finding(EACH_AVERAGED, "each backward is averaged", text, ())
+
+
+def _averages(line: dict[str, Any]) -> dict[str, str]:
+    """Return the hashes of the last average of each model in a step; empty if nothing was averaged."""
+    found: dict[str, str] = {}
+    for backward in line["backwards"]:
+        found |= backward.get("averaged", {}) | backward.get("all_averaged", {})
+    return found
+
+
 def _never_used(run: Run, model: dict[str, Any]) -> list[str]:
-    key, used, seen = str(model["number"]), set[int](), False
-    for trace in run.traces.values():
-        for line in trace.steps:
-            for backward in line["backwards"]:
-                hashes = backward.get("local", {}).get(key)
-                if hashes is not None:
-                    seen = True
-                    used |= {index for index in range(len(model["names"])) if hashes[8 * index] != "-"}
-    return [name for index, name in enumerate(model["names"]) if index not in used] if seen else []
+    """Return the parameters of a model that are trained, and that no rank has used in any step."""
+    number = str(model["number"])
+    of_ranks = [facts["unused"][number] for facts in run.facts.values() if number in facts["unused"]]
+    return [name for name in model["names"] if of_ranks and all(name in unused for unused in of_ranks)]
 
 
 def _same_batches(run: Run) -> bool:
+    """Whether all ranks got the same inputs, and other ones from step to step."""
+    seen: set[str] = set()
     count = 0
     for step in range(run.steps):
         rows = [[one["inputs"] for one in trace.steps[step]["forwards"]] for trace in run.traces.values()]
         if any(row != rows[0] for row in rows):
             return False
+        seen.update(rows[0])
         count += len(rows[0])
-    return count > 1
+    return count > 1 and len(seen) > 1
 
 
 def _names(names: Sequence[str]) -> str:

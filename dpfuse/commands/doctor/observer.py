@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import multiprocessing
 import os
 import random
+import re
 import sys
+import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
@@ -30,6 +34,7 @@ from dpfuse.engine.plan import MB
 from dpfuse.engine.torch_private import LOADER_ITERATOR
 from dpfuse.engine.user_line import INSIDE
 from dpfuse.errors import DPFuseError
+from dpfuse.loop.findings import log as LOOP_LOG
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.options import CommonOptions, filled
 from dpfuse.trace.attachment import start_tracer
@@ -41,7 +46,10 @@ __all__ = ["ORDER", "Order", "start"]
 ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
 SEED = 20261126
 LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
+LOOK = 0.5  # seconds between two looks whether another rank has ended
+STUCK, GAPS = 5.0, 10  # a rank waits for ended ones after these seconds, and this often the longest step, without one
 NO_STATE = (*INSIDE, "/proc", "/sys", "/dev")  # how the paths of files begin that hold no state of a program
+CODE = re.compile(r"DPF-\w+")  # with which a message begins
 RECORDED = 5  # backwards that the tuner records with each plan
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
 
@@ -96,8 +104,12 @@ class _Observer:
         self._written: set[str] = set()
         self._process = os.getpid()
         self._name = f"p{self._process}"  # the rank once it has a model: its compilers inherit the variable RANK
+        self._ends = threading.Lock()  # held by the thread that ends this process
+        self._moved = time.monotonic()  # when a step was last made
+        self._longest = 0.0  # seconds between two steps
         self._seed()
         self._hear_warnings()
+        self._hear_log()
         self._hear_exceptions()
         sys.addaudithook(self._hear_files)
         if LOADER_ITERATOR is not None:
@@ -138,12 +150,16 @@ class _Observer:
         if isinstance(wrapper, DistributedDataParallel):
             self._wrappers.append(wrapper)
         if self._tracer is None:
-            self._name = str(dist.get_rank())
+            self._name, self._process = str(dist.get_rank()), os.getpid()  # a rank may be a fork
             sketch = dist.get_world_size() > 2
             self._tracer = start_tracer(self._folder, self._order.deep, self._after_step, sketch=sketch)
+            self._moved = time.monotonic()
+            threading.Thread(target=self._end_with_the_others, daemon=True).start()
         self._tracer.add(wrapper)
 
     def _after_step(self, steps: int) -> None:
+        now = time.monotonic()
+        self._longest, self._moved = max(self._longest, now - self._moved), now
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
@@ -156,6 +172,8 @@ class _Observer:
 
     def _end(self) -> None:
         """End this process here, so that no code of the program behind the loop saves or uploads anything."""
+        if not self._ends.acquire(blocking=False):
+            time.sleep(LONGEST_WAIT)  # the other thread does it
         self._write_facts()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -165,6 +183,12 @@ class _Observer:
         while len(list(self._folder.glob("done*"))) < dist.get_world_size() and time.monotonic() < until:
             time.sleep(0.01)
         os._exit(0)
+
+    def _end_with_the_others(self) -> None:
+        """End this process once it waits for ranks that have ended: one that made fewer steps would wait for ever."""
+        while not list(self._folder.glob("done*")) or time.monotonic() - self._moved < STUCK + GAPS * self._longest:
+            time.sleep(LOOK)
+        self._end()
 
     def _write_facts(self) -> None:
         if os.getpid() != self._process:
@@ -177,6 +201,7 @@ class _Observer:
             "tunings": [_facts_of(tuning) for tuning in self._tunings],
             "findings": list(self._said.values()),
             "read": list(self._read),
+            "unused": {} if self._tracer is None else self._tracer.unused(),
         }  # fmt: skip
         draft = self._folder / f"draft{self._name}"  # the doctor may end this process meanwhile
         draft.write_text(json.dumps(facts), encoding="utf-8")
@@ -194,6 +219,11 @@ class _Observer:
             plain(message, category, stacklevel + 1, *args, **kwargs)
 
         warnings.warn = warn
+
+    def _hear_log(self) -> None:
+        """Note what the checks of the loop log, since it may be meant so."""
+        LOOP_LOG.addHandler(_Notes(self._note))
+        LOOP_LOG.setLevel(min(LOOP_LOG.getEffectiveLevel(), logging.INFO))
 
     def _hear_exceptions(self) -> None:
         plain = sys.excepthook
@@ -239,6 +269,24 @@ class _Observer:
         iterator.__next__ = timed
 
 
+class _Notes(logging.Handler):
+    """Passes on what is logged.
+
+    Args:
+        note: gets what it is, its kind, its code and its text.
+    """
+
+    def __init__(self, note: Callable[[str, str, str, str], None]) -> None:
+        super().__init__()
+        self._pass_on = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler.emit`."""
+        text = record.getMessage()
+        code = CODE.match(text)
+        self._pass_on("log", record.name, code[0] if code else "", text)
+
+
 def _checks_that_warn() -> CommonOptions:
     """Return the options whose default is to raise, set to "warn": the doctor wants to hear all that is wrong."""
     defaults: dict[str, Any] = dict(filled({}, DistributedDataParallel))
@@ -262,4 +310,5 @@ def _facts_of(tuning: Tuning) -> dict[str, Any]:
         "error": tuning.error,
         "before": before,
         "after": after,
+        "cost": None if tuning.cost is None else tuning.cost.to_json(),
     }

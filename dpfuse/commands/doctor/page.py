@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from dpfuse.commands.doctor.charts import bars, lines
+from dpfuse.commands.doctor.findings import Finding
 from dpfuse.commands.doctor.numbers import losses_of
 from dpfuse.commands.doctor.report import Report
 from dpfuse.commands.doctor.runs import TITLES
@@ -137,10 +138,16 @@ def _speed(report: Report) -> str:
 
 
 def _findings(report: Report) -> str:
-    if not report.findings:
-        return "<h2>What is wrong?</h2><p>Nothing was found.</p>"
-    rows = [(one.code, one.title, one.text, ", ".join(one.where)) for one in report.findings]
-    return "<h2>What is wrong?</h2>" + _table(("code", "what", "in words", "seen in"), rows)
+    parts = ["<h2>What is wrong?</h2>"]
+    parts.append(_table_of(report.findings) if report.findings else "<p>Nothing was found.</p>")
+    if report.remarks:
+        parts.append("<p>This costs time, and may be meant so:</p>" + _table_of(report.remarks))
+    return "".join(parts)
+
+
+def _table_of(findings: Sequence[Finding]) -> str:
+    rows = [(one.code, one.title, one.text, ", ".join(one.where)) for one in findings]
+    return _table(("code", "what", "in words", "seen in"), rows)
 
 
 def _safety(report: Report) -> str:

@@ -27,6 +27,7 @@ class Report:
         numbers: None where a run failed.
         speed: of all runs.
         findings: what is wrong.
+        remarks: what may be meant so, and costs time only.
         changed: files that each run has changed, by the title of the run.
         failure: why the runs could not be compared; empty otherwise.
         failed_under: the first wrapper under which the program failed; empty otherwise.
@@ -38,6 +39,7 @@ class Report:
     numbers: Numbers | None
     speed: Speed
     findings: tuple[Finding, ...]
+    remarks: tuple[Finding, ...]
     changed: dict[str, list[str]]
     failure: str
     failed_under: str
@@ -48,8 +50,10 @@ class Report:
         """0: nothing is wrong; 1: something is; 2: nothing can be said."""
         if self.failed_under and self.failed_under != "torch":
             return FOUND
-        if self.failure or self.numbers is None or self.numbers.result in ("void", "unknown"):
+        if self.failure or self.numbers is None or self.numbers.result == "void":
             return CANNOT_SAY
+        if self.numbers.result == "unknown":
+            return FOUND if self.findings else CANNOT_SAY
         return FOUND if self.findings or not self.numbers.fine else 0
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +72,7 @@ class Report:
             },
             "speed": self.speed.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
+            "remarks": [remark.to_json() for remark in self.remarks],
             "changed files": self.changed,
             "runs": [
                 {"title": run.title, "exit code": run.code, "seconds": run.seconds, "steps": run.steps,

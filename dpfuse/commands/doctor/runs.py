@@ -114,7 +114,8 @@ class Run:
         # A rank that failed closes its connections, and the others then fail, too.
         errors.sort(key=lambda note: "onnection" in note["text"])
         if errors:
-            return f"{errors[0]['kind']}: {errors[0]['text'].strip().splitlines()[0]}"
+            first = errors[0]["text"].strip().partition("\n")[0]
+            return f"{errors[0]['kind']}: {first}" if first else errors[0]["kind"]
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"exit code {self.code}{f': {lines[-1]}' if lines else ''}"
 

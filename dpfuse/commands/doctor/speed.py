@@ -9,13 +9,15 @@ from typing import Any
 
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.trace_file import RankTrace
+from dpfuse.tune import CostTable
 
-__all__ = ["Advice", "Link", "Speed", "Timing", "measure"]
+__all__ = ["WORTH", "Advice", "Link", "Speed", "Timing", "measure"]
 
 PARTS = ("loader", "forward", "backward", "optimizer", "device", "outside")  # of a step; tracing is not counted
 BEFORE = ("loader", "forward", "outside")  # the ranks meet in what follows
 SUMS = ("nbytes", "seconds", "collectives", "exposed")  # of the communication of a run
-SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size
+SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size, where none was measured
+LATENCY = 0.5  # of the time of a message that it would take without its bytes: more is latency
 FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
@@ -56,8 +58,10 @@ class Link:
         bytes: of a step.
         travelling: seconds of a step in which a bucket is on its way; buckets on their way together count each.
         exposed: seconds of a step in which backward can only wait.
-        step: seconds of it.
+        step: seconds of it, the mean.
         collectives: of a step.
+        latency: of an average message, the part of its time that a message of hardly any bytes takes as well, as the
+            tuner has measured; None if it has not.
     """
 
     bytes: float
@@ -65,10 +69,13 @@ class Link:
     exposed: float
     step: float
     collectives: float
+    latency: float | None = None
 
     @property
     def is_latency(self) -> bool:
         """Whether messages are so short that their number counts, and not their size."""
+        if self.latency is not None:
+            return self.latency > LATENCY
         return self.bytes < SHORT * self.collectives
 
     @property
@@ -193,9 +200,19 @@ def _link(runs: Sequence[Run], timings: Sequence[Timing]) -> Link | None:
             found.append(min(ranks, key=lambda rank: rank[-1]))
     if not found:
         return None
-    steps = [one.median for one in timings if one.wrapper == "dpfuse"]
+    steps = [statistics.mean(one.steps) for one in timings if one.wrapper == "dpfuse"]  # as the sums are means
     nbytes, seconds, collectives, exposed = (statistics.mean(values) for values in zip(*found, strict=True))
-    return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives)
+    latency = _latency(runs, nbytes / collectives) if collectives else None
+    return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives, latency)
+
+
+def _latency(runs: Sequence[Run], message: float) -> float | None:
+    """Return the part of the time of a message of so many bytes that a very short one takes; None if not measured."""
+    for tuning in _tunings(runs):
+        if tuning["cost"] is not None:
+            cost = CostTable.from_json(tuning["cost"])
+            return cost(cost.sizes[0]) / cost(max(message, cost.sizes[0]))
+    return None
 
 
 def _advice(link: Link | None) -> tuple[Advice, ...]:
@@ -210,17 +227,20 @@ def _advice(link: Link | None) -> tuple[Advice, ...]:
 
 
 def _tuned(runs: Sequence[Run]) -> str:
-    for run in runs:
-        if run.wrapper != "tuned" or run.failed:
+    for tuning in _tunings(runs):
+        if tuning["error"]:
+            return f"the tuner has changed nothing: {tuning['error']}"
+        if not tuning["done"]:
             continue
-        for facts in (run.facts.get("0"), *run.facts.values()):
-            for tuning in facts["tunings"] if facts else ():
-                if tuning["error"]:
-                    return f"the tuner has changed nothing: {tuning['error']}"
-                if not tuning["done"]:
-                    continue
-                if tuning["kept"]:
-                    gain = 1 - tuning["after"] / tuning["before"]
-                    return f'other buckets make a backward {gain:.0%} shorter: pass comm_buffer_size="auto"'
-                return "the default buckets are as good as those that the tuner finds"
+        if tuning["kept"]:
+            gain = 1 - tuning["after"] / tuning["before"]
+            return f'other buckets make a backward {gain:.0%} shorter: pass comm_buffer_size="auto"'
+        return "the default buckets are as good as those that the tuner finds"
     return ""
+
+
+def _tunings(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return what the tuner has found for each model; rank 0's first."""
+    tuned = [run for run in runs if run.wrapper == "tuned" and not run.failed]
+    facts = [facts for run in tuned for facts in (run.facts.get("0"), *run.facts.values()) if facts]
+    return [tuning for one in facts for tuning in one["tunings"]]

@@ -15,7 +15,7 @@ def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:
 
 
 def plain_facts(**facts: Any) -> dict[str, Any]:
-    return {"communication": [], "tunings": [], "findings": [], "read": [], **facts}
+    return {"communication": [], "tunings": [], "findings": [], "read": [], "unused": {}, **facts}
 
 
 def timed(

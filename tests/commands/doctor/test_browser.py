@@ -18,10 +18,17 @@ SMALL = f"""() => [...document.querySelectorAll("p, td, th, li, figcaption, svg 
     .filter((one) => one.textContent && one.getBoundingClientRect().height < {LEGIBLE}).length"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed; BROWSER_FOR_TESTS may name one")
+WITHOUT = (
+    "NOT LOOKED AT: no browser is installed, so nothing has seen the doctor's page; BROWSER_FOR_TESTS may name one"
+)
+
+
+@pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
 @pytest.mark.parametrize("width", [360, 1200])
 def test_the_page_fits_a_screen_and_fetches_nothing(width, tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="NOT LOOKED AT: there is a browser, and no playwright to drive it"
+    )
     long = {"run 1, torch DDP": [f"/home/user/{'folder' * 20}/checkpoint{number}.pt" for number in range(3)]}
     (tmp_path / "page.html").write_text(page(report(DIFFERENT, [FINDING], changed=long)), encoding="utf-8")
     with playwright.sync_playwright() as tools:

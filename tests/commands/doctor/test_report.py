@@ -13,12 +13,12 @@ import torch
 
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.doctor_command import _terminated_as_interrupted
-from dpfuse.commands.doctor.findings import Finding, findings_of
+from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import Report
 from dpfuse.commands.doctor.runs import Run
-from dpfuse.commands.doctor.speed import measure
+from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.trace.comparison import Difference
@@ -32,7 +32,7 @@ DIFFERENT = Numbers("different", "It differs.", 12, Difference(3, 1, (1,), "kern
 def report(numbers=EQUAL, findings=(), runs=None, **changes):
     runs = runs or [timed(1, "torch", forward=0.1), timed(2, "dpfuse", forward=0.1)]
     machine = {"machine": machine_facts(torch.device("cpu")), "versions": software_versions()}
-    facts = {"changed": {}, "failure": "", "failed_under": "", **changes}
+    facts = {"changed": {}, "failure": "", "failed_under": "", "remarks": (), **changes}
     facts |= {"speed": measure(runs, 2), "findings": tuple(findings), "machine": machine}
     return Report("dpfuse doctor train.py '<x>'", runs, numbers, **facts)
 
@@ -49,6 +49,9 @@ FINDING = Finding("DPF-L01", "a warning (LoopWarning)", "the sampler is not told
         (report(DIFFERENT), 1),
         (report(Numbers("itself", "", 9)), 1),
         (report(Numbers("void", "", 9)), 2),
+        (report(Numbers("unknown", "", 0)), 2),
+        (report(Numbers("unknown", "", 0), findings=[FINDING]), 1),
+        (report(remarks=(FINDING,)), 0),
         (report(None, failure="it fails", failed_under="torch"), 2),
         (report(None, failure="it fails", failed_under="dpfuse"), 1),
         (report(None, failure="made no DistributedDataParallel"), 2),
@@ -173,7 +176,7 @@ def test_a_code_of_a_check_stands_for_what_the_trace_shows(ranks, tmp_path):
 
 
 def same_data(point, run, value):
-    return torch.ones_like(value) if point == "inputs" else value
+    return torch.full_like(value, run.step) if point == "inputs" else value
 
 
 def drifted(point, run, value):
@@ -200,6 +203,85 @@ def test_traces_show_what_is_wrong_also_under_torchs_class(plant, title, words, 
     assert words in found.text
 
 
+def traced(*ranks, count=1, unused=()):
+    """A run whose steps have, on each rank, these hashes of averages and of weights, and so many averages a step."""
+    run = timed(1, "torch", ranks=len(ranks), steps=3)
+    for rank, rows in enumerate(ranks):
+        trace = run.traces[rank]
+        trace.optimizers[0] |= {"names": ["weight"], "class": "SGD"}
+        trace.models[0]["names"] = ["weight"]
+        for line, (averaged, weights) in zip(trace.steps, rows, strict=True):
+            of_model = {"0": averaged}
+            line |= {"backwards": [{"averaged": of_model}] * count if averaged else [{}], "parameters": weights}
+    run.facts = {str(rank): plain_facts(unused={"0": list(unused)}) for rank in range(len(ranks))}
+    return run
+
+
+EQUAL_STEPS = [("a" * 8, "1" * 8), ("b" * 8, "2" * 8), ("c" * 8, "3" * 8)]
+
+
+def test_weights_that_part_behind_the_same_average_are_named_and_no_local_steps():
+    parts = [EQUAL_STEPS[0], ("b" * 8, "9" * 8), ("c" * 8, "8" * 8)]
+    apart = [EQUAL_STEPS[0], ("x" * 8, "9" * 8), ("y" * 8, "8" * 8)]
+    assert findings_of([traced(EQUAL_STEPS, EQUAL_STEPS)]) == findings_of([traced(EQUAL_STEPS, apart)]) == ()
+    (found,) = findings_of([traced(EQUAL_STEPS, parts)])
+    assert "after step 1 the ranks hold different weights in weight" in found.text
+    local = [("", weights) for _, weights in EQUAL_STEPS]
+    assert findings_of([traced(local, [("", "9" * 8)] * 3)]) == ()
+
+
+def test_a_rank_that_leaves_out_steps_is_named():
+    run = traced(EQUAL_STEPS, EQUAL_STEPS)
+    run.traces[1].steps[1]["backwards"] *= 2
+    (found,) = findings_of([run])
+    assert "step 1 comes behind other numbers of averaged backwards: 1 on rank 0 and 2 on rank 1" in found.text
+    run.traces[1].steps.clear()
+    (found,) = findings_of([run])
+    assert "rank 1 makes no step of an optimizer, and others do" in found.text
+
+
+def test_inputs_that_never_change_are_not_the_same_batches_by_mistake():
+    run = traced(EQUAL_STEPS, EQUAL_STEPS)
+    for trace in run.traces.values():
+        for line in trace.steps:
+            line["forwards"] = [{"inputs": "a"}]
+    assert findings_of([run]) == ()
+    for trace in run.traces.values():
+        trace.steps[1]["forwards"] = [{"inputs": "b"}]
+    assert [one.title for one in findings_of([run])] == ["the same batches on every rank"]
+
+
+def test_parameters_that_no_rank_has_used_are_named():
+    run = traced(EQUAL_STEPS, EQUAL_STEPS, unused=["weight"])
+    (found,) = findings_of([run])
+    assert (found.title, "weight of model 0 (Net)" in found.text) == ("unused parameters", True)
+    run.facts["1"]["unused"]["0"] = []
+    assert findings_of([run]) == ()
+
+
+def test_what_dpfuse_logs_is_a_remark_and_a_group_of_one_rank_is_wrong():
+    notes = [
+        {"what": "log", "kind": "dpfuse.loop", "code": code, "text": f"{code}: rank 0"}
+        for code in ("DPF-L09", "DPF-L10")
+    ]
+    run = timed(2, "dpfuse")
+    run.facts["0"] = plain_facts(findings=notes)
+    assert [(one.code, one.title) for one in findings_of([run])] == [("DPF-L09", "a group of one rank")]
+    assert [one.code for one in remarks_of([run], None)] == ["DPF-L10"]
+    text = summary(report(remarks=remarks_of([run], None)))
+    assert "what is wrong?   nothing was found\nmay be meant so  DPF-L10: rank 0" in text
+
+
+@pytest.mark.parametrize(("count", "exposed", "told"), [(4, 0.01, True), (4, 0.0001, False), (1, 0.01, False)])
+def test_averages_that_one_would_replace_are_a_remark_where_they_cost_time(count, exposed, told):
+    link = Link(1e6, 0.02, exposed, 0.1, 4)
+    found = remarks_of([traced(EQUAL_STEPS, EQUAL_STEPS, count=count)], link)
+    assert [one.code for one in found] == ["DPF-L10"] * told
+    if told:
+        assert "4 averaged backwards come before each of 3 steps of SGD" in found[0].text
+        assert "up to 7.5 of 100 ms" in found[0].text
+
+
 def test_nothing_is_wrong_with_a_healthy_run(ranks, tmp_path):
     ranks(trained, tmp_path, None)
     assert findings_of([run_of(tmp_path, 1, "torch")]) == ()
@@ -210,6 +292,7 @@ def test_nothing_is_wrong_with_a_healthy_run(ranks, tmp_path):
     [
         (None, [], "", "it made no step for too long, and was ended"),
         (7, [], "one\nlast words\n\n", "exit code 7: last words"),
+        (1, [("KeyError", "\n")], "", "KeyError"),
         (
             1,
             [("RuntimeError", "Connection closed by peer"), ("ValueError", "mine\nmore")],

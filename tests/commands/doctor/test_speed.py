@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpfuse.commands.doctor.speed import measure
+from dpfuse.tune import CostTable
 from tests.commands.doctor.made import plain_facts, timed
 
 PARTS = {"loader": 0.01, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "outside": 0.01}
@@ -81,8 +82,32 @@ def test_short_messages_are_not_advised_to_be_shorter():
 )
 def test_what_the_tuner_found(tuning, text):
     run = timed(5, "tuned", **PARTS)
-    run.facts["0"] = plain_facts(tunings=[tuning])
+    run.facts["0"] = plain_facts(tunings=[{"cost": None, **tuning}])
     found = measure([run], deep=2)
     assert found.timings == ()
     assert text in found.tuned
     assert bool(text) == bool(found.tuned)
+
+
+@pytest.mark.parametrize(("latency", "rate", "is_latency"), [(0.02, 1e9, True), (1e-4, 5e6, False)])
+def test_whether_the_latency_is_the_limit_is_what_the_tuner_has_measured(latency, rate, is_latency):
+    run, tuned = timed(2, "dpfuse", **PARTS), timed(5, "tuned", **PARTS)
+    sums = {"steps": 10, "collectives": 10, "nbytes": 10 * 100e3, "seconds": 0.2, "exposed": 0.4}
+    run.facts["0"] = plain_facts(communication=[sums])
+    cost = CostTable.affine(latency, rate).to_json()
+    tuning = {"done": True, "kept": False, "error": "", "before": 0.1, "after": None, "cost": cost}
+    tuned.facts["0"] = plain_facts(tunings=[tuning])
+    found = measure([run, tuned], deep=2)
+    assert found.link.is_latency == is_latency
+    assert ("send 16 bits" in [one.what for one in found.advice]) != is_latency
+
+
+def test_the_part_of_a_step_that_waits_is_one_of_means():
+    """On a busy machine a few steps take long, and the median would be less than what is waited for."""
+    run = timed(2, "dpfuse", **PARTS)
+    for trace in run.traces.values():
+        trace.steps[-1] = {**trace.steps[-1], "times": {**trace.steps[-1]["times"], "backward": 2.0}}
+    sums = {"steps": 10, "collectives": 10, "nbytes": 1e6, "seconds": 2.2, "exposed": 2.2}
+    run.facts["0"] = plain_facts(communication=[sums])
+    found = measure([run], deep=2)
+    assert found.link.exposed < found.link.step

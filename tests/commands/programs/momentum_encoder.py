@@ -17,7 +17,7 @@ class Pair(nn.Module):
         super().__init__()
         self.query = nn.Sequential(nn.Linear(10, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 8))
         self.key = copy.deepcopy(self.query).requires_grad_(False)
-        self.register_buffer("queue", F.normalize(torch.randn(8, 32), dim=0))
+        self.register_buffer("queue", F.normalize(torch.randn(8, 48), dim=0))
         self.register_buffer("place", torch.zeros(1, dtype=torch.long))
 
     def forward(self, one, other):

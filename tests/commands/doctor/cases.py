@@ -1,0 +1,182 @@
+"""What is planted for the doctor, what it must say of each program, and how one is examined."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.commands.programs import PROGRAMS
+from tests.distributed.processes import free_port, python, run
+
+__all__ = ["HEALTHY", "PLANTED", "Case", "Diagnosis", "examine"]
+
+STEPS = 32
+# The doctor starts processes by `sys.executable`.
+DOCTOR = """
+import os, sys
+sys.executable = os.environ["PYTHON_EXEC"]
+from dpfuse.commands.command_line import main
+sys.exit(main(sys.argv[1:]))
+"""
+DRIFT = "DPF-W01|the weights of the ranks differ"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Args:
+        kind: "loop", "drift", "link", "numbers", "itself" or "healthy".
+        program: its command line, in the folder of the programs; a folder is a package, and {port} a free port.
+        said: a pattern that the terminal must show, with spaces for line breaks.
+        finding: a pattern that the code or title of a finding must have; "" if nothing may be found.
+        results: what the report may say of the numbers.
+        ranks: to start.
+        own_ranks: whether the program starts them.
+        warm: whether its processes are forks of one that has imported torch, which share the seed of Python's hashes.
+    """
+
+    kind: str
+    program: str
+    said: str
+    finding: str = ""
+    results: tuple[str, ...] = ("equal",)
+    ranks: int = 2
+    own_ranks: bool = False
+    warm: bool = True
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        words = self.program.removeprefix("planted.py ").removeprefix("healthy.py ").split(" {")[0]
+        return f"{self.kind}: {words.replace('_', ' ')}{f', {self.ranks} ranks' if self.kind == 'healthy' else ''}"
+
+
+LOOPS = {
+    "switch_behind_the_forward": "DPF-L01",
+    "whole_training_in_no_sync": "DPF-L02",
+    "forward_in_no_sync_and_backward_behind_it": "DPF-L02",
+    "last_batches_of_an_epoch_are_not_averaged": "DPF-L03",
+    "optimizer_of_the_head_alone": "DPF-L04",
+    "loader_without_a_distributed_sampler": "DPF-L05",
+    "clipping_after_each_batch": "DPF-L06",
+    "schedule_that_sees_the_loss_of_its_rank": "DPF-L07",
+    "rank_0_stays_in_eval_mode": "DPF-L08",
+    "each_rank_wraps_with_a_group_of_its_own": "DPF-L09",
+    "accumulation_without_no_sync": "DPF-L10",
+    "epoch_of_the_sampler_is_not_set": "DPF-L11",
+}
+ADVICE = ("DPF-L10",)  # it may be meant so, and costs time only
+DRIFTS = (
+    "a_weight_is_edited", "another_learning_rate", "a_step_is_left_out", "gradients_are_clipped",
+    "a_gradient_is_changed_behind_backward", "states_are_loaded", "weights_get_noise",
+    "one_rank_freezes_a_layer_for_its_optimizer",
+)  # fmt: skip
+LINKS = {  # seconds per message, bytes per second, width of the layers: on one rank, which no other one delays
+    "slow_link.py 1e-4 20e6 256": "the link is the limit.* send 16 bits",
+    "slow_link.py 1e-3 100e6 512": "the link is the limit.* send 16 bits",
+    "slow_link.py 5e-2 1e9 32": "the link is the limit, by its latency.* average every second batch",
+    "slow_link.py 2e-2 1e9 64": "the link is the limit, by its latency.* average every second batch",
+}
+CLASSES = {
+    "another_rate": "settings",
+    "other_targets": "data",
+    "scaled_gradients": "optimizer",
+    "another_backward": "kernel",
+}
+ITSELF = {
+    "the_clock_in_the_inputs": r"step 5, rank 0: the inputs of the forward \(class: data\)",
+    "a_seed_of_the_system": r"step 0, rank 0: the inputs of the forward \(class: data\)",
+    "the_order_of_a_set": r"step 0, rank 0: the inputs of the forward \(class: data\)",
+    "a_race_of_two_threads": r"step \d+, rank \d: the inputs of the forward \(class: data\)",
+}
+SHAPES = {
+    "gan.py {settings}": False,
+    "contrast": False,
+    "momentum_encoder.py {ranks} {port} 1000": True,
+    "language_model.py": False,
+    "trainer.py --epochs 40": False,
+}
+RIGHT = (
+    "plain", "accumulation_with_zeros_kept", "scaler_that_skips_a_step", "gradients_read_for_a_log",
+    "penalty_in_no_sync_before", "sharpness_aware_minimisation", "optimizers_of_different_cadence",
+    "ema_and_evaluation", "one_batch_overfitted_on_purpose", "average_by_hand", "local_sgd_by_hand",
+    "post_local_sgd_of_torch", "states_of_the_optimizer_on_one_rank_each", "ranks_with_fewer_batches",
+    "parameters_that_are_seldom_used", "backbone_frozen_in_the_beginning",
+    "batch_normalization_dropout_and_a_schedule", "sampler_with_its_epoch", "sparse_embedding",
+    "state_of_a_recurrent_net", "closures",
+)  # fmt: skip
+
+PLANTED = [
+    *(Case("loop", f"planted.py {name}", code, "" if code in ADVICE else code) for name, code in LOOPS.items()),
+    *(Case("drift", f"planted.py {name}", DRIFT, f"{DRIFT}|a rank leaves out steps") for name in DRIFTS),
+    *(Case("link", program, said, "a group of one rank", ranks=1) for program, said in LINKS.items()),
+    *(
+        Case("numbers", f"planted.py under_dpfuse_{name}", rf"NO\. .* step 5, .*\(class: {kind}\)", "", ("different",))
+        for name, kind in CLASSES.items()
+    ),
+    *(
+        Case(
+            "itself", f"planted.py {name}", f"The program differs from itself: .*{place}", "", ("itself",),
+            warm=name != "the_order_of_a_set",
+        )
+        for name, place in ITSELF.items()
+    ),
+]  # fmt: skip
+HEALTHY = [
+    Case("healthy", program, "nothing was found", "", ("equal",) if ranks == 2 else ("equal", "close"), ranks, own)
+    for ranks in (2, 3)
+    for program, own in {**SHAPES, **{f"healthy.py {name}": False for name in RIGHT}}.items()
+]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor has said.
+
+    Args:
+        complaints: what is wrong with it; empty if it is right.
+        said: the finding, or what it says of the numbers or the link, in a few words.
+        terminal: what it printed.
+        seconds: of all runs.
+    """
+
+    complaints: tuple[str, ...]
+    said: str
+    terminal: str
+    seconds: float
+
+
+def examine(case: Case, folder: Path, steps: int = STEPS) -> Diagnosis:
+    """Run the doctor on a program."""
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps({"seed": 1, "lr": 0.002, "steps": 1000}))
+    words = case.program.format(settings=settings, ranks=case.ranks, port=free_port()).split()
+    options = ["--own_ranks"] if case.own_ranks else []
+    options += ["-m"] if not words[0].endswith(".py") else []
+    options += [*words, "--steps", "1000"] if words[0] == "contrast" else words
+    out = folder / "report"
+    command = ["doctor", "--ranks", case.ranks, "--steps", steps, "--out", out, *options]
+    variables = {"PYTHON_EXEC": python(warm=case.warm), "WARM_STARTUP": "1", "OMP_NUM_THREADS": "1"}
+    done = run("-c", DOCTOR, *command, folder=PROGRAMS, timeout=400, warm=case.warm, **variables)
+    report = json.loads((out / "report.json").read_text())
+    terminal = re.sub(r"\s+", " ", done.stdout)
+    found = [f"{one['code']} {one['title']}" for one in report["findings"]]
+    result = (report["numbers"] or {}).get("result")
+    complaints = []
+    if not re.search(case.said, terminal):
+        complaints.append(f"the terminal does not say {case.said!r}")
+    if result not in case.results:
+        complaints.append(f"the numbers are {result!r}, expected one of {case.results}")
+    if not case.finding and found:
+        complaints.append(f"it has found {found}")
+    if case.finding and not any(re.search(case.finding, one) for one in found):
+        complaints.append(f"no finding is {case.finding!r}, but {found}")
+    seconds = sum(one["seconds"] for one in report["runs"])
+    said = found or [f"{one['code']} {one['title']}" for one in report["remarks"]]
+    said = [] if case.kind in ("link", "numbers", "itself") else said
+    link = terminal.partition("step waits for it: ")[2].partition(" buckets ")[0]
+    text = "; ".join(said) or {"link": link}.get(case.kind) or (report["numbers"] or {}).get("text", report["failure"])
+    return Diagnosis(tuple(complaints), text.strip(), done.stdout + done.stderr, seconds)

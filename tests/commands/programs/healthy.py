@@ -1,0 +1,301 @@
+"""Programs that are right, though a careless check could take some of them for wrong: `healthy.py NAME`."""
+
+import copy
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from training import batches, loss_of, net, run, seeded, trained
+
+PROGRAMS = {}
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def plain(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def accumulation_with_zeros_kept(rank, size):
+    model, optimizer = trained()
+    for index, (x, y) in enumerate(batches()):
+        with model.no_sync() if index % 3 != 2 else nullcontext():
+            loss_of(model(x), y).backward()
+        if index % 3 == 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@program
+def scaler_that_skips_a_step(rank, size):
+    """A loss of infinity in window 3: the scaler skips that step, on all ranks."""
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(x), y) * (torch.inf if index == 7 else 1)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@program
+def gradients_read_for_a_log(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.zero_grad()
+
+
+@program
+def penalty_in_no_sync_before(rank, size):
+    """R1 of a discriminator: the penalty is averaged with the loss behind it."""
+    model, optimizer = trained(optimizer=torch.optim.Adam)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with model.no_sync():
+            inputs = x.requires_grad_()
+            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+            slope.square().sum().backward()
+        loss_of(model(x.detach()), y).backward()
+        optimizer.step()
+
+
+@program
+def sharpness_aware_minimisation(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        with torch.no_grad():
+            kept = [param.clone() for param in model.parameters()]
+            for param in model.parameters():
+                param += 0.01 * param.grad / (param.grad.norm() + 1e-12)
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        with torch.no_grad():
+            for param, old in zip(model.parameters(), kept, strict=True):
+                param.copy_(old)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program
+def optimizers_of_different_cadence(rank, size):
+    model = DistributedDataParallel(net())
+    often = torch.optim.SGD(model.module[0].parameters(), lr=0.01)
+    seldom = torch.optim.SGD(model.module[2].parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches()):
+        loss_of(model(x), y).backward()
+        often.step()
+        often.zero_grad()
+        if index % 4 == 3:
+            seldom.step()
+            seldom.zero_grad()
+
+
+@program
+def ema_and_evaluation(rank, size):
+    model, optimizer = trained()
+    average = copy.deepcopy(model.module)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, param in zip(average.parameters(), model.module.parameters(), strict=True):
+                kept.lerp_(param, 0.1)
+            model(x)
+        average(x)
+
+
+@program
+def one_batch_overfitted_on_purpose(rank, size):
+    model, optimizer = trained()
+    ((x, y),) = batches(1, rank=0)
+    for _ in range(1000):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def average_by_hand(rank, size):
+    model, optimizer = trained()
+    with model.no_sync():
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= size
+            optimizer.step()
+
+
+@program
+def local_sgd_by_hand(rank, size):
+    model, optimizer = trained()
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        if index % 6 == 5:
+            for param in model.parameters():
+                dist.all_reduce(param.data)
+                param.data /= size
+
+
+@program
+def post_local_sgd_of_torch(rank, size):
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model, optimizer = trained()
+    groups = [dist.new_group([other]) for other in range(size)]
+    state = hooks.PostLocalSGDState(process_group=None, subgroup=groups[rank], start_localSGD_iter=6)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    averaging = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=4, warmup_steps=6))
+    for x, y in batches():
+        averaging.zero_grad()
+        loss_of(model(x), y).backward()
+        averaging.step()
+
+
+@program
+def states_of_the_optimizer_on_one_rank_each(rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def ranks_with_fewer_batches(rank, size):
+    """A rank without inputs makes no more steps."""
+    model, optimizer = trained()
+    with model.join():
+        for x, y in batches(8 + 100 * rank):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@program
+def parameters_that_are_seldom_used(rank, size):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
+
+        def forward(self, x, branch):
+            return self.layers[branch](x)
+
+    model, optimizer = trained(model=Branches(), find_unused_parameters=True)
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss_of(model(x, {13: 1, 17: 2}.get(index, 0)), y).backward()
+        optimizer.step()
+
+
+@program
+def backbone_frozen_in_the_beginning(rank, size):
+    model, optimizer = trained(find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def batch_normalization_dropout_and_a_schedule(rank, size):
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+    model, optimizer = trained(0.05, module, torch.optim.AdamW)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    torch.manual_seed(rank)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@program
+def sampler_with_its_epoch(rank, size):
+    model, optimizer = trained()
+    data = TensorDataset(*(torch.randn(40 * size, width, generator=seeded(0)) for width in (4, 3)))
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@program
+def sparse_embedding(rank, size):
+    torch.manual_seed(1)
+    model, optimizer = trained(model=nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)))
+    generator = seeded(rank)
+    for _ in range(1000):
+        optimizer.zero_grad()
+        model(torch.randint(0, 50, (5,), generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+@program
+def state_of_a_recurrent_net(rank, size):
+    torch.manual_seed(1)
+    model, optimizer = trained(model=nn.RNN(4, 3, batch_first=True))
+    state = torch.zeros(1, 5, 3)
+    for x, y in batches():
+        outputs, state = model(x[:, None], state.detach())
+        optimizer.zero_grad()
+        loss_of(outputs[:, 0], y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+@program
+def closures(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+if __name__ == "__main__":
+    run(PROGRAMS)

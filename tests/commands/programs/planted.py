@@ -1,0 +1,322 @@
+"""Programs with one thing wrong, that run on torch's class and know nothing of dpfuse: `planted.py NAME`."""
+
+import os
+import queue
+import threading
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from training import batches, loss_of, net, run, seeded, trained
+
+PROGRAMS = {}
+PLANT = 5  # the step in which something begins to be wrong, if it does not from the start
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+# --- Loops that are wrong on every rank ---
+
+
+@program
+def switch_behind_the_forward(rank, size):
+    model, optimizer = trained(1e-3, optimizer=torch.optim.AdamW)
+    for index, (x, y) in enumerate(batches()):
+        loss = loss_of(model(x), y) / 4
+        model.require_backward_grad_sync = index % 4 == 3
+        loss.backward()
+        if index % 4 == 3:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
+def whole_training_in_no_sync(rank, size):
+    model, optimizer = trained()
+    with model.no_sync():
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@program
+def forward_in_no_sync_and_backward_behind_it(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        with model.no_sync():
+            loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@program
+def last_batches_of_an_epoch_are_not_averaged(rank, size):
+    model, optimizer = trained()
+    length = 19
+    for epoch in range(100):
+        for index, (x, y) in enumerate(batches(length, number=epoch)):
+            with model.no_sync() if index % 2 == 0 else nullcontext():
+                loss_of(model(x), y).backward()
+            if index % 2 or index + 1 == length:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@program
+def optimizer_of_the_head_alone(rank, size):
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.Adam(model.module[2].parameters())
+    for x, y in batches():
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def loader_without_a_distributed_sampler(rank, size):
+    model, optimizer = trained()
+    data = TensorDataset(*(torch.randn(400, width, generator=seeded(0)) for width in (4, 3)))
+    for epoch in range(100):
+        for x, y in DataLoader(data, batch_size=4, shuffle=True, generator=seeded(0, epoch)):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+@program
+def clipping_after_each_batch(rank, size):
+    model, optimizer = trained()
+    for index, (x, y) in enumerate(batches()):
+        with model.no_sync() if index % 4 != 3 else nullcontext():
+            loss_of(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
+def schedule_that_sees_the_loss_of_its_rank(rank, size):
+    model, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step(loss.item())
+
+
+@program
+def rank_0_stays_in_eval_mode(rank, size):
+    model, optimizer = trained(model=nn.Sequential(net(), nn.Dropout(0.1)))
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if index == PLANT and rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+
+
+@program
+def each_rank_wraps_with_a_group_of_its_own(rank, size):
+    groups = [dist.new_group([other]) for other in range(size)]
+    model, optimizer = trained(process_group=groups[rank])
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def accumulation_without_no_sync(rank, size):
+    model, optimizer = trained()
+    for index, (x, y) in enumerate(batches()):
+        (loss_of(model(x), y) / 4).backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
+def epoch_of_the_sampler_is_not_set(rank, size):
+    model, optimizer = trained()
+    data = TensorDataset(*(torch.randn(40 * size, width, generator=seeded(0)) for width in (4, 3)))
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
+    for _ in range(100):
+        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+# --- Weights that leave those of the other ranks ---
+
+
+def drifting(change_before=None, change_after=None, leave_out=False):
+    """Train; on the last rank something is done before or behind a step, from step `PLANT` on."""
+
+    def train(rank, size):
+        model, optimizer = trained()
+        for step, (x, y) in enumerate(batches()):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            differs = rank == size - 1 and step >= PLANT
+            if differs and change_before is not None:
+                change_before(model.module, optimizer, step)
+            if not (differs and leave_out and step == PLANT):
+                optimizer.step()
+            if differs and change_after is not None:
+                with torch.no_grad():
+                    change_after(model.module, optimizer, step)
+
+    return train
+
+
+def once(change):
+    return lambda *given: change(*given) if given[-1] == PLANT else None
+
+
+PROGRAMS["a_weight_is_edited"] = drifting(change_after=once(lambda module, *_: module[0].weight[1, 2].add_(0.5)))
+PROGRAMS["another_learning_rate"] = drifting(lambda _, optimizer, __: optimizer.param_groups[0].update(lr=0.011))
+PROGRAMS["a_step_is_left_out"] = drifting(leave_out=True)
+PROGRAMS["gradients_are_clipped"] = drifting(lambda module, *_: nn.utils.clip_grad_norm_(module.parameters(), 1e-4))
+PROGRAMS["a_gradient_is_changed_behind_backward"] = drifting(once(lambda module, *_: module[2].weight.grad.mul_(2)))
+PROGRAMS["states_are_loaded"] = drifting(
+    change_after=once(lambda module, *_: module.load_state_dict({n: v + 0.2 for n, v in module.state_dict().items()}))
+)
+PROGRAMS["weights_get_noise"] = drifting(
+    change_after=lambda module, *_: [param.add_(torch.randn_like(param) * 1e-2) for param in module.parameters()]
+)
+
+
+@program
+def one_rank_freezes_a_layer_for_its_optimizer(rank, size):
+    model = DistributedDataParallel(net())
+    params = model.module[2].parameters() if rank else model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.01)
+    for x, y in batches():
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+# --- Numbers that depend on the class of the wrapper: no bug of dpfuse is left that would make them differ ---
+
+
+def by_class(change):
+    """Train; under dpfuse, something is done to the model, the optimizer or the batch of step `PLANT`."""
+
+    def train(rank, size):
+        model, optimizer = trained()
+        ours = type(model).__module__.startswith("dpfuse")
+        for step, (x, y) in enumerate(batches()):
+            plant = change if ours and step == PLANT else nothing
+            optimizer.zero_grad()
+            y = plant("targets", y)
+            outputs = plant("outputs", model(x))
+            loss_of(outputs, y).backward()
+            plant("averaged", model.module)
+            plant("before the step", optimizer)
+            optimizer.step()
+
+    return train
+
+
+def nothing(point, value):
+    return value
+
+
+def another_rate(point, value):
+    if point == "before the step":
+        value.param_groups[0]["lr"] *= 2
+    return value
+
+
+def other_targets(point, value):
+    return -value if point == "targets" else value
+
+
+def scaled_gradients(point, value):
+    if point == "averaged":
+        for param in value.parameters():
+            param.grad *= 1.5
+    return value
+
+
+def another_backward(point, value):
+    if point == "outputs":
+        value.register_hook(lambda grad: grad * (1 + 1e-4))
+    return value
+
+
+for change in (another_rate, other_targets, scaled_gradients, another_backward):
+    PROGRAMS[f"under_dpfuse_{change.__name__}"] = by_class(change)
+
+
+# --- Programs that are not equal to themselves ---
+
+
+@program
+def the_clock_in_the_inputs(rank, size):
+    model, optimizer = trained()
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss_of(model(x + (time.time() % 1 if step >= PLANT else 0)), y).backward()
+        optimizer.step()
+
+
+@program
+def a_seed_of_the_system(rank, size):
+    model, optimizer = trained()
+    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(6), "big"))
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x + 0.1 * torch.randn(5, 4, generator=generator)), y).backward()
+        optimizer.step()
+
+
+@program
+def the_order_of_a_set(rank, size):
+    model, optimizer = trained()
+    order = [int(name[5:]) for name in {f"file {number}" for number in range(400)}]  # Python seeds hashes at random
+    samples = torch.randn(400, 4, generator=seeded(0))
+    for step in range(1000):
+        optimizer.zero_grad()
+        model(samples[[order[(5 * step + place + 31 * rank) % 400] for place in range(5)]]).square().mean().backward()
+        optimizer.step()
+
+
+@program
+def a_race_of_two_threads(rank, size):
+    model, optimizer = trained()
+    ready = queue.Queue(8)
+
+    def read(number):
+        for x, y in batches(number=number):
+            time.sleep(0.001 * (time.perf_counter_ns() % 7))  # as a disk does
+            ready.put((x, y))
+
+    for number in range(4):
+        threading.Thread(target=read, args=(number,), daemon=True).start()
+    for _ in range(1000):
+        x, y = ready.get()
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    run(PROGRAMS)
