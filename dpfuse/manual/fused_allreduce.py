@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dpfuse.comm import votes
-from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.collective import is_registered, resolve_group
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import board_of, leave
 from dpfuse.engine.assembly import Assembly
@@ -104,7 +104,7 @@ def fused_allreduce_gradients(
         _prepare(parameter_list, options, _kept_alone)
         return
     _check_group(process_group)
-    kept = _kept.setdefault(process_group, [])
+    kept = _kept_for(process_group)
     prepared, all_have_buckets = _agree(parameter_list, options, process_group, kept)
     try:
         # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
@@ -116,6 +116,15 @@ def fused_allreduce_gradients(
         if not isinstance(error, DPFuseError):
             _leave(process_group, error)  # the peers wait for this rank, or are further
         raise
+
+
+def _kept_for(group: dist.ProcessGroup) -> list[_Prepared]:
+    """What earlier calls over this group have kept."""
+    if group not in _kept:
+        for other in [each for each in _kept if not is_registered(each)]:
+            del _kept[other]  # a destroyed group, which lives as long as its buckets
+        _kept[group] = []
+    return _kept[group]
 
 
 def _agree(
@@ -210,7 +219,9 @@ class _Prepared:
         self.buckets: list[GradBucket] = []
         self._options = options
         self._specs = specs
-        self._items = [ref(item) for item in items]
+        # The buckets go with the first one: they keep the group alive, with its threads and connections.
+        self._items = [ref(item, lambda _, buckets=self.buckets: buckets.clear()) for item in items[:1]]
+        self._items += [ref(item) for item in items[1:]]
         places = {id(item): place for place, item in enumerate(items)}
         self._chosen = [places[id(param)] for param in params]
         self._devices = list(dict.fromkeys(param.device for param in params))
@@ -249,7 +260,7 @@ class _Prepared:
         options = self._options
         prepare_group(group, self._devices, options.wire, options.deterministic, STALL_TIMEOUT)
         if self._specs:
-            self.buckets = votes.agree_on_success(lambda: self._make_buckets(group), group, CALLED)
+            self.buckets[:] = votes.agree_on_success(lambda: self._make_buckets(group), group, CALLED)
 
     def _make_buckets(self, group: dist.ProcessGroup) -> list[GradBucket]:
         options, window = self._options, Window()
