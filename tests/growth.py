@@ -79,17 +79,19 @@ class Size:
     @property
     def counts(self) -> tuple[int, ...]:
         """What must not be more by one."""
-        return self.files, self.threads, self.hooks, self.ours
+        return self.files, self.threads, self.hooks
 
-    def assert_not_grown(self, before: Size, megabytes: int, objects: int) -> None:
+    def assert_not_grown(self, before: Size, megabytes: int, objects: int, ours: int = 0) -> None:
         """Fail if more is held than before.
 
         Args:
             before: an earlier moment of the same process.
             megabytes: an allocator takes some at a time.
             objects: Python and torch have caches, which fill.
+            ours: as many objects of dpfuse may come and go.
         """
         more = [here > there for here, there in zip(self.counts, before.counts, strict=True)]
-        assert not any(more), f"descriptors, threads, hooks or objects: {before} became {self}"
+        assert not any(more), f"descriptors, threads or hooks: {before} became {self}"
+        assert self.ours - before.ours <= ours, f"objects of dpfuse: {before} became {self}"
         assert self.resident - before.resident < megabytes * MB, f"memory: {before} became {self}"
         assert self.objects - before.objects <= objects, f"objects: {before} became {self}"

@@ -220,7 +220,7 @@ class _Prepared:
         self._options = options
         self._specs = specs
         # The buckets go with the first one: they keep the group alive, with its threads and connections.
-        self._items = [ref(item, lambda _, buckets=self.buckets: buckets.clear()) for item in items[:1]]
+        self._items = [ref(item, partial(_free, self.buckets)) for item in items[:1]]
         self._items += [ref(item) for item in items[1:]]
         places = {id(item): place for place, item in enumerate(items)}
         self._chosen = [places[id(param)] for param in params]
@@ -330,6 +330,10 @@ class _Prepared:
                 bucket.discard()
             bucket.bind(())
         return None if reading.all_well else reading
+
+
+def _free(buckets: list[GradBucket], param: ref[Tensor]) -> None:
+    buckets.clear()
 
 
 def _facts_of(items: Sequence[Tensor]) -> list[Any]:
