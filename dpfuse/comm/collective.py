@@ -32,6 +32,7 @@ __all__ = [
     "check_all_to_all",
     "coalesced",
     "group_device",
+    "is_registered",
     "multiplies",
     "resolve_group",
     "start_all_gather",
@@ -72,6 +73,15 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
             "pass what torch.distributed.new_group() returned"
         )
     return group
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows the group: it has made it, and not destroyed it since."""
+    try:
+        dist.get_backend(group)
+    except (RuntimeError, ValueError, AssertionError):
+        return False
+    return True
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

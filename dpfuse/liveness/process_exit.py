@@ -17,12 +17,13 @@ __all__ = ["announce_by", "announce_error", "announce_exit"]
 
 _heartbeats: list[Heartbeat] = []
 _installed = False
+_finalizer: util.Finalize | None = None
 _caller_exits = False  # whether a caller of `announce_exit` ends the process
 
 
 def announce_by(heartbeat: Heartbeat) -> None:
     """Tell the peers of a heartbeat when this process ends, and stop its thread before Python ends."""
-    global _installed
+    global _installed, _finalizer
     _heartbeats[:] = [one for one in _heartbeats if one.beats]
     _heartbeats.append(heartbeat)
     if not _installed:
@@ -36,7 +37,9 @@ def announce_by(heartbeat: Heartbeat) -> None:
         sys.excepthook = announce_and_print
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_forget)
-    util.Finalize(None, _at_exit, exitpriority=0)  # a child of multiprocessing runs these, and not atexit
+    # A child of multiprocessing runs finalizers, and not atexit. It begins without those of its parent.
+    if _finalizer is None or not _finalizer.still_active():
+        _finalizer = util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def announce_error(error: BaseException) -> None:

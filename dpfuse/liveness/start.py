@@ -8,6 +8,7 @@ import weakref
 import torch.distributed as dist
 
 from dpfuse.comm import votes
+from dpfuse.comm.collective import is_registered
 from dpfuse.comm.waiting import Board, board_of, interruptible_devices, put_board
 from dpfuse.liveness import process_exit
 from dpfuse.liveness.client import HeartbeatClient
@@ -66,16 +67,8 @@ class _Alive:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._registered = _is_registered(group)
+        self._registered = is_registered(group)
 
     def __call__(self) -> bool:
         group = self._group()
-        return group is not None and (not self._registered or _is_registered(group))
-
-
-def _is_registered(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.get_backend(group)
-    except (RuntimeError, ValueError, AssertionError):
-        return False
-    return True
+        return group is not None and (not self._registered or is_registered(group))

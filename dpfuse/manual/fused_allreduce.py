@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dpfuse.comm import votes
-from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.collective import is_registered, resolve_group
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import board_of, leave
 from dpfuse.engine.assembly import Assembly
@@ -108,7 +108,7 @@ def fused_allreduce_gradients(
         _prepare(parameter_list, options, _kept_alone)
         return
     _check_group(process_group)
-    kept = _kept.setdefault(process_group, [])
+    kept = _kept_for(process_group)
     prepared, agreed = _agree(parameter_list, options, process_group, kept)
     try:
         # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
@@ -124,6 +124,15 @@ def fused_allreduce_gradients(
         raise
     if prepared.weights is not None:
         prepared.weights.averaged()
+
+
+def _kept_for(group: dist.ProcessGroup) -> list[_Prepared]:
+    """What earlier calls over this group have kept."""
+    if group not in _kept:
+        for other in [each for each in _kept if not is_registered(each)]:
+            del _kept[other]  # a destroyed group, which lives as long as its buckets
+        _kept[group] = []
+    return _kept[group]
 
 
 def _agree(
@@ -222,7 +231,9 @@ class _Prepared:
         self.weights: CallWeights | None = None
         self._options = options
         self._specs = specs
-        self._items = [ref(item) for item in items]
+        # The buckets go with the first one: they keep the group alive, with its threads and connections.
+        self._items = [ref(item, partial(_free, ref(self))) for item in items[:1]]
+        self._items += [ref(item) for item in items[1:]]
         places = {id(item): place for place, item in enumerate(items)}
         self._chosen = [places[id(param)] for param in params]
         self._devices = list(dict.fromkeys(param.device for param in params))
@@ -333,6 +344,12 @@ class _Prepared:
                 bucket.discard()
             bucket.bind(())
         return None if reading.all_well else reading
+
+
+def _free(prepared: ref[_Prepared], param: ref[Tensor]) -> None:
+    found = prepared()
+    if found is not None:
+        found.buckets, found.weights = [], None
 
 
 def _facts_of(items: Sequence[Tensor]) -> list[Any]:

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-from functools import partial
 
 import pytest
 
 from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
 from dpfuse.job.startup import FOLDER, startup_variables
-from tests.commands.programs import PROGRAMS
-from tests.distributed.processes import clean_environment, free_port, run
-
-REPLACED = re.compile(r"^dpfuse run: (\w+) is wrapped by dpfuse's DistributedDataParallel instead of torch's", re.M)
-
-
-python = partial(run, folder=PROGRAMS, warm=False)
-
-
-def lines_of(done):
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert len(lines) == 2, done.stdout
-    return lines
+from tests.commands.side_by_side import REPLACED, assert_same, python
+from tests.distributed.processes import clean_environment, free_port
 
 
 @pytest.fixture
@@ -34,12 +20,6 @@ def gan_settings(tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"seed": 1, "lr": 0.002, "steps": 4}))
     return path
-
-
-def assert_same(plain, ours, name):
-    assert lines_of(ours) == lines_of(plain)
-    assert REPLACED.findall(plain.stderr) == []
-    assert REPLACED.findall(ours.stderr) == [name]
 
 
 def test_two_wrappers_settings_and_another_folder(gan_settings):
@@ -82,9 +62,7 @@ def test_a_program_that_starts_its_own_ranks():
     words = ["momentum_encoder.py", 2]
     plain = python(*words, free_port(), 4)
     ours = python("-m", "dpfuse", "run", *words, free_port(), 4)
-    hide = [[re.sub(r"'\d{4,5}'", "PORT", line) for line in lines_of(done)] for done in (plain, ours)]
-    assert hide[0] == hide[1]
-    assert REPLACED.findall(ours.stderr) == ["Pair"]
+    assert_same(plain, ours, "Pair")
 
 
 @pytest.mark.slow

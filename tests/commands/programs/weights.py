@@ -1,4 +1,4 @@
-"""What the programs print at their end: a number for the weights of all ranks, and what Python told the program."""
+"""What the programs print: at their end a number for the weights of all ranks, and what Python told the program."""
 
 import os
 import sys
@@ -14,7 +14,12 @@ def show(*modules):
     values += [value for module in modules for value in module.buffers() if rank == 0]
     found = zlib.crc32(b"".join(value.detach().contiguous().numpy().tobytes() for value in values))
     main = sys.modules["__main__"]
-    words = [f"rank {rank} weights {found:08x}", f"main {main.__name__} {os.path.basename(main.__file__)}"]
+    words = [f"weights {found:08x}", f"main {main.__name__} {os.path.basename(main.__file__)}"]
     words += [f"argv {sys.argv[1:]}", f"path {os.path.basename(os.path.abspath(sys.path[0]))}"]
+    say(" ".join(words))
+
+
+def say(text):
+    """Print one line with the number of the rank."""
     sys.stdout.flush()
-    os.write(1, f"{' '.join(words)}\n".encode())  # at once: the ranks share the file
+    os.write(1, f"rank {dist.get_rank()} {text}\n".encode())  # at once: the ranks share the file

@@ -1,0 +1,97 @@
+"""What must not grow while a process goes on and on: memory, open files, threads, hooks and objects."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+from torch import nn
+from torch.optim import optimizer
+
+from tests.patience import patience
+
+__all__ = ["Size"]
+
+MB = 1 << 20
+OURS = ("dpfuse", "multiprocessing")  # the second one has what runs at the end of a process
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a process holds at one moment.
+
+    Args:
+        resident: bytes of memory.
+        files: open descriptors.
+        threads: of Python and of others.
+        hooks: in torch's tables for all modules and all optimizers.
+        ours: objects of dpfuse's classes.
+        objects: all that Python's collector knows.
+    """
+
+    resident: int
+    files: int
+    threads: int
+    hooks: int
+    ours: int
+    objects: int
+
+    @classmethod
+    def now(cls) -> Size:
+        """Measure this process, once what is in cycles is gone."""
+        gc.collect()
+        objects = gc.get_objects()
+        tables = [
+            table
+            for owner in (nn.modules.module, optimizer)
+            for name, table in vars(owner).items()
+            if name.startswith("_global_") and isinstance(table, dict)
+        ]
+        return cls(
+            resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
+            files=len(os.listdir("/proc/self/fd")),
+            threads=len(os.listdir("/proc/self/task")),
+            hooks=sum(map(len, tables)),
+            ours=sum(str(type(each).__module__).startswith(OURS) for each in objects),
+            objects=len(objects),
+        )
+
+    @classmethod
+    def settled(cls, quiet: float = 2.0, within: float = 20.0) -> Size:
+        """Measure this process once its counts have stayed the same for a while: threads may be about to end.
+
+        Args:
+            quiet: for how many seconds.
+            within: after how many seconds to wait no longer.
+        """
+        began = changed = monotonic()
+        size = cls.now()
+        while monotonic() < changed + patience(quiet) and monotonic() < began + patience(within):
+            sleep(0.2)
+            before, size = size, cls.now()
+            if size.counts != before.counts:
+                changed = monotonic()
+        return size
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """What must not be more by one."""
+        return self.files, self.threads, self.hooks
+
+    def assert_not_grown(self, before: Size, megabytes: int, objects: int, ours: int = 0) -> None:
+        """Fail if more is held than before.
+
+        Args:
+            before: an earlier moment of the same process.
+            megabytes: an allocator takes some at a time.
+            objects: Python and torch have caches, which fill.
+            ours: as many objects of dpfuse may come and go.
+        """
+        more = [here > there for here, there in zip(self.counts, before.counts, strict=True)]
+        assert not any(more), f"descriptors, threads or hooks: {before} became {self}"
+        assert self.ours - before.ours <= ours, f"objects of dpfuse: {before} became {self}"
+        assert self.resident - before.resident < megabytes * MB, f"memory: {before} became {self}"
+        assert self.objects - before.objects <= objects, f"objects: {before} became {self}"
