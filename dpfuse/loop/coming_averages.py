@@ -6,10 +6,10 @@ import ast
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
-from dpfuse.loop.coming_code import Scope, UnknownCodeError, coming_code
+from dpfuse.loop.coming_code import Lines, Scope, UnknownCodeError, coming_code
 
 __all__ = ["weights_may_be_averaged"]
 
@@ -22,7 +22,7 @@ SENDING = re.compile(r"all_?reduce|all_?gather|broadcast|^i?reduce|average|aggre
 NUMBERS = re.compile(r"^[A-Z]|norm|clip|numel")  # calls that return no weights: constructors, and numbers
 
 
-def weights_may_be_averaged(frame: FrameType | None, made: Mapping[int, int]) -> bool:
+def weights_may_be_averaged(frame: FrameType | None, made: Lines) -> bool:
     """Whether it can be seen that weights are averaged, or not be seen that they are not.
 
     The source is searched for a call that sends something, such as `all_reduce`, of what comes from `parameters()` or

@@ -16,11 +16,12 @@ from typing import Any
 
 from dpfuse.engine.user_line import INSIDE, user_frame
 
-__all__ = ["Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "running_lines", "value_of"]
+__all__ = ["Lines", "Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "running_lines", "value_of"]
 
 FUNCTIONS = 200  # that are read at most
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Lines = Mapping[tuple[int, CodeType], int]
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
@@ -66,21 +67,23 @@ class Scope:
                     yield node
 
 
-def running_lines(frame: FrameType | None) -> dict[int, int]:
-    """Return the line of each function of the user that runs, by the id of its frame.
+def running_lines(frame: FrameType | None) -> Lines:
+    """Return the line of each function of the user that runs, by the id of its frame and its code.
+
+    An id alone may be that of another function later. Frames themselves would keep the objects of the program alive.
 
     Args:
         frame: the innermost one.
     """
-    lines = {}
+    lines: dict[tuple[int, CodeType], int] = {}
     while frame is not None:
         if not frame.f_code.co_filename.startswith(INSIDE):
-            lines[id(frame)] = frame.f_lineno
+            lines[id(frame), frame.f_code] = frame.f_lineno
         frame = frame.f_back
     return lines
 
 
-def coming_code(frame: FrameType | None, made: Mapping[int, int]) -> list[Scope]:
+def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
     """Return what may still run with a model, in each function of the user that runs, and in those it calls.
 
     Args:
@@ -100,7 +103,7 @@ def coming_code(frame: FrameType | None, made: Mapping[int, int]) -> list[Scope]
         raise UnknownCodeError
     innermost, loops = frame, 0
     while frame is not None:
-        line = made.get(id(frame), 0)
+        line = made.get((id(frame), frame.f_code), 0)
         if not frame.f_code.co_filename.startswith(INSIDE):
             try:
                 function = sources.function_of(frame.f_code)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dpfuse.loop.coming_code import Scope, UnknownCodeError, UnknownValueError, coming_code, value_of
+from dpfuse.loop.coming_code import Lines, Scope, UnknownCodeError, UnknownValueError, coming_code, value_of
 
 __all__ = ["may_step"]
 
 OTHERS = re.compile(r"sched|prof|ema$", re.I)  # names of objects that have a step() and are no optimizers
 
 
-def may_step(frame: FrameType | None, made: Mapping[int, int], waiting: Collection[Optimizer]) -> bool:
+def may_step(frame: FrameType | None, made: Lines, waiting: Collection[Optimizer]) -> bool:
     """Whether the program has code that steps one of these optimizers, or that gives one more parameters.
 
     Args:

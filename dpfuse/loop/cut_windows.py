@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 
 from torch.optim import Optimizer
 
 from dpfuse.loop.coming_averages import weights_may_be_averaged
+from dpfuse.loop.coming_code import Lines
 from dpfuse.loop.findings import CUT_WINDOW, findings
 from dpfuse.loop.watched_gradient import WatchedGradient
 
@@ -25,7 +25,7 @@ class CutWindows:
         made: the lines that ran when the model was made.
     """
 
-    def __init__(self, watched: WatchedGradient, made: Mapping[int, int]) -> None:
+    def __init__(self, watched: WatchedGradient, made: Lines) -> None:
         self._watched = watched
         self._made = made
         self._length = 0  # of the last window that ended with an average

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.protocols import BucketObserver
+from dpfuse.loop.coming_code import Lines
 
 __all__ = ["Looking", "Model", "Times"]
 
@@ -42,7 +43,7 @@ class Model:
         rank: of this process.
         observers: are told how each bucket travels; may grow and shrink.
         times: makes an observer that measures.
-        made: the lines of the program that ran when it was wrapped, by the id of a frame.
+        made: the lines of the program that ran when it was wrapped, as of `running_lines`.
         on_gpu: whether the parameters are on a GPU.
 
     Attributes:
@@ -59,7 +60,7 @@ class Model:
         rank: int,
         observers: list[BucketObserver],
         times: Callable[[], Times],
-        made: Mapping[int, int],
+        made: Lines,
         *,
         on_gpu: bool,
     ) -> None:

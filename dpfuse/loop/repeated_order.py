@@ -71,7 +71,7 @@ class RepeatedOrder:
         samplers = [each for each in objects if issubclass(type(each), DistributedSampler)]
         loaders = [each for each in objects if issubclass(type(each), DataLoader)]
         for sampler in samplers:
-            lengths = [len(loader) for loader in loaders if sampler in samplers_of(loader)]
+            lengths = [len(loader) for loader in loaders if any(each is sampler for each in samplers_of(loader))]
             lengths += [len(sampler) // self._batch_size, -(-len(sampler) // self._batch_size)]
             if sampler.shuffle and sampler.num_replicas > 1 and epoch in lengths:
                 findings.warn(

@@ -155,6 +155,21 @@ def makes_a_model_each_time():
         makes_a_model()
 
 
+def epoch_in_the_frame_of_a_function_that_made_a_model():
+    MADE[id(sys._getframe()), mlp.__code__] = 1
+    for _ in range(1):
+        look()
+
+
+def test_the_frame_of_another_function_with_the_same_id_made_no_model():
+    model = mlp()
+    for _ in range(1):
+        epoch_in_the_frame_of_a_function_that_made_a_model()
+        if NEVER:
+            average(model.parameters())
+    assert AVERAGES == [True]
+
+
 @pytest.mark.parametrize("program", [makes_one_model_after_the_other, makes_a_model_each_time])
 def test_what_is_done_with_the_next_model_does_not_come_for_this_one(program):
     program()
