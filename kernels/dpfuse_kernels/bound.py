@@ -59,7 +59,7 @@ class BoundKernel:
         """As `launch`, with what `whole` has returned."""
         runtime = self._runtime
         before, behind = runtime.launch_enter_hook, runtime.launch_exit_hook
-        # In Triton 3.6 a hook is a chain of hooks, which may be empty, or a single hook. In line, for each launch.
+        # In Triton 3.6 a hook is a chain of hooks, which may be empty, or a single hook.
         if before is not None and getattr(before, "calls", None) != []:
             return False
         if behind is not None and getattr(behind, "calls", None) != []:
