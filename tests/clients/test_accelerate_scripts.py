@@ -16,8 +16,8 @@ from tests.distributed.processes import clean_environment
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = ("test_script", "test_sync", "test_ddp_comm_hook", "test_distributed_data_loop", "test_ops")
-WRAPS = ("test_script", "test_sync", "test_ddp_comm_hook", "test_distributed_data_loop")  # the last one has no model
+# Without a GPU, test_ddp_comm_hook ends with an error of torch's class, and test_distributed_data_loop hangs with it.
+WRAPS = {"test_script": True, "test_sync": True, "test_ops": False}  # whether a script wraps a model
 
 
 def said(folder):
@@ -27,7 +27,7 @@ def said(folder):
     return [re.sub(r"0x[0-9a-f]+|localhost:\d+", "", text) for text in texts]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", WRAPS)
 def test_a_script_of_accelerate_ends_the_same(script, tmp_path):
     pytest.importorskip("accelerate")
     environ = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -37,6 +37,6 @@ def test_a_script_of_accelerate_ends_the_same(script, tmp_path):
         files = ("--redirects", 1, "--log-dir", tmp_path / way)  # else lines of both ranks would mix
         command = ("-m", "torch.distributed.run", "--nproc_per_node", 2, *files, "-m")
         done[way] = python(*command, f"accelerate.test_utils.scripts.{script}", timeout=400, **environ, **more)
-    assert done["dpfuse"].returncode == done["torch"].returncode, done["dpfuse"].stderr
+    assert [each.returncode for each in done.values()] == [0, 0], done["dpfuse"].stderr
     assert said(tmp_path / "dpfuse") == said(tmp_path / "torch")
-    assert bool(REPLACED.findall(done["dpfuse"].stderr)) == (script in WRAPS), done["dpfuse"].stderr
+    assert bool(REPLACED.findall(done["dpfuse"].stderr)) == WRAPS[script], done["dpfuse"].stderr
