@@ -410,7 +410,7 @@ class FailsOnce(AllReduce):
     """Fails when it is to start, before a collective or in it."""
 
     def __init__(self, group, inside):
-        super().__init__(group)
+        super().__init__(group, torch.device("cpu"))
         self.inside, self.failed = inside, False
 
     def start(self, flat):
