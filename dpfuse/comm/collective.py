@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -26,11 +26,11 @@ __all__ = [
     "all_reduce_coalesced",
     "all_reduce_max",
     "all_reduce_multiplied",
-    "all_reduce_of",
     "all_reduce_together",
     "broadcast",
     "check_all_to_all",
     "coalesced",
+    "direct_all_reduce",
     "group_device",
     "is_registered",
     "multiplies",
@@ -119,14 +119,14 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return work if type(group) is dist.ProcessGroup else _PythonWork(work, flat)
 
 
-def all_reduce_of(device: torch.device, group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work]:
-    """Return what starts `all_reduce` of a tensor on `device`, to be called in each step.
+def direct_all_reduce(device: torch.device, group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work] | None:
+    """Return what starts `all_reduce` of a tensor on `device` in less time; None if nothing does.
 
     On CUDA that is the back end of the group. Torch's dispatcher, through which a group calls it, takes a fifth of the
     host's time of a collective of NCCL. It is used where a mode of the dispatcher watches all operations.
     """
     if device.type != "cuda" or type(group) is not dist.ProcessGroup:
-        return partial(all_reduce, group=group)
+        return None
     backend: Any = group._get_backend(device)
     start: Callable[[list[Tensor], Any], dist.Work] = backend.allreduce
     is_watched = torch._C._len_torch_dispatch_stack

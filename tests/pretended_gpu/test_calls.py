@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpfuse.comm.collective import all_reduce_of
+from dpfuse.comm.collective import direct_all_reduce
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.weights.check import WeightsCheck
 from tests.operations import Operations
@@ -182,7 +182,7 @@ def test_the_check_of_loops_compares_ranks_with_one_more_read_and_no_launch(monk
 
 def test_a_sum_is_started_by_the_back_end_unless_a_mode_watches_operations():
     flat, calls = torch.ones(8, device="cuda"), []
-    start = all_reduce_of(flat.device, dist.group.WORLD)
+    start = direct_all_reduce(flat.device, dist.group.WORLD)
     with counted() as found, Operations() as watched:
         start(flat).wait()
     calls.append((found["nccl allReduce"], [name for name, _ in watched.collectives]))

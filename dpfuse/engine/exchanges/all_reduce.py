@@ -22,7 +22,7 @@ class AllReduce(Exchange):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._start = collective.all_reduce_of(device, group)
+        self._direct = collective.direct_all_reduce(device, group)
 
     def start(self, flat: Tensor) -> dist.Work:
-        return self._start(flat)
+        return collective.all_reduce(flat, self.group) if self._direct is None else self._direct(flat)
