@@ -28,15 +28,15 @@ demo: need := $(NEED_DEMO)
 wheel: need := $(NEED_WHEEL)
 gpu: need := $(NEED_GPU)
 test lint docs bench: need := $(NEED_ALL)
-test-all test-clients: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
-test-all test-clients: stamp := .venv/.ready-integrations
+test-all test-clients test-nightly: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
+test-all test-clients test-nightly: stamp := .venv/.ready-integrations
 
 # Expanded in each recipe, so with the target's own `need`.
 python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo wheel test test-all test-clients test-torch test-pretended lint bench gpu docs clean
+.PHONY: demo wheel test test-all test-clients test-nightly test-torch test-pretended lint bench gpu docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -47,11 +47,16 @@ test: lint  ## what .ci/run does: lint, types, tests
 
 test-all: lint  ## the long tests too, and those with accelerate, Lightning, transformers and Ray; writes a record
 	$(python) -m tests.recorded bench/results/test-all-cpu$$(nproc)-$$(date +%F).txt \
-		-m "not gpu" --timeout 1200 --durations=25 $(SIDE_BY_SIDE)
+		-m "not gpu and not nightly" --timeout 1200 --durations=25 $(SIDE_BY_SIDE)
 
 test-clients:  ## programs in the shape of public ones, and test scripts of accelerate, beside torch's class
 	$(ready)
 	$(python) -m pytest tests/clients --timeout 1200 --durations=10 $(SIDE_BY_SIDE)
+
+test-nightly:  ## those, and what takes minutes each: 100,000 steps, 1,000 models, 10,000 schedules, the doctor's programs
+	$(ready)
+	$(python) -m tests.recorded bench/results/test-nightly-cpu$$(nproc)-$$(date +%F).txt \
+		-m nightly --timeout 3600 --durations=10 $(SIDE_BY_SIDE)
 
 test-torch:  ## the tests under another release, in an environment that is thrown away: make test-torch TORCH=2.15.0
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" && \

@@ -79,6 +79,7 @@ def test_a_step_that_fails_hides_none_behind_it(run, capfd):
     assert "[third] three" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_may_take_a_share_of_the_time_and_keeps_what_it_said(run, tmp_path, monkeypatch):
     def let_time_pass(planted):
         monkeypatch.setattr(gpu_run, "monotonic", lambda: time.monotonic() + 0.3 * 3600)
@@ -123,6 +124,7 @@ def test_a_run_goes_on_where_the_last_one_of_the_same_commit_stopped(run, tmp_pa
     assert len(list(tmp_path.glob("gpu-*.tar.gz"))) == 3
 
 
+@pytest.mark.slow
 def test_a_stopped_suite_leaves_a_record_of_its_finished_cases(run, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_run, "GRACE", patience(40))
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER_COUNT"):

@@ -14,7 +14,7 @@ from dpfuse.job.startup import startup_variables
 from tests.commands.side_by_side import REPLACED, python
 from tests.distributed.processes import clean_environment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 # Without a GPU, test_ddp_comm_hook ends with an error of torch's class, and test_distributed_data_loop hangs with it.
 WRAPS = {"test_script": True, "test_sync": True, "test_ops": False}  # whether a script wraps a model

@@ -14,7 +14,7 @@ from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import assert_same, lines_of, python
 from tests.distributed.processes import clean_environment, free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PORT, SETTINGS = object(), object()  # a free port, and a file of settings
 

@@ -146,6 +146,7 @@ if sys.argv[1] == "inner":
 """
 
 
+@pytest.mark.slow
 def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_path):
     (tmp_path / "replacing.py").write_text(REPLACING)
     done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path, warm=True)

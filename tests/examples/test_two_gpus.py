@@ -29,6 +29,7 @@ def test_each_cell_compiles_without_the_magic_of_a_notebook(cells):
         compile(text, f"cell {number}", "exec")
 
 
+@pytest.mark.slow
 def test_the_cells_run_in_order_on_two_cpu_ranks(cells, tmp_path):
     program = tmp_path / "cells.py"
     program.write_text("\n\n".join(cells))

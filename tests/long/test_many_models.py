@@ -88,9 +88,10 @@ def grown(run, rounds, ours=0):
     Size.settled().assert_not_grown(before, megabytes=16, objects=300 + rounds // 4, ours=ours)
 
 
+LONG = [pytest.mark.slow, pytest.mark.nightly]
 CASES = [
     pytest.param("dp", "everything on", 30),
-    *[pytest.param(face, way, 1000, marks=pytest.mark.slow) for face in FACES for way in WAYS],
+    *[pytest.param(face, way, 1000, marks=LONG) for face in FACES for way in WAYS],
 ]
 
 
@@ -123,6 +124,7 @@ def sharded(model, group):
 @pytest.mark.parametrize("use", [wrapped, by_hand, sharded])
 @pytest.mark.parametrize("keeps_model", [True, False], ids=["one model", "a new model"])
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.ranks(timeout=300)
 def test_process_groups_that_are_used_and_destroyed_leave_nothing(rank, size, keeps_model, use):
     """As where the first cell of a notebook ends the job and begins a new one."""

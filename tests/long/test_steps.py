@@ -32,6 +32,7 @@ def loss_of(model, inputs):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.ranks(timeout=2000)
 def test_a_hundred_thousand_steps_tell_nothing_and_grow_nothing(rank, size):
     torch.manual_seed(0)

@@ -111,6 +111,7 @@ def test_rank_0_may_end_right_after_its_work(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "reason"), [("raise", "ValueError: the disk is full"), ("kill", "ended suddenly")])
+@pytest.mark.slow
 def test_the_others_are_told_why_rank_0_could_not_finish(tmp_path, end, reason):
     told = run(tmp_path, end)
     assert "told (0,) rank 1 waits for the other ranks between steps, before step 2 and cannot go on" in told[1], told

@@ -27,7 +27,7 @@ def played(rank, size, *cases):
     ("size", "phase"),
     [
         (2, "forward"),
-        (3, "loader"),
+        pytest.param(3, "loader", marks=pytest.mark.slow),
         *(
             pytest.param(size, phase, marks=pytest.mark.slow)
             for size in (2, 3, 4)

@@ -59,6 +59,7 @@ def test_some_schedules(kind, cuda, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.timeout(1200)
 def test_ten_thousand_schedules(kind, cuda, monkeypatch):  # noqa: F811

@@ -6,7 +6,7 @@ import pytest
 
 from tests.commands.doctor.cases import HEALTHY, PLANTED, examine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
