@@ -310,7 +310,7 @@ class Report:
             self._asked_early, self._differed_early = reading.any_asks, reading.any_number
         if reading.all_well:
             if self.is_on_cpu and not reading.any_asks:
-                self._well = states.clone()
+                self._well = torch.empty_like(states).copy_(states)
         elif gather:
             sums.reading = self._with_rows(reading, outcome)
             return sums.reading
