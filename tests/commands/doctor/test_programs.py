@@ -17,7 +17,7 @@ from tests.commands.test_run import python
 from tests.distributed.processes import all_gone, clean_environment, family, free_port, start
 from tests.patience import patience
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def doctor(tmp_path, *words, ranks=2, steps=16, options=(), program="toy.py"):
