@@ -558,7 +558,8 @@ class SyncedModule(nn.Module):
             return {}
         known = self._sync.differing_weights
         differ = {"weights_differ_since": min(known.values())} if known else {}
-        return self._sync.metrics.read() | differ | self._sync.late_ranks
+        read = self._sync.metrics.read()
+        return read | differ | self._sync.late_ranks if read else {}  # another model of the group may know a late rank
 
     def _gradients(self) -> Measurable:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
