@@ -60,7 +60,7 @@ class HeartbeatServer(Heartbeat):
         self._unknown: dict[Connection, float] = {}  # connections, with the time until which they may authenticate
         self._peers: dict[int, _Peer] = {}
         self._failures = 0
-        self._late = LateRanks(size)
+        self._late: LateRanks | None = LateRanks(size)  # until judging has failed
         self._looks: Looks | None = None  # at the ranks, after one was found to be late
 
     def _connect(self) -> None:
@@ -126,7 +126,8 @@ class HeartbeatServer(Heartbeat):
                         if peer.end is None:  # a rank that has left its group goes on beating
                             peer.status, peer.heard = status, monotonic()
                     case ["steps", list(sums), float(sending)]:
-                        self._late.add(rank, sums, sending)
+                        if self._late is not None:
+                            self._late.add(rank, sums, sending)
                     case ["seen", int(phase), dict(seen)]:
                         if self._looks is not None and phase == self._looks.phase:
                             self._looks.add(rank, seen)
@@ -194,16 +195,21 @@ class HeartbeatServer(Heartbeat):
                 self._send(peer, ["fatal", list(finding.ranks[:MAX_FAILURES]), finding.text[:8000]])
         if finding is not None:
             self._consequences.act(finding, now)
-        if self._board.clock is not None:
-            self._judge_steps()
+        if self._board.clock is not None and self._late is not None:
+            try:
+                self._judge_steps(self._late)
+            except Exception as error:  # the heartbeat is worth more, and goes on
+                self._late, self._looks, self._board.late = None, None, {}
+                text = f"slow ranks are not looked for any more: {type(error).__name__}: {error}"
+                log.info("%s", text, extra={"rank": 0})
 
-    def _judge_steps(self) -> None:
+    def _judge_steps(self, ranks: LateRanks) -> None:
         """Log which ranks are late in each step, when that begins and when it ends."""
-        self._late.add(0, self._own_sums(), seconds_sending())
-        changes, late = self._late.judge(), self._late.late
+        ranks.add(0, self._own_sums(), seconds_sending())
+        changes, late = ranks.judge(), ranks.late
         for change in changes:
             log.info("%s", change, extra={"rank": 0})
-        self._board.late = self._late.numbers()
+        self._board.late = ranks.numbers()
         if late is not None and str(late) in changes:
             self._looks = Looks(NAMES.index(late.phases[0]), late.ranks, self._size)
             for peer in list(self._peers.values()):

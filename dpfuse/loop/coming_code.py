@@ -10,7 +10,7 @@ import ast
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from inspect import unwrap
+from inspect import CO_OPTIMIZED, unwrap
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -114,7 +114,7 @@ def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
             if function is None:
                 loops += frame.f_code.co_name in COMPREHENSIONS
             else:
-                names = running[frame.f_code] = {**frame.f_globals, **frame.f_locals}
+                names = running[frame.f_code] = names_in(frame)
                 coming = coming_in(function.body, frame.f_lineno, line) or []
                 loops += any(isinstance(node, LOOPS) and is_at(node, frame.f_lineno) for node in coming)
                 scopes.append(Scope(function, coming, names))
@@ -129,6 +129,15 @@ def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
                 seen.add(called[0].__code__)
                 scopes.extend(scope_of(*called, sources, running))
     return scopes
+
+
+def names_in(frame: FrameType) -> dict[str, Any]:
+    """Return the values of the names of a function that runs. Leaves nothing in its frame."""
+    own = frame.f_locals
+    names = {**frame.f_globals, **own}
+    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(own, dict):
+        own.clear()  # Python before 3.13 would keep this copy, and what it holds, as long as the function runs
+    return names
 
 
 class Sources:

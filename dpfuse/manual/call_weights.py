@@ -14,10 +14,10 @@ from dpfuse.engine.window import Window
 from dpfuse.errors import WeightsWarning
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.finding import Words
+from dpfuse_kernels.bit_hash import BITS
 
 __all__ = ["CallWeights"]
 
-BITS = 32  # of a hash
 HASHED, DUE = 1 << BITS, 2 << BITS  # of what a rank says: whether it has one, and whether it is to be examined
 
 WORDS = Words(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from weakref import ref
 
 import pytest
 import torch
@@ -181,6 +182,19 @@ def test_a_frame_around_that_cannot_be_read_is_passed_over():
     names = {"only_a_loss": only_a_loss, "mlp": mlp}
     exec("def starts():\n    only_a_loss(mlp())\n", names)
     names["starts"]()
+    assert AVERAGES == [False]
+
+
+def test_reading_keeps_no_local_name_alive():
+    def program():
+        for _ in range(1):
+            large = torch.ones(3)
+            kept = ref(large)
+            look()
+            del large
+            return kept() is None
+
+    assert program()
     assert AVERAGES == [False]
 
 

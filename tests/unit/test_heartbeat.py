@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,6 +101,23 @@ def test_the_server_logs_which_rank_is_late_and_the_board_has_its_numbers(job, c
     assert caplog.records[0].rank == 0
     assert job.boards[0].late["late_rank"] == 2
     assert job.boards[1].late == {}
+
+
+def test_the_heartbeat_goes_on_where_judging_fails(job, caplog):
+    caplog.set_level("INFO", logger="dpfuse.slow")
+    job.boards[0].late = {"late_rank": 1.0}
+    job.beats[0]._late = Mock(judge=Mock(side_effect=RuntimeError("planted")))
+    job.boards[0].clock = PhaseClock()
+    until(lambda: bool(caplog.records))
+    assert [record.message for record in caplog.records] == [
+        "slow ranks are not looked for any more: RuntimeError: planted"
+    ]
+    assert job.boards[0].late == {}
+    job.beats[1]._send(["steps", [[1, [0.0] * 6]], 0.0])
+    job.boards[2].place = (Wrapper(0, 60.0), Doing.FORWARD, 7, -1)
+    until(lambda: job.state(0, 2).status.step == 8)
+    assert job.beats[0].beats
+    assert job.state(0, 1).alive
 
 
 def test_looks_of_another_form_end_the_connection(job):
