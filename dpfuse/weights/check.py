@@ -31,7 +31,7 @@ from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
-from dpfuse.weights.finding import CODE, OTHER_TENSORS, Finding, Words, tell_other_tensors
+from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Finding, Words, tell_other_tensors
 from dpfuse.weights.hashing import Hashing
 
 __all__ = ["WeightsCheck"]
@@ -88,7 +88,7 @@ class WeightsCheck(Feature):
         window: Window,
         *,
         raises: bool,
-        words: Words = Words(),  # noqa: B008
+        words: Words = OF_BACKWARDS,
     ) -> None:
         self.known: dict[str, int] = {}
         self.due = False

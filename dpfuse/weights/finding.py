@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CODE", "OTHER_TENSORS", "Finding", "Measured", "Words", "tell_known", "tell_other_tensors"]
+__all__ = ["CODE", "OF_BACKWARDS", "OTHER_TENSORS", "Finding", "Measured", "Words", "tell_known", "tell_other_tensors"]
 
 CODE = "DPF-W01"  # weights differ
 OTHER_TENSORS = "DPF-W02"  # the ranks have other parameters, so that nothing can be compared
@@ -25,8 +25,13 @@ class Words:
         synchronize: what ends a difference.
     """
 
-    averaged: str = "the averaged backward"
-    synchronize: str = "call model.synchronize_weights() on every rank, which sends rank 0's weights"
+    averaged: str
+    synchronize: str
+
+
+OF_BACKWARDS = Words(
+    "the averaged backward", "call model.synchronize_weights() on every rank, which sends rank 0's weights"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Finding:
     size: int
     measured: tuple[Measured, ...]
     measured_count: int
-    words: Words = Words()
+    words: Words = OF_BACKWARDS
 
     def text(self, rank: int) -> str:
         """Return the message for this rank; apart from its number it is the same on every rank."""
