@@ -29,11 +29,20 @@ def name_of(page: Path) -> str:
 
 
 LONG = ("CONTRIBUTING.md", "docs/guide/bucket_sizing.md")  # their programs take seconds
+FIRST = ("README.md", "docs/guide/quickstart.md", "docs/guide/from_ddp.md")  # what a newcomer reads
+
+
+def is_slow(program: Program) -> bool:
+    """Whether a program takes seconds, most of them to start ranks, and is on no page that newcomers read first."""
+    page = name_of(program.page)
+    return page in LONG or ("spawn(" in program.source and page not in FIRST)
+
+
 PROGRAMS = [
     pytest.param(
         program,
         id=f"{name_of(page)}:{program.blocks[0].line}",
-        marks=pytest.mark.slow if name_of(page) in LONG else (),
+        marks=pytest.mark.slow if is_slow(program) else (),
     )
     for page in pages()
     if page.parent != FOLDER  # whose blocks are files: test_tutorials.py
