@@ -115,6 +115,7 @@ class Tracer:
         self._names: dict[int, str] = {}  # of parameters, by id
         self._forwards: list[dict[str, Any]] = []
         self._backwards: list[dict[str, Any]] = []
+        self._running: dict[str, Any] = {}  # the backward that runs, or has ended last
         self._stepped: list[Hash] = []
         self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
@@ -184,16 +185,21 @@ class Tracer:
         self.phases.enter("tracing")
         values = [root for root in roots if isinstance(root, Tensor)]
         number = values[0].detach() if len(values) == 1 and values[0].numel() == 1 else None
-        self._backwards.append({"loss": hash_of_all(values), "value": number})
+        self._running = {"loss": hash_of_all(values), "value": number}
+        self._backwards.append(self._running)
         self.phases.enter("backward")
 
     def backward_ended(self) -> None:
-        """Note that it has ended; gradients are averaged."""
+        """Note that it has ended; gradients are averaged.
+
+        Where an optimizer has stepped meanwhile, the line with this backward is written already.
+        """
         self.phases.enter("tracing")
+        line = self._running
         for traced in self._models:
             if not traced.reached:
                 continue
-            traced.reached, number, line = False, str(traced.number), self._backwards[-1]
+            traced.reached, number = False, str(traced.number)
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
                 traced.local = [NOTHING] * len(traced.params)
