@@ -104,7 +104,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
     order = ["torch", "dpfuse", "torch", "dpfuse"]
     for wrapper in order:
         run = series.run(wrapper)
-        if run.failed or not run.traces:
+        if run.failed or not run.traces or not run.replaceable:
             failed_under = wrapper if run.failed else ""
             failure = _failure(run)
             break
@@ -183,12 +183,24 @@ class _Series:
 
 
 def _failure(run: Run) -> str:
+    under = TITLES[run.wrapper]
+    if not run.failed and run.derived:
+        return (
+            f"{', '.join(run.derived)} derives from torch's DistributedDataParallel, and dpfuse does not replace it, "
+            "so there is nothing to compare; expected torch's class itself. Derive it from "
+            "dpfuse.DistributedDataParallel, or make torch's class"
+        )
+    if not run.failed and run.unwrapped:
+        return (
+            f"the program made no DistributedDataParallel under {under} before an optimizer had made {run.unwrapped} "
+            "steps; expected a data-parallel training with torch's class, and not another one, such as FSDP. If a "
+            "model is wrapped later, pass more --steps"
+        )
     if not run.failed:
         return (
-            "the program made no DistributedDataParallel, or no step of an optimizer, under "
-            f"{TITLES[run.wrapper]}; expected a data-parallel training. Does it need other arguments or more ranks?"
+            f"the program made no DistributedDataParallel, or no step of an optimizer, under {under}; expected a "
+            "data-parallel training. Does it need other arguments or more ranks?"
         )
-    under = TITLES[run.wrapper]
     if run.wrapper == "torch":
         return f"the program fails under {under}, in run {run.number}, so dpfuse cannot be compared: {run.reason()}"
     return f"the program runs under torch DDP and fails under {under}, in run {run.number}: {run.reason()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from dpfuse.commands.doctor.charts import bars, lines
-from dpfuse.commands.doctor.doctor_command import _terminated_as_interrupted
+from dpfuse.commands.doctor.doctor_command import _failure, _terminated_as_interrupted
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import Report
-from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.runs import Run, _progress
 from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
@@ -308,3 +309,35 @@ def test_the_reason_of_a_failure_is_the_first_error_that_is_not_a_consequence(co
         for rank, (kind, text) in enumerate(notes)
     }
     assert Run(1, "torch", code, 1.0, tmp_path / "log.txt", {}, facts).reason() == reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"replaceable": 0, "derived": ["My"]}, "My derives from torch's DistributedDataParallel, and dpfuse does not"),
+        (
+            {"replaceable": 0, "unwrapped": 50},
+            "under torch DDP before an optimizer had made 50 steps; .*more --steps",
+        ),
+        ({"replaceable": 0}, "made no DistributedDataParallel, or no step of an optimizer, under torch DDP;"),
+    ],
+)
+def test_why_nothing_can_be_compared_where_nothing_failed(facts, words):
+    run = timed(1, "torch")
+    run.facts = {str(rank): plain_facts(**facts) for rank in range(2)}
+    assert not run.replaceable
+    assert re.search(words, _failure(run))
+
+
+def test_a_run_in_which_one_wrapper_can_be_replaced_is_compared():
+    run = timed(1, "torch")
+    run.facts = {"0": plain_facts(derived=["My"]), "1": plain_facts(replaceable=0)}
+    assert run.replaceable
+
+
+def test_steps_without_a_trace_are_progress(tmp_path):
+    assert _progress(tmp_path) == (0, 0)
+    (tmp_path / "unwrapped1").write_text("..")
+    assert _progress(tmp_path) == (0, 2)
+    (tmp_path / "rank0.jsonl").write_text("{}\n")
+    assert _progress(tmp_path) == (3, 2)

@@ -1,0 +1,73 @@
+"""What the doctor does inside a process of the program: which wrappers it knows, when it ends, and what it hears."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dpfuse.commands.doctor.observer import Order
+from dpfuse.commands.doctor.runs import OBSERVER
+from dpfuse.job.startup import startup_variables
+from dpfuse.trace.trace_file import read_folder
+from tests.distributed.processes import clean_environment, run
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Derived(DistributedDataParallel):
+    pass
+
+{before}
+net = torch.nn.Linear(2, 2)
+model = {model}
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(12):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    {inside}
+print("behind the loop")
+"""
+GROUP = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+
+
+def observed(folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass") -> SimpleNamespace:
+    """Run a program of one rank as the doctor does, for five steps."""
+    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(folder), wrapper, 5, 2).variables()
+    code = PROGRAM.format(model=model, before=before, inside=inside)
+    done = run("-c", code, WARM_STARTUP="1", **variables)
+    files = {path.name for path in folder.iterdir()}
+    facts = json.loads((folder / "facts0.json").read_text()) if "facts0.json" in files else {}
+    return SimpleNamespace(code=done.returncode, said=done.stdout, error=done.stderr, files=files, facts=facts)
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "dpfuse"])
+@pytest.mark.parametrize("model", ["DistributedDataParallel(net)", "Derived(net)", "net"])
+def test_each_run_ends_after_its_steps_whatever_wraps_the_model(model, wrapper, tmp_path):
+    found = observed(tmp_path, wrapper, model)
+    assert (found.code, found.said) == (0, ""), found.error
+    assert "done0" in found.files
+    wrapped = model != "net"
+    assert found.facts["replaceable"] == model.startswith("Distributed")
+    assert found.facts["derived"] == ["Derived"] * model.startswith("Derived")
+    assert found.facts["unwrapped"] == (0 if wrapped else 5)
+    if wrapped:
+        (trace,) = read_folder(tmp_path).values()
+        assert len(trace.steps) == 5
+        assert trace.models[0]["wrapper"] == (wrapper if model.startswith("Distributed") else "__main__")
+    else:
+        assert (tmp_path / "unwrapped0").read_text() == "....."
+
+
+def test_a_program_without_a_process_group_ends_too(tmp_path):
+    found = observed(tmp_path, "torch", "net", before="")
+    assert (found.code, found.said, found.facts["unwrapped"]) == (0, "", 5), found.error
+
+
+def test_a_rank_that_has_left_its_group_before_the_last_step_ends(tmp_path):
+    leave = "step == 3 and dist.destroy_process_group()"
+    found = observed(tmp_path, "torch", "DistributedDataParallel(net)", inside=leave)
+    assert (found.code, found.said) == (0, ""), found.error
