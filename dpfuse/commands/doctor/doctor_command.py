@@ -158,7 +158,7 @@ class _Series:
         self._look: Callable[[], Snapshot] = lambda: snapshot(roots, out)
         self._before = self._look()
         if not self._before.complete:
-            _say(f"there are more than {MOST:,} files, of which the others are not looked at for changes")
+            _say(f"a folder has more than {MOST:,} files, of which the others are not looked at for changes")
 
     def run(self, wrapper: str) -> Run:
         """Run the program once more."""

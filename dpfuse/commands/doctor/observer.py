@@ -52,7 +52,8 @@ SEED = 20261126
 LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
 LOOK = 0.5  # seconds between two looks whether another rank has ended
 STUCK, GAPS = 5.0, 10  # a rank waits for ended ones after these seconds, and this often the longest step, without one
-NO_STATE = (*INSIDE, "/proc", "/sys", "/dev")  # how the paths of files begin that hold no state of a program
+# How the paths of files begin that hold no state of a program.
+NO_STATE = (*(os.path.join(os.path.realpath(path), "") for path in INSIDE if os.path.isabs(path)), "/proc/", "/sys/")
 CODE = re.compile(r"DPF-\w+")  # with which a message begins
 RECORDED = 5  # backwards that the tuner records with each plan
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
@@ -287,8 +288,8 @@ class _Observer:
             return
         path, mode, flags = args
         try:
-            path = os.path.abspath(path)
-        except OSError:  # the working folder was removed
+            path = os.path.realpath(path)  # a link may lead elsewhere in the next run
+        except (OSError, ValueError):  # the working folder was removed; the path is none
             return
         writes = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else bool(set(mode or "r") & set("wax+"))
         if writes:

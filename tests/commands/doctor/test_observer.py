@@ -71,3 +71,16 @@ def test_a_rank_that_has_left_its_group_before_the_last_step_ends(tmp_path):
     leave = "step == 3 and dist.destroy_process_group()"
     found = observed(tmp_path, "torch", "DistributedDataParallel(net)", inside=leave)
     assert (found.code, found.said) == (0, ""), found.error
+
+
+def test_files_that_are_read_are_told_without_links(tmp_path):
+    (tmp_path / "devel").mkdir()
+    (tmp_path / "devel" / "last.pt").write_text("")
+    (tmp_path / "runs").symlink_to(tmp_path / "devel")
+    (tmp_path / "devel" / "own").symlink_to(tmp_path / "devel" / "mine")
+    paths = [str(tmp_path / name) for name in ("runs/last.pt", "runs/own", "devel/mine")]
+    reading = f"open({paths[0]!r}).close(); open({paths[1]!r}, 'w').close(); open({paths[2]!r}).close()"
+    (tmp_path / "facts").mkdir()
+    found = observed(tmp_path / "facts", "torch", "net", before=reading)
+    assert str(tmp_path / "devel" / "last.pt") in found.facts["read"], found.error
+    assert not {str(tmp_path / "devel" / "mine"), *paths} & {*found.facts["read"]}

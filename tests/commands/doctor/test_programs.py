@@ -91,7 +91,8 @@ def test_a_program_that_hangs_is_ended_and_its_output_is_kept(tmp_path):
 
 def test_a_run_that_resumes_voids_the_comparison_and_no_code_behind_the_loop_runs(tmp_path):
     (tmp_path / "saved").mkdir()
-    done, report, _ = doctor(tmp_path, "--out", tmp_path / "saved")
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    done, report, _ = doctor(tmp_path, "--out", tmp_path / "link")
     assert report["numbers"]["result"] == "void"
     assert "checkpoint.pt" in report["numbers"]["text"]
     assert done.returncode == 2
