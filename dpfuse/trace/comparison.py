@@ -231,10 +231,13 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
                         about = ("data", "the weights when the first forward begins") if loaded else (cause, what)
                         yield _Part((events, number), *about, int(key), names)
             events += 1
+        events = 1000 * (1 + events // 1000)
+    # Behind what both have: a run that has left out a step, since a gradient was not finite, has the next batch here.
+    for kind in ("forwards", "backwards"):
         if len(one[kind]) != len(other[kind]):
             counts = f"{len(one[kind])} and {len(other[kind])}"
-            yield _Part((events, 9), "settings", f"the number of {kind} in the step: {counts}")
-        events = 1000 * (1 + events // 1000)
+            yield _Part((events, 0), "settings", f"the number of {kind} in the step: {counts}")
+    events += 1
     if one["optimizer"] != other["optimizer"]:
         yield _Part((events, 0), "settings", "which optimizer makes the step")
         return
