@@ -196,6 +196,20 @@ def test_the_folder_is_added_once():
     assert startup_variables("a.module", {})["PYTHONPATH"] == FOLDER
 
 
+def test_empty_entries_of_the_path_are_kept(tmp_path):
+    for value in (":/lib", "/lib:", "/a::/b"):
+        once = startup_variables("a.module", {"PYTHONPATH": value})
+        assert once["PYTHONPATH"] == f"{FOLDER}:{value}"
+        assert startup_variables("a.module", once) == once
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "program.py").write_text("import mine, sys; print(sys.path[1:])")
+    path = f":{clean_environment()['PYTHONPATH']}"
+    plain = python("below/program.py", folder=tmp_path, PYTHONPATH=path)
+    ours = python("-m", "dpfuse", "run", "below/program.py", folder=tmp_path, PYTHONPATH=path)
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout), ours.stderr
+
+
 def test_flags_of_python_are_kept():
     assert _interpreter_flags(["python", "-u", "-Werror", "-W", "error", "-m", "dpfuse", "run", "-m", "x"]) == [
         "-u",
