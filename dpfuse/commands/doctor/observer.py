@@ -6,6 +6,7 @@ It is imported behind `import torch`, which may be one of dpfuse's own imports. 
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import logging
 import multiprocessing
@@ -143,14 +144,18 @@ class _Observer:
     def _watch_torch(self) -> None:
         """Trace what torch's class wraps; give it other buckets if the order says so."""
         construct = TORCH_CLASS.__init__
+        signature = inspect.signature(construct)
 
         @wraps(construct)
         def traced(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             inner = _caller().startswith(TORCH_INTERNAL)
             if self._order.wrapper == "torch buckets" and not inner:
+                kwargs = signature.bind(wrapper, module, *args, **kwargs).arguments  # a size may come by its place
                 kwargs["bucket_cap_mb"] = _an_eighth_of(module)
                 kwargs.pop("bucket_cap_mb_list", None)
-            construct(wrapper, module, *args, **kwargs)
+                construct(**kwargs)
+            else:
+                construct(wrapper, module, *args, **kwargs)
             if not inner:
                 self._made(wrapper)
 

@@ -62,6 +62,12 @@ def test_each_run_ends_after_its_steps_whatever_wraps_the_model(model, wrapper, 
         assert (tmp_path / "unwrapped0").read_text() == "....."
 
 
+def test_a_size_of_buckets_by_its_place_is_replaced_in_the_run_with_other_buckets(tmp_path):
+    found = observed(tmp_path, "torch buckets", "DistributedDataParallel(net, None, None, 0, True, True, None, 25)")
+    assert (found.code, found.said) == (0, ""), found.error
+    assert len(read_folder(tmp_path)[0].steps) == 5
+
+
 def test_a_program_without_a_process_group_ends_too(tmp_path):
     found = observed(tmp_path, "torch", "net", before="")
     assert (found.code, found.said, found.facts["unwrapped"]) == (0, "", 5), found.error
