@@ -142,6 +142,10 @@ def test_the_page_is_whole_needs_no_network_and_escapes_what_it_shows():
     assert 'name="viewport" content="width=device-width' in text
 
 
+def test_a_page_compares_with_ddp_as_it_is_written():
+    assert "<p>A step with dpfuse takes 1.00 of one with DDP; runs" in page(report())
+
+
 def test_a_page_of_a_failure_says_it():
     text = page(report(None, failure="the program fails under torch DDP: ValueError: <no>", failed_under="torch"))
     assert "the program fails under torch DDP: ValueError: &lt;no&gt;" in text
