@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.settings import process_settings
@@ -300,6 +301,8 @@ class _Hook:
 
     def __call__(self, *args: Any) -> None:
         self._call(self._traced, *args)
+
+    leave_untraced(__call__, calls=True, reason="a trace of dpfuse reads here what goes in and what comes out")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()

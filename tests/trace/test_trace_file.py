@@ -18,6 +18,7 @@ from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.trace_file import read_folder
 from tests.distributed.processes import clean_environment, run
 from tests.patience import patience
+from tests.torch_ddp import torch_ddp
 
 
 @pytest.fixture
@@ -70,6 +71,21 @@ def test_copies_and_pickles_of_a_traced_wrapper_are_not_traced(traced):
     (trace,) = read_folder(traced).values()
     assert len(trace.models) == 1
     assert [len(line["forwards"]) for line in trace.steps] == [1]
+
+
+def test_dynamo_leaves_out_the_hooks_of_a_wrapper_that_is_compiled(group, tmp_path):
+    model = torch_ddp(nn.Linear(4, 2))
+    tracer = start_tracer(tmp_path)
+    try:
+        tracer.add(model)
+        compiled = torch.compile(model, backend="eager")  # it warns of what it cannot trace
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            step(compiled, optimizer)
+    finally:
+        stop_tracer()
+    (trace,) = read_folder(tmp_path).values()
+    assert len({one["forwards"][0]["outputs"] for one in trace.steps}) == 3
 
 
 @pytest.mark.usefixtures("group")
