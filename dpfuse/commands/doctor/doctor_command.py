@@ -169,7 +169,8 @@ class _Series:
         self.runs.append(run)
         self.changed[run.title] = now.changed_since(self._before)
         self._before = now
-        _say(f"run {number}, {TITLES[wrapper]}: {run.steps} steps in {run.seconds:.1f} s, exit code {run.code}")
+        steps = run.steps or run.unwrapped
+        _say(f"run {number}, {TITLES[wrapper]}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}")
         return run
 
     def read_again(self) -> list[str]:

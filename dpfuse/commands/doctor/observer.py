@@ -45,8 +45,9 @@ from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
 
-__all__ = ["ORDER", "UNWRAPPED", "Order", "start"]
+__all__ = ["ORDER", "OVER", "UNWRAPPED", "Order", "all_done", "start"]
 
+DONE, OVER = "done", "over"  # files: a rank has made its steps, of as many ranks as it says; the doctor has ended all
 UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step without a wrapper
 ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
 SEED = 20261126
@@ -69,12 +70,14 @@ class Order:
         wrapper: "torch", "dpfuse", "tuned" (dpfuse with its tuner) or "torch buckets" (torch with other buckets).
         steps: of an optimizer, after which the processes end.
         deep: steps with hashes of all gradients, in the beginning.
+        own_ranks: whether the program starts the ranks, so that it has a process with code behind their end.
     """
 
     folder: str
     wrapper: str
     steps: int
     deep: int
+    own_ranks: bool = False
 
     def variables(self) -> dict[str, str]:
         """Return the variables that carry it to the program."""
@@ -129,6 +132,8 @@ class _Observer:
         if order.wrapper in ("dpfuse", "tuned"):
             Patch(_checks_that_warn(), made=self._made)  # classes that derive from torch's come to torch's constructor
         call_after_steps(self)
+        if order.own_ranks:
+            threading.Thread(target=self._end_behind_the_ranks, daemon=True).start()
         atexit.register(self._write_facts)
 
     def _seed(self) -> None:
@@ -221,15 +226,32 @@ class _Observer:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # An ended rank closes its connections, and another one may still receive.
-        (self._folder / f"done{self._rank}").touch()
+        draft = self._folder / f"ends{self._rank}"
+        draft.write_text(str(self._size))
+        draft.replace(self._folder / f"{DONE}{self._rank}")
         until = time.monotonic() + LONGEST_WAIT
-        while len(list(self._folder.glob("done*"))) < self._size and time.monotonic() < until:
+        while not all_done(self._folder) and time.monotonic() < until:
             time.sleep(0.01)
+        while self._order.own_ranks and not self._is_over() and time.monotonic() < until:
+            time.sleep(0.01)  # the process that has started this one would go on
         os._exit(0)
+
+    def _is_over(self) -> bool:
+        return (self._folder / OVER).exists() or not self._folder.exists()
+
+    def _end_behind_the_ranks(self) -> None:
+        """End a process that has started the ranks, or belongs to them, without the code behind their end."""
+        while not all_done(self._folder) and not self._is_over():
+            time.sleep(LOOK / 5)
+        if self._waits != os.getpid():
+            self._write_facts()
+            while not self._is_over():
+                time.sleep(LOOK / 5)
+            os._exit(0)
 
     def _end_with_the_others(self) -> None:
         """End this process once it waits for ranks that have ended: one that made fewer steps would wait for ever."""
-        while not list(self._folder.glob("done*")) or time.monotonic() - self._moved < STUCK + GAPS * self._longest:
+        while not list(self._folder.glob(f"{DONE}*")) or time.monotonic() - self._moved < STUCK + GAPS * self._longest:
             time.sleep(LOOK)
         self._end()
 
@@ -331,6 +353,12 @@ class _Notes(logging.Handler):
         text = record.getMessage()
         code = CODE.match(text)
         self._pass_on("log", record.name, code[0] if code else "", text)
+
+
+def all_done(folder: Path) -> bool:
+    """Return whether all ranks of a run have made their steps."""
+    done = list(folder.glob(f"{DONE}*"))
+    return bool(done) and len(done) >= int(done[0].read_text())
 
 
 def _caller() -> str:

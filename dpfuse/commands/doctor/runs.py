@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfuse.commands.doctor.observer import UNWRAPPED, Order
+from dpfuse.commands.doctor.observer import OVER, UNWRAPPED, Order, all_done
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 from dpfuse.job.startup import startup_variables
@@ -44,6 +44,7 @@ KEPT = {"WANDB_MODE": ("disabled", "dryrun"), "NEPTUNE_MODE": ("debug",)}  # wha
 TUNING = 30  # steps that the tuner gets, more than it needs
 RANK_0 = "rank0.jsonl"  # its trace
 LOOK = 0.2  # seconds between two looks at the progress
+GRACE = 0.5  # seconds for processes that are not ranks, to write what they have read
 SAY = 5.0  # seconds between two messages
 
 
@@ -152,7 +153,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
     folder = plan.folder / f"run{number}"
     folder.mkdir()
     steps = min(plan.steps, plan.deep + TUNING) if wrapper == "tuned" else plan.steps
-    order = Order(str(folder), wrapper, steps, plan.deep)
+    order = Order(str(folder), wrapper, steps, plan.deep, plan.own_ranks)
     environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **order.variables()}
     environ |= offline(os.environ, folder)
     environ.pop(VARIABLE, None)  # the doctor traces by itself
@@ -177,6 +178,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+            (folder / OVER).touch()
     run.seconds = time.monotonic() - began
     for path in sorted(folder.glob("facts*.json")):
         run.facts[path.stem.removeprefix("facts")] = json.loads(path.read_text(encoding="utf-8"))
@@ -213,6 +215,11 @@ def _watched(
             return process.wait(LOOK)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
+        if plan.own_ranks and all_done(folder):
+            time.sleep(GRACE)
+            os.killpg(process.pid, signal.SIGKILL)  # also a shell, which has code behind the ranks
+            process.wait()
+            return 0
         progress = _progress(folder)
         if progress != before:
             before, moved = progress, now

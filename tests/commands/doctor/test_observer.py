@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from dpfuse.commands.doctor.observer import Order
-from dpfuse.commands.doctor.runs import OBSERVER
+from dpfuse.commands.doctor.runs import OBSERVER, Plan, run_once
+from dpfuse.commands.run_command import Program
 from dpfuse.job.startup import startup_variables
 from dpfuse.trace.trace_file import read_folder
 from tests.distributed.processes import clean_environment, run
@@ -90,3 +91,32 @@ def test_files_that_are_read_are_told_without_links(tmp_path):
     found = observed(tmp_path / "facts", "torch", "net", before=reading)
     assert str(tmp_path / "devel" / "last.pt") in found.facts["read"], found.error
     assert not {str(tmp_path / "devel" / "mine"), *paths} & {*found.facts["read"]}
+
+
+SPAWNS = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank):
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    while True:
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    open(sys.argv[1]).close()
+    mp.spawn(work, nprocs=1)
+    print("behind the ranks", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_starts_its_ranks_runs_no_code_behind_them(tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    (tmp_path / "saved").write_text("")
+    program = Program(str(tmp_path / "spawns.py"), (str(tmp_path / "saved"),))
+    plan = Plan(program, 1, True, 5, 2, 60.0, tmp_path)
+    found = run_once(plan, 1, "torch", lambda text: None)
+    assert (found.code, found.unwrapped, found.log.read_text()) == (0, 5, "")
+    assert str(tmp_path / "saved") in found.read()  # by the process that has started the rank
