@@ -21,7 +21,7 @@ from dpfuse.trace.random_state import random_states
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import Writer
+from dpfuse.trace.trace_file import MODULE_BUFFERS, Writer
 
 __all__ = ["Tracer"]
 
@@ -39,11 +39,18 @@ class _Traced:
         self.wrapper = weakref.ref(wrapper)
         named = [(name, param) for name, param in _inside(wrapper).named_parameters() if param.requires_grad]
         self.names = [name for name, _ in named]
+        self.buffer_names = [name for name, _ in _inside(wrapper).named_buffers()]
         self.params = [param for _, param in named]
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
         self.reached = False  # whether the backward that runs gives gradients to this model
         self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
+
+    def buffer_hashes(self) -> list[Hash]:
+        """Return the hashes of the buffers that there were at first."""
+        wrapper = self.wrapper()
+        found = {} if wrapper is None else dict(_inside(wrapper).named_buffers())
+        return [hash_of(found.get(name)) for name in self.buffer_names]
 
     def synchronises(self) -> bool:
         """Whether a backward that begins now averages, as far as its wrapper says."""
@@ -93,6 +100,7 @@ class Tracer:
         after_step: called behind each line, with the number of steps of that optimizer.
         sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
             runs follows.
+        buffers: hash each buffer behind a backward that averages, too, in the steps with all hashes.
 
     Raises:
         DPFuseError: the folder cannot be used.
@@ -105,12 +113,14 @@ class Tracer:
         after_step: Callable[[int], None] | None = None,
         *,
         sketch: bool = False,
+        buffers: bool = False,
     ) -> None:
         self.phases = Phases()
         self.deep = deep_steps is None or deep_steps > 0
         self._deep_steps = math.inf if deep_steps is None else deep_steps
         self._after_step = after_step
         self._sketch = sketch
+        self._buffers = buffers
         self._models: list[_Traced] = []
         self._optimizers: list[tuple[weakref.ref[Optimizer], int, list[int]]] = []  # with its number and its steps
         self._names: dict[int, str] = {}  # of parameters, by id
@@ -148,6 +158,7 @@ class Tracer:
                 "names": traced.names,
                 "shapes": [list(param.shape) for param in traced.params],
                 "dtypes": [str(param.dtype) for param in traced.params],
+                "buffers": traced.buffer_names,
                 "random": random_states(),
                 "parameters": text_of(read([hash_of(param) for param in traced.params])),
             }
@@ -206,6 +217,8 @@ class Tracer:
                 traced.local = [NOTHING] * len(traced.params)
             if traced.synchronises():
                 averaged = [hash_of(param.grad) for param in traced.params]
+                if self.deep and self._buffers:
+                    line.setdefault(MODULE_BUFFERS, {})[number] = traced.buffer_hashes()
                 if self.deep:
                     line.setdefault("averaged", {})[number] = averaged
                 else:
@@ -384,7 +397,7 @@ def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
     for name, value in line.items():
         if name in ("stepped", "parameters"):
             line[name] = text_of(value)
-        elif name in ("local", "averaged", "weights"):
+        elif name in ("local", "averaged", "weights", MODULE_BUFFERS):
             line[name] = {number: text_of(hashes) for number, hashes in value.items()}
         elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
             line[name] = text_of([value])

@@ -62,6 +62,7 @@ def train(
     *,
     sketch: bool = False,
     deep: int | None = None,
+    buffers: bool = False,
     **options: Any,
 ) -> Any:
     """Train `STEPS` steps of `MICRO` batches, and let a plant change what it likes at the points that are named."""
@@ -73,7 +74,7 @@ def train(
     def at(point: str, value: Any = None) -> Any:
         return value if plant is None else plant(point, run, value)
 
-    tracer = start_tracer(folder, deep, sketch=sketch)
+    tracer = start_tracer(folder, deep, sketch=sketch, buffers=buffers)
     try:
         at("seed")
         torch.manual_seed(run.seed)

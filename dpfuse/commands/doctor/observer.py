@@ -174,8 +174,13 @@ class _Observer:
         self._replaceable += isinstance(wrapper, DistributedDataParallel) or type(wrapper) is TORCH_CLASS
         if self._tracer is None:
             self._trains()
-            sketch = self._size > 2
-            self._tracer = start_tracer(self._folder, self._order.deep, self._after_step, sketch=sketch)
+            self._tracer = start_tracer(
+                self._folder,
+                self._order.deep,
+                self._after_step,
+                sketch=self._size > 2,
+                buffers=self._order.wrapper == "dpfuse",  # torch's class leaves them apart until the next forward
+            )
         self._tracer.add(wrapper)
 
     def _trains(self) -> None:

@@ -142,7 +142,7 @@ def _findings(report: Report) -> str:
     parts = ["<h2>What is wrong?</h2>"]
     parts.append(_table_of(report.findings) if report.findings else "<p>Nothing was found.</p>")
     if report.remarks:
-        parts.append("<p>This costs time, and may be meant so:</p>" + _table_of(report.remarks))
+        parts.append("<p>This may be meant so:</p>" + _table_of(report.remarks))
     return "".join(parts)
 
 

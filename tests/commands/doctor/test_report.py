@@ -287,6 +287,23 @@ def test_averages_that_one_would_replace_are_a_remark_where_they_cost_time(count
         assert "up to 7.5 of 100 ms" in found[0].text
 
 
+def buffered(rank: int, size: int, folder: Path, options) -> None:
+    train(folder, "dpfuse", buffers=True, **options)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_buffers_that_each_rank_keeps_are_a_remark(sent, ranks, tmp_path):
+    ranks(buffered, tmp_path, {} if sent else {"broadcast_buffers": False})
+    run = run_of(tmp_path, 2, "dpfuse")
+    assert findings_of([run]) == ()
+    found = remarks_of([run], None)
+    assert [one.title for one in found] == ["buffers differ between ranks"] * (not sent)
+    if not sent:
+        assert "norm.running_mean, norm.running_var of model 0 (Net) differ between ranks" in found[0].text
+        text = summary(report(remarks=found))
+        assert "may be meant so  buffers differ between ranks: norm.running_mean" in text
+
+
 def test_nothing_is_wrong_with_a_healthy_run(ranks, tmp_path):
     ranks(trained, tmp_path, None)
     assert findings_of([run_of(tmp_path, 1, "torch")]) == ()
