@@ -13,7 +13,7 @@ from dpfuse.engine.torch_private import leave_untraced
 
 __all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps", "is_part_of_another"]
 
-_parts: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps are told to nobody
+_parts: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps no user is told of
 
 
 class BeforeStep(Protocol):
@@ -86,5 +86,5 @@ def call_after_steps(user: AfterStep) -> None:
 
 
 def is_part_of_another(optimizer: Optimizer) -> None:
-    """Call nobody at the steps of this optimizer: it does a part of what another one does, or is only tried out."""
+    """Call no user at the steps of this optimizer: it does a part of what another one does, or is only tried out."""
     _parts.add(optimizer)

@@ -46,7 +46,7 @@ class Trainer:
     def plain(self, groups: Iterable[Any]) -> Optimizer:
         """Return an optimizer of these groups, with whatever states its constructor makes.
 
-        Its steps are told to nobody: those of the sharded optimizer are.
+        No user of the hooks on all optimizers hears of its steps, but of those of the sharded optimizer.
         """
         made = self.kind(groups, **self._keywords)
         is_part_of_another(made)

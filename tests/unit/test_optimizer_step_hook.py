@@ -83,7 +83,7 @@ def test_users_behind_a_step_see_what_it_has_done(monkeypatch):
     assert len(seen) == 1
 
 
-def test_steps_of_a_part_of_another_optimizer_are_told_to_nobody(hooks):
+def test_steps_of_a_part_of_another_optimizer_are_not_told(hooks):
     calls = []
     user = User(calls.append)
     part, whole = sgd(), sgd()
