@@ -35,10 +35,12 @@ class Program:
 
     def check(self) -> None:
         """Raise DPFuseError if there is no such program."""
-        if self.kind == "script" and not Path(self.target).exists():
+        path = Path(self.target)
+        if self.kind == "script" and not (path / "__main__.py" if path.is_dir() else path).exists():
             raise DPFuseError(
-                f"there is no script {self.target!r} in {os.getcwd()}; expected the path of a Python file. Write -m "
-                "before the name of a module, and --no_python before that of a command"
+                f"there is no script {self.target!r} in {os.getcwd()}; expected the path of a Python file, or of a "
+                "folder with __main__.py. Write -m before the name of a module, and --no_python before that of a "
+                "command"
             )
         if self.kind == "command" and shutil.which(self.target) is None:
             raise DPFuseError(f"there is no command {self.target!r} on the PATH; expected one that can be run")

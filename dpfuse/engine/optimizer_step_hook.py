@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.torch_private import leave_untraced
 
-__all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps"]
+__all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps", "is_part_of_another"]
+
+_parts: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps no user is told of
 
 
 class BeforeStep(Protocol):
@@ -59,6 +61,8 @@ class _StepHook:
             self._handle = None
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in _parts:
+            return
         for reference in self._users.copy():  # users may come and go meanwhile, also while a tuple is made
             user = reference()
             if user is not None:
@@ -79,3 +83,8 @@ def call_before_steps(user: BeforeStep) -> None:
 def call_after_steps(user: AfterStep) -> None:
     """Call `user.after_step` behind each step of an optimizer, as long as something else keeps `user` alive."""
     _after.add(user)
+
+
+def is_part_of_another(optimizer: Optimizer) -> None:
+    """Call no user at the steps of this optimizer: it does a part of what another one does, or is only tried out."""
+    _parts.add(optimizer)

@@ -114,7 +114,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(problem)
     if unknown:
         parser.error(f"unknown flag {unknown[0]!r}.{_suggestion(unknown[0], flags)}")
-    if not (args.module or args.no_python) and not os.path.isfile(args.training_script):
+    script = args.training_script
+    found = os.path.isfile(os.path.join(script, "__main__.py") if os.path.isdir(script) else script)
+    if not (args.module or args.no_python) and not found:
         parser.error(f"there is no script {args.training_script!r} (to run a module, put -m before its name)")
     # Parsed once more without defaults: the values that are set then were written by the user.
     written = argparse.Namespace(**{action.dest: None for action in parser._actions})

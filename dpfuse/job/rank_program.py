@@ -216,6 +216,8 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
 
 
 def _run_script(path: str) -> None:
+    if os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
     # A real __main__ module, as under `python path`: runpy would remove it while threads still use it.
     module = ModuleType("__main__")
     module.__file__ = os.path.abspath(path)
@@ -245,7 +247,9 @@ def main() -> None:
     sys.argv = [target, *arguments]
     # Python has put this file's folder first; the program expects its own folder there.
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-        sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
+        script = os.path.realpath(target)
+        folder = script if os.path.isdir(script) else os.path.dirname(script)
+        sys.path[0] = os.getcwd() if kind == "module" else folder
     try:
         if kind == "module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)

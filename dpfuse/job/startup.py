@@ -29,5 +29,7 @@ def startup_variables(module: str, environ: Mapping[str, str]) -> dict[str, str]
         >>> variables["DPFUSE_STARTUP"], variables["PYTHONPATH"].endswith("at_startup:/models")
         ('my.module', True)
     """
-    before = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
+    value = environ.get("PYTHONPATH", "")
+    # To Python, an empty entry is the working folder, and an empty variable is none.
+    before = [path for path in value.split(os.pathsep) if path != FOLDER] if value else []
     return {"PYTHONPATH": os.pathsep.join([FOLDER, *before]), "DPFUSE_STARTUP": module}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpfuse.engine.optimizer_step_hook import is_part_of_another
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.owners import muon_cost
 from dpfuse.sharded.trial import keeps_elsewhere, needs_whole_tensors
@@ -43,8 +44,13 @@ class Trainer:
         self.keeps_elsewhere = False
 
     def plain(self, groups: Iterable[Any]) -> Optimizer:
-        """Return an optimizer of these groups, with whatever states its constructor makes."""
-        return self.kind(groups, **self._keywords)
+        """Return an optimizer of these groups, with whatever states its constructor makes.
+
+        No user of the hooks on all optimizers hears of its steps, but of those of the sharded optimizer.
+        """
+        made = self.kind(groups, **self._keywords)
+        is_part_of_another(made)
+        return made
 
     def completed(self, groups: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return these groups with all their settings, and the defaults of the class, and leave no states.

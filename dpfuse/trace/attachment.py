@@ -40,11 +40,12 @@ def start_tracer(
     after_step: Callable[[int], None] | None = None,
     *,
     sketch: bool = False,
+    buffers: bool = False,
 ) -> Tracer:
     """Make the tracer of this process, in the place of an earlier one. Arguments and errors are those of `Tracer`."""
     global _tracer, _listener, _owner, _unwatch
     stop_tracer()
-    _tracer, _owner = Tracer(folder, deep_steps, after_step, sketch=sketch), os.getpid()
+    _tracer, _owner = Tracer(folder, deep_steps, after_step, sketch=sketch, buffers=buffers), os.getpid()
     _listener = _Listener(_tracer)
     _unwatch = _watch_backwards(_tracer)
     return _tracer

@@ -17,8 +17,11 @@ CAUSES = {
     "data": "a batch, its targets, or weights that were loaded",
     "kernel": "the same operation on the same numbers has given other bits",
     "communication": "the gradients of the ranks are the same, and their average is not",
+    "gradient": "the gradient of a rank, or the average: which of them, was not hashed in this step",
     "optimizer": "what happens between the average and the new weights",
 }
+
+TOGETHER = "all_averaged"  # one hash for the averages of a model, in steps without one for each parameter
 
 # Fields of a forward or backward in the order in which they come about, and the cause where one differs first.
 FORWARD = (
@@ -33,6 +36,7 @@ BACKWARD = (
     ("loss", "data", "the loss, computed from the same outputs: its targets, or the loss function"),
     ("local", "kernel", "the gradient of this rank, before it is averaged"),
     ("averaged", "communication", "the averaged gradient"),
+    (TOGETHER, "gradient", "the averaged gradient of the model"),
 )
 STEP = (
     ("stepped", "the gradient that the optimizer uses, after clipping and scaling"),
@@ -224,6 +228,10 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
                     yield _Part((events, number), cause, what, model)
                     continue
                 for key in first[name].keys() & second[name].keys():
+                    if name == TOGETHER:
+                        if first[name][key] != second[name][key]:
+                            yield _Part((events, number), cause, what, int(key))
+                        continue
                     names = _names_where(first[name][key], second[name][key], ours.models[int(key)]["names"])
                     if names:
                         # Before the first step of the optimizer, they were loaded.
@@ -231,10 +239,13 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
                         about = ("data", "the weights when the first forward begins") if loaded else (cause, what)
                         yield _Part((events, number), *about, int(key), names)
             events += 1
+        events = 1000 * (1 + events // 1000)
+    # Behind what both have: a run that has left out a step, since a gradient was not finite, has the next batch here.
+    for kind in ("forwards", "backwards"):
         if len(one[kind]) != len(other[kind]):
             counts = f"{len(one[kind])} and {len(other[kind])}"
-            yield _Part((events, 9), "settings", f"the number of {kind} in the step: {counts}")
-        events = 1000 * (1 + events // 1000)
+            yield _Part((events, 0), "settings", f"the number of {kind} in the step: {counts}")
+    events += 1
     if one["optimizer"] != other["optimizer"]:
         yield _Part((events, 0), "settings", "which optimizer makes the step")
         return
@@ -245,7 +256,8 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
         if name in one and name in other and one[name] != other[name]:
             yield _Part((events, number), "optimizer", what, None, _names_where(one[name], other[name], names))
     if one.get("all_parameters") != other.get("all_parameters"):
-        yield _Part((events, 4), "optimizer", "the parameters after the step")
+        averaged = any(TOGETHER in backward for backward in one["backwards"])
+        yield _Part((events, 4), "optimizer" if averaged else "gradient", "the parameters after the step")
 
 
 def _setting(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dpfuse.trace.tensor_hash import inner_tensors
+
 __all__ = ["distance", "signed_sum"]
 
 CHUNK = 1 << 20  # elements; each takes 16 bytes meanwhile
@@ -30,11 +32,14 @@ def signed_sum(tensor: Tensor) -> Tensor:
         tensor: of any shape, dense or sparse with coordinates.
 
     Returns:
-        [] float64 on the device of the tensor.
+        [] float64 on the device of the tensor; 0 for a tensor whose elements are not here.
 
     Source: the sketch of Alon, Matias and Szegedy, "The space complexity of approximating the frequency
     moments" (1996).
     """
+    inner = inner_tensors(tensor)
+    if inner is not None:
+        return sum((signed_sum(each) for each in inner), torch.zeros((), dtype=torch.float64, device=tensor.device))
     with torch.no_grad():
         if tensor.layout is torch.sparse_coo:
             return _signed_sum_of_rows(tensor.detach().coalesce())

@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["NOTHING", "Hash", "hash_of", "hash_of_all", "read", "text_of"]
+__all__ = ["NOTHING", "Hash", "hash_of", "hash_of_all", "inner_tensors", "read", "text_of"]
 
 Hash = int | Tensor  # a tensor, [] int64, where the device has not been waited for
 NOTHING = -1  # where there is no tensor
@@ -24,7 +24,7 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
     which is not waited for. So numbers from different kinds of devices cannot be compared.
 
     Args:
-        tensor: of any shape, dtype and layout; None gives `NOTHING`.
+        tensor: of any shape, dtype and layout. None gives `NOTHING`, and so does one whose elements are not here.
         start: the number of what came before it.
 
     Example:
@@ -37,6 +37,11 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
     """
     if tensor is None:
         return NOTHING
+    inner = inner_tensors(tensor)
+    if inner is not None:
+        for each in inner:
+            start = hash_of(each, start)
+        return start if inner else NOTHING
     with torch.no_grad():
         values = tensor.detach()
         parts = _dense_parts(values)
@@ -53,6 +58,23 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
         if flat.device.type == "cpu":
             return zlib.crc32(flat.numpy().data, int(start))
         return _hash_on_device(flat, start)
+
+
+def inner_tensors(tensor: Tensor) -> Sequence[Tensor] | None:
+    """Return the tensors in which one of a class of its own keeps its elements; None for a usual tensor.
+
+    There are none where the elements are not in this process, as in the gradients of a sharded optimizer. Of a
+    `DTensor` it is the part of this rank.
+
+    Source: the protocol of torch's subclasses, `__tensor_flatten__`.
+    """
+    if type(tensor) in (Tensor, nn.Parameter) or tensor.is_nested:
+        return None
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in parts if isinstance(part, Tensor)]  # a mesh may be among them
+    has_elements = tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
+    return () if has_elements and not tensor.data_ptr() else None
 
 
 def _dense_parts(values: Tensor) -> Sequence[Tensor] | None:

@@ -7,6 +7,8 @@ before the first step of an optimizer. A line `step` comes behind each step of a
   of the first one of each model `weights`
 - `backwards`: of each backward `loss` (hash), `value`, `local` and `averaged` (by model, eight characters a parameter)
 - `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used), `parameters`
+- `module buffers`: of a backward, where they are asked for (by model, eight characters a buffer)
+- `all_averaged` (by model) and `all_parameters`: one hash for those of each, in steps that are not hashed in full
 - `plan`: for each model the names of the parameters of each bucket; written when it changes
 - `sketch`, `gradient sketch`: where they are asked for, a sum of each parameter or gradient with fixed random signs
 - `times`: seconds by phase, which no comparison reads
@@ -23,9 +25,10 @@ from typing import Any, TextIO
 
 from dpfuse.errors import DPFuseError
 
-__all__ = ["FORMAT", "RankTrace", "Writer", "read_folder"]
+__all__ = ["FORMAT", "MODULE_BUFFERS", "RankTrace", "Writer", "read_folder"]
 
 FORMAT = "dpfuse trace 1"
+MODULE_BUFFERS = "module buffers"  # a field of a backward
 NAME = re.compile(r"rank(\d+)\.jsonl")
 
 

@@ -15,12 +15,13 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import Writer
+from dpfuse.trace.trace_file import MODULE_BUFFERS, Writer
 
 __all__ = ["Tracer"]
 
@@ -38,11 +39,18 @@ class _Traced:
         self.wrapper = weakref.ref(wrapper)
         named = [(name, param) for name, param in _inside(wrapper).named_parameters() if param.requires_grad]
         self.names = [name for name, _ in named]
+        self.buffer_names = [name for name, _ in _inside(wrapper).named_buffers()]
         self.params = [param for _, param in named]
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
         self.reached = False  # whether the backward that runs gives gradients to this model
         self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
+
+    def buffer_hashes(self) -> list[Hash]:
+        """Return the hashes of the buffers that there were at first."""
+        wrapper = self.wrapper()
+        found = {} if wrapper is None else dict(_inside(wrapper).named_buffers())
+        return [hash_of(found.get(name)) for name in self.buffer_names]
 
     def synchronises(self) -> bool:
         """Whether a backward that begins now averages, as far as its wrapper says."""
@@ -92,6 +100,7 @@ class Tracer:
         after_step: called behind each line, with the number of steps of that optimizer.
         sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
             runs follows.
+        buffers: hash each buffer behind a backward that averages, too, in the steps with all hashes.
 
     Raises:
         DPFuseError: the folder cannot be used.
@@ -104,17 +113,20 @@ class Tracer:
         after_step: Callable[[int], None] | None = None,
         *,
         sketch: bool = False,
+        buffers: bool = False,
     ) -> None:
         self.phases = Phases()
         self.deep = deep_steps is None or deep_steps > 0
         self._deep_steps = math.inf if deep_steps is None else deep_steps
         self._after_step = after_step
         self._sketch = sketch
+        self._buffers = buffers
         self._models: list[_Traced] = []
         self._optimizers: list[tuple[weakref.ref[Optimizer], int, list[int]]] = []  # with its number and its steps
         self._names: dict[int, str] = {}  # of parameters, by id
         self._forwards: list[dict[str, Any]] = []
         self._backwards: list[dict[str, Any]] = []
+        self._running: dict[str, Any] = {}  # the backward that runs, or has ended last
         self._stepped: list[Hash] = []
         self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
@@ -146,6 +158,7 @@ class Tracer:
                 "names": traced.names,
                 "shapes": [list(param.shape) for param in traced.params],
                 "dtypes": [str(param.dtype) for param in traced.params],
+                "buffers": traced.buffer_names,
                 "random": random_states(),
                 "parameters": text_of(read([hash_of(param) for param in traced.params])),
             }
@@ -184,21 +197,28 @@ class Tracer:
         self.phases.enter("tracing")
         values = [root for root in roots if isinstance(root, Tensor)]
         number = values[0].detach() if len(values) == 1 and values[0].numel() == 1 else None
-        self._backwards.append({"loss": hash_of_all(values), "value": number})
+        self._running = {"loss": hash_of_all(values), "value": number}
+        self._backwards.append(self._running)
         self.phases.enter("backward")
 
     def backward_ended(self) -> None:
-        """Note that it has ended; gradients are averaged."""
+        """Note that it has ended; gradients are averaged.
+
+        Where an optimizer has stepped meanwhile, the line with this backward is written already.
+        """
         self.phases.enter("tracing")
+        line = self._running
         for traced in self._models:
             if not traced.reached:
                 continue
-            traced.reached, number, line = False, str(traced.number), self._backwards[-1]
+            traced.reached, number = False, str(traced.number)
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
                 traced.local = [NOTHING] * len(traced.params)
             if traced.synchronises():
                 averaged = [hash_of(param.grad) for param in traced.params]
+                if self.deep and self._buffers:
+                    line.setdefault(MODULE_BUFFERS, {})[number] = traced.buffer_hashes()
                 if self.deep:
                     line.setdefault("averaged", {})[number] = averaged
                 else:
@@ -295,6 +315,8 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         self._call(self._traced, *args)
 
+    leave_untraced(__call__, calls=True, reason="a trace of dpfuse reads here what goes in and what comes out")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
 
@@ -375,7 +397,7 @@ def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
     for name, value in line.items():
         if name in ("stepped", "parameters"):
             line[name] = text_of(value)
-        elif name in ("local", "averaged", "weights"):
+        elif name in ("local", "averaged", "weights", MODULE_BUFFERS):
             line[name] = {number: text_of(hashes) for number, hashes in value.items()}
         elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
             line[name] = text_of([value])

@@ -11,6 +11,7 @@ import pytest
 from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
 from dpfuse.job.startup import FOLDER, startup_variables
+from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import REPLACED, assert_same, python
 from tests.distributed.processes import clean_environment, free_port
 
@@ -117,6 +118,17 @@ def test_the_program_sees_what_plain_python_shows_it(tmp_path):
         assert "dpfuse" not in ours.stderr
 
 
+def test_a_folder_with_a_main_file_runs_on_ranks_as_under_python(tmp_path):
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "beside.py").write_text("")
+    seen = "import beside, os, sys; print([__name__, __file__, sys.argv, os.path.abspath(sys.path[0])])"
+    (tmp_path / "program" / "__main__.py").write_text(seen)
+    plain = python("program", "--x", folder=tmp_path)
+    warm = {"warm": True, "warm_ranks": True}
+    ours = python("-m", "dpfuse", "run", "--ranks", 1, "program", "--x", folder=tmp_path, **warm)
+    assert (plain.returncode, ours.returncode, ours.stdout) == (0, 0, plain.stdout), ours.stderr
+
+
 def test_exit_codes_signals_and_texts_of_errors_pass_through(tmp_path):
     (tmp_path / "ends.py").write_text(
         "import os, sys\nif sys.argv[1] == 'kill':\n    os.kill(os.getpid(), int(sys.argv[2]))\nsys.exit(sys.argv[1])"
@@ -167,6 +179,7 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     ("words", "environment", "texts"),
     [
         (["nothing.py"], {}, ["there is no script 'nothing.py'", "Write -m before"]),
+        ([str(PROGRAMS)], {}, ["there is no script", "or of a folder with __main__.py"]),
         (["--no_python", "no-such-command"], {}, ["there is no command 'no-such-command'"]),
         (["--ranks", "2", __file__], {"WORLD_SIZE": "4"}, ["--ranks=2", "WORLD_SIZE=4", "remove WORLD_SIZE"]),
     ],
@@ -194,6 +207,20 @@ def test_the_folder_is_added_once():
     assert once == again
     assert once["PYTHONPATH"].split(os.pathsep) == [FOLDER, "/x", "/y"]
     assert startup_variables("a.module", {})["PYTHONPATH"] == FOLDER
+
+
+def test_empty_entries_of_the_path_are_kept(tmp_path):
+    for value in (":/lib", "/lib:", "/a::/b"):
+        once = startup_variables("a.module", {"PYTHONPATH": value})
+        assert once["PYTHONPATH"] == f"{FOLDER}:{value}"
+        assert startup_variables("a.module", once) == once
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "program.py").write_text("import mine, sys; print(sys.path[1:])")
+    path = f":{clean_environment()['PYTHONPATH']}"
+    plain = python("below/program.py", folder=tmp_path, PYTHONPATH=path)
+    ours = python("-m", "dpfuse", "run", "below/program.py", folder=tmp_path, PYTHONPATH=path)
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout), ours.stderr
 
 
 def test_flags_of_python_are_kept():

@@ -16,8 +16,9 @@ from torch import nn
 import dpfuse
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.trace_file import read_folder
-from tests.distributed.processes import clean_environment
+from tests.distributed.processes import clean_environment, run
 from tests.patience import patience
+from tests.torch_ddp import torch_ddp
 
 
 @pytest.fixture
@@ -70,6 +71,21 @@ def test_copies_and_pickles_of_a_traced_wrapper_are_not_traced(traced):
     (trace,) = read_folder(traced).values()
     assert len(trace.models) == 1
     assert [len(line["forwards"]) for line in trace.steps] == [1]
+
+
+def test_dynamo_leaves_out_the_hooks_of_a_wrapper_that_is_compiled(group, tmp_path):
+    model = torch_ddp(nn.Linear(4, 2))
+    tracer = start_tracer(tmp_path)
+    try:
+        tracer.add(model)
+        compiled = torch.compile(model, backend="eager")  # it warns of what it cannot trace
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            step(compiled, optimizer)
+    finally:
+        stop_tracer()
+    (trace,) = read_folder(tmp_path).values()
+    assert len({one["forwards"][0]["outputs"] for one in trace.steps}) == 3
 
 
 @pytest.mark.usefixtures("group")
@@ -168,3 +184,35 @@ print([name for name in sys.modules if name.startswith("dpfuse.trace")], torch.a
         [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=patience(60)
     )
     assert done.stdout == "[] True\n", done.stderr
+
+
+CHANGES_FOLDER = """
+import os, sys
+if "first" in sys.argv:
+    os.chdir("elsewhere")
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dpfuse
+if "first" not in sys.argv:
+    os.chdir("elsewhere")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(type(DistributedDataParallel(torch.nn.Linear(2, 2))).__module__.partition(".")[0])
+dpfuse.DataParallel(torch.nn.Linear(2, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "wrapper"),
+    [
+        (["program.py"], "torch"),
+        pytest.param(["-m", "dpfuse", "run", "program.py", "first"], "dpfuse", marks=pytest.mark.slow),
+    ],
+    ids=["after the import", "before the import, under dpfuse run"],
+)
+def test_a_folder_is_that_of_the_start_where_the_program_changes_its_own(words, wrapper, tmp_path):
+    (tmp_path / "program.py").write_text(CHANGES_FOLDER)
+    (tmp_path / "elsewhere").mkdir()
+    done = run(*words, folder=tmp_path, warm=False, DPFUSE_TRACE="here")
+    assert (done.returncode, done.stdout) == (0, f"{wrapper}\n"), done.stderr
+    assert read_folder(tmp_path / "here")[0].models
+    assert list((tmp_path / "elsewhere").iterdir()) == []

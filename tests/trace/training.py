@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,12 +26,13 @@ class Changed(torch.autograd.Function):
     """Adds to the gradient what is not in the forward: a kernel that computes something else."""
 
     @staticmethod
-    def forward(context: Any, values: Tensor) -> Tensor:
+    def forward(context: Any, values: Tensor, factor: float) -> Tensor:
+        context.factor = factor
         return values.clone()
 
     @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor]:
-        return (grad * (1 + 1e-4),)
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * context.factor, None
 
 
 class Net(nn.Module):
@@ -40,12 +42,12 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 3)
         self.dropout = nn.Dropout(0.2)
-        self.other_forward = self.other_backward = self.other_statistics = False
+        self.other_forward = self.other_backward = self.infinite_backward = self.other_statistics = False
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.first(inputs)
-        if self.other_backward:
-            x = Changed.apply(x)
+        if self.other_backward or self.infinite_backward:
+            x = Changed.apply(x, math.inf if self.infinite_backward else 1 + 1e-4)
         x = self.dropout(torch.relu(self.norm(x)))
         if self.other_statistics:
             self.norm.running_mean = self.norm.running_mean * 1.5
@@ -60,6 +62,7 @@ def train(
     *,
     sketch: bool = False,
     deep: int | None = None,
+    buffers: bool = False,
     **options: Any,
 ) -> Any:
     """Train `STEPS` steps of `MICRO` batches, and let a plant change what it likes at the points that are named."""
@@ -71,7 +74,7 @@ def train(
     def at(point: str, value: Any = None) -> Any:
         return value if plant is None else plant(point, run, value)
 
-    tracer = start_tracer(folder, deep, sketch=sketch)
+    tracer = start_tracer(folder, deep, sketch=sketch, buffers=buffers)
     try:
         at("seed")
         torch.manual_seed(run.seed)
@@ -95,9 +98,10 @@ def train(
                     loss = nn.functional.cross_entropy(wrapped(inputs), targets) / MICRO
                     at("loss", loss).backward()
             at("averaged")
-            nn.utils.clip_grad_norm_(run.net.parameters(), at("clip", 0.5))
+            norm = nn.utils.clip_grad_norm_(run.net.parameters(), at("clip", 0.5))
             at("before step")
-            run.optimizer.step()
+            if norm.isfinite():
+                run.optimizer.step()
             run.optimizer.zero_grad()
             at("after step")
     finally:
@@ -221,6 +225,7 @@ for name, switch, step, ranks in (
     ("another_forward", "other_forward", 3, (0, 1)),
     ("another_backward", "other_backward", 2, (0, 1)),
     ("another_backward_on_rank_1", "other_backward", 4, (1,)),
+    ("a_step_left_out_after_an_infinite_gradient_on_rank_1", "infinite_backward", 2, (1,)),
     ("other_statistics", "other_statistics", 1, (0, 1)),
 ):
     PLANTS[name] = ("kernel", step, ranks[0], _switched(switch, step, ranks))

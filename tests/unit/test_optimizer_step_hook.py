@@ -83,6 +83,17 @@ def test_users_behind_a_step_see_what_it_has_done(monkeypatch):
     assert len(seen) == 1
 
 
+def test_steps_of_a_part_of_another_optimizer_are_not_told(hooks):
+    calls = []
+    user = User(calls.append)
+    part, whole = sgd(), sgd()
+    optimizer_step_hook.is_part_of_another(part)
+    part.step()
+    whole.step()
+    assert calls == [whole]
+    del user
+
+
 def test_an_error_of_a_user_stops_the_step(hooks):
     user = User(lambda optimizer: 1 / 0)
     stepping = sgd()

@@ -104,7 +104,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
     order = ["torch", "dpfuse", "torch", "dpfuse"]
     for wrapper in order:
         run = series.run(wrapper)
-        if run.failed or not run.traces:
+        if run.failed or not run.traces or not run.replaceable:
             failed_under = wrapper if run.failed else ""
             failure = _failure(run)
             break
@@ -158,7 +158,7 @@ class _Series:
         self._look: Callable[[], Snapshot] = lambda: snapshot(roots, out)
         self._before = self._look()
         if not self._before.complete:
-            _say(f"there are more than {MOST:,} files, of which the others are not looked at for changes")
+            _say(f"a folder has more than {MOST:,} files, of which the others are not looked at for changes")
 
     def run(self, wrapper: str) -> Run:
         """Run the program once more."""
@@ -169,7 +169,8 @@ class _Series:
         self.runs.append(run)
         self.changed[run.title] = now.changed_since(self._before)
         self._before = now
-        _say(f"run {number}, {TITLES[wrapper]}: {run.steps} steps in {run.seconds:.1f} s, exit code {run.code}")
+        steps = run.steps or run.unwrapped
+        _say(f"run {number}, {TITLES[wrapper]}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}")
         return run
 
     def read_again(self) -> list[str]:
@@ -183,12 +184,24 @@ class _Series:
 
 
 def _failure(run: Run) -> str:
+    under = TITLES[run.wrapper]
+    if not run.failed and run.derived:
+        return (
+            f"{', '.join(run.derived)} derives from torch's DistributedDataParallel, and dpfuse does not replace it, "
+            "so there is nothing to compare; expected torch's class itself. Derive it from "
+            "dpfuse.DistributedDataParallel, or make torch's class"
+        )
+    if not run.failed and run.unwrapped:
+        return (
+            f"the program made no DistributedDataParallel under {under} before an optimizer had made {run.unwrapped} "
+            "steps; expected a data-parallel training with torch's class, and not another one, such as FSDP. If a "
+            "model is wrapped later, pass more --steps"
+        )
     if not run.failed:
         return (
-            "the program made no DistributedDataParallel, or no step of an optimizer, under "
-            f"{TITLES[run.wrapper]}; expected a data-parallel training. Does it need other arguments or more ranks?"
+            f"the program made no DistributedDataParallel, or no step of an optimizer, under {under}; expected a "
+            "data-parallel training. Does it need other arguments or more ranks?"
         )
-    under = TITLES[run.wrapper]
     if run.wrapper == "torch":
         return f"the program fails under {under}, in run {run.number}, so dpfuse cannot be compared: {run.reason()}"
     return f"the program runs under torch DDP and fails under {under}, in run {run.number}: {run.reason()}"

@@ -10,12 +10,13 @@ from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.speed import WORTH, Link
 from dpfuse.loop.findings import ALONE as ALONE_CODE
 from dpfuse.loop.findings import EACH_AVERAGED, SAME_BATCHES
+from dpfuse.trace.trace_file import MODULE_BUFFERS
 from dpfuse.weights.finding import CODE
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
 
 DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on every rank", "a group of one rank"
-LEFT_OUT = "a rank leaves out steps"
+LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
 CHECKED = {DIFFER: CODE, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
 SHOWN = 3  # names of a list
@@ -55,13 +56,14 @@ def findings_of(runs: Sequence[Run]) -> tuple[Finding, ...]:
 
 
 def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
-    """Return what may be meant so, and costs time only.
+    """Return what may be meant so: what costs time, and buffers that each rank keeps.
 
     Args:
         runs: all of the doctor's.
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
+    logged += [(run, finding) for run in runs for finding in _own_buffers(run)]
     if any(finding.code == EACH_AVERAGED for _, finding in logged):
         return _once(logged)
     # The doctor's own measurement takes the place of the one that dpfuse would make.
@@ -212,11 +214,40 @@ def _each_averaged(run: Run, link: Link | None) -> Iterator[Finding]:
                 yield Finding(EACH_AVERAGED, "each backward is averaged", text, ())
 
 
+def _own_buffers(run: Run) -> Iterator[Finding]:
+    """Yield that buffers differ between ranks behind each average: dpfuse has not sent them."""
+    for model in run.traces[0].models if run.traces else []:
+        number, names = str(model["number"]), model.get("buffers", [])
+        rows = [
+            [_last(trace.steps[step], MODULE_BUFFERS).get(number) for trace in run.traces.values()]
+            for step in range(run.steps)
+        ]
+        sent = [[texts for texts in row if texts is not None] for row in rows if None not in row]
+        apart = [
+            name
+            for index, name in enumerate(names)
+            if len(sent) > 1 and all(len({texts[8 * index : 8 * index + 8] for texts in row}) > 1 for row in sent)
+        ]
+        if apart:
+            text = (
+                f"{_names(apart)} of model {number} ({model['class']}) differ between ranks behind each average, so a "
+                "checkpoint holds those of the rank that saves it. Leave out broadcast_buffers=False to have rank 0's "
+                "on all, or let torch.nn.SyncBatchNorm average statistics."
+            )
+            yield Finding("", BUFFERS, text, ())
+
+
 def _averages(line: dict[str, Any]) -> dict[str, str]:
     """Return the hashes of the last average of each model in a step; empty if nothing was averaged."""
+    return _last(line, "averaged", "all_averaged")
+
+
+def _last(line: dict[str, Any], *fields: str) -> dict[str, str]:
+    """Return what the last backward of each model in a step has in these fields."""
     found: dict[str, str] = {}
     for backward in line["backwards"]:
-        found |= backward.get("averaged", {}) | backward.get("all_averaged", {})
+        for name in fields:
+            found |= backward.get(name, {})
     return found
 
 

@@ -78,10 +78,25 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
         return Numbers("equal", f"Losses and weights have the same bits as under DDP, in {steps} steps.", steps)
     if _starts_elsewhere(found) and resumed:
         return _void(resumed, steps, found)
-    ranks = len(first.traces)
-    if ranks <= EXACT_RANKS or other is None or other.failed or not other.steps:
+    if len(first.traces) <= EXACT_RANKS:
         return Numbers("different", f"dpfuse differs from DDP, first at {_place(found)}.", steps, found)
+    if other is None or other.failed or not other.steps:
+        return _without_distance(first, ours, other, found)
     return _by_distance(first, ours, other, found)
+
+
+def _without_distance(first: Run, ours: Run, other: Run | None, found: Difference) -> Numbers:
+    """Judge where there is no run of DDP with other buckets, which would tell rounding from an error."""
+    steps = min(first.steps, ours.steps)
+    setting = first_setting(first.traces, ours.traces)
+    if setting is not None:
+        return Numbers("different", f"dpfuse differs from DDP at {_place(setting)}.", steps, setting)
+    reason = f": {other.reason()}" if other is not None and other.failed else ", or has made no step"
+    text = (
+        f"dpfuse differs from DDP, first at {_place(found)}. From three ranks on, this may be rounding. A run of DDP "
+        f"with other buckets would tell, and it has failed{reason}."
+    )
+    return Numbers("unknown", text, steps, found)
 
 
 def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Numbers:

@@ -6,6 +6,7 @@ It is imported behind `import torch`, which may be one of dpfuse's own imports. 
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import logging
 import multiprocessing
@@ -22,14 +23,17 @@ from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
+from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.plan import MB
 from dpfuse.engine.torch_private import LOADER_ITERATOR
 from dpfuse.engine.user_line import INSIDE
@@ -41,14 +45,17 @@ from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
 
-__all__ = ["ORDER", "Order", "start"]
+__all__ = ["ORDER", "OVER", "UNWRAPPED", "Order", "all_done", "start"]
 
+DONE, OVER = "done", "over"  # files: a rank has made its steps, of as many ranks as it says; the doctor has ended all
+UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step without a wrapper
 ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
 SEED = 20261126
 LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
 LOOK = 0.5  # seconds between two looks whether another rank has ended
 STUCK, GAPS = 5.0, 10  # a rank waits for ended ones after these seconds, and this often the longest step, without one
-NO_STATE = (*INSIDE, "/proc", "/sys", "/dev")  # how the paths of files begin that hold no state of a program
+# How the paths of files begin that hold no state of a program.
+NO_STATE = (*(os.path.join(os.path.realpath(path), "") for path in INSIDE if os.path.isabs(path)), "/proc/", "/sys/")
 CODE = re.compile(r"DPF-\w+")  # with which a message begins
 RECORDED = 5  # backwards that the tuner records with each plan
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
@@ -63,12 +70,14 @@ class Order:
         wrapper: "torch", "dpfuse", "tuned" (dpfuse with its tuner) or "torch buckets" (torch with other buckets).
         steps: of an optimizer, after which the processes end.
         deep: steps with hashes of all gradients, in the beginning.
+        own_ranks: whether the program starts the ranks, so that it has a process with code behind their end.
     """
 
     folder: str
     wrapper: str
     steps: int
     deep: int
+    own_ranks: bool = False
 
     def variables(self) -> dict[str, str]:
         """Return the variables that carry it to the program."""
@@ -97,13 +106,18 @@ class _Observer:
         self._folder = Path(order.folder)
         self._tracer: Tracer | None = None
         self._wrappers: list[DistributedDataParallel] = []  # ours
+        self._replaceable = 0  # wrappers of torch's class itself, or of ours in its place
+        self._derived: dict[str, None] = {}  # classes that derive from torch's
+        self._unwrapped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps before a model is wrapped
         self._times: list[CommunicationTimes] = []
         self._tunings: list[Tuning] = []
         self._said: dict[tuple[str, str], dict[str, str]] = {}
         self._read: dict[str, None] = {}
         self._written: set[str] = set()
         self._process = os.getpid()
-        self._name = f"p{self._process}"  # the rank once it has a model: its compilers inherit the variable RANK
+        self._name = f"p{self._process}"  # the rank once it trains: its compilers inherit the variable RANK
+        self._rank, self._size = 0, 1
+        self._waits = 0  # the process whose thread waits for the others
         self._ends = threading.Lock()  # held by the thread that ends this process
         self._moved = time.monotonic()  # when a step was last made
         self._longest = 0.0  # seconds between two steps
@@ -114,10 +128,12 @@ class _Observer:
         sys.addaudithook(self._hear_files)
         if LOADER_ITERATOR is not None:
             self._time_loaders(LOADER_ITERATOR)
+        self._watch_torch()
         if order.wrapper in ("dpfuse", "tuned"):
-            Patch(_checks_that_warn(), made=self._made)
-        else:
-            self._watch_torch()
+            Patch(_checks_that_warn(), made=self._made)  # classes that derive from torch's come to torch's constructor
+        call_after_steps(self)
+        if order.own_ranks:
+            threading.Thread(target=self._end_behind_the_ranks, daemon=True).start()
         atexit.register(self._write_facts)
 
     def _seed(self) -> None:
@@ -133,14 +149,18 @@ class _Observer:
     def _watch_torch(self) -> None:
         """Trace what torch's class wraps; give it other buckets if the order says so."""
         construct = TORCH_CLASS.__init__
+        signature = inspect.signature(construct)
 
         @wraps(construct)
         def traced(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            inner = sys._getframe(1).f_globals.get("__name__", "").startswith(TORCH_INTERNAL)
+            inner = _caller().startswith(TORCH_INTERNAL)
             if self._order.wrapper == "torch buckets" and not inner:
+                kwargs = signature.bind(wrapper, module, *args, **kwargs).arguments  # a size may come by its place
                 kwargs["bucket_cap_mb"] = _an_eighth_of(module)
                 kwargs.pop("bucket_cap_mb_list", None)
-            construct(wrapper, module, *args, **kwargs)
+                construct(**kwargs)
+            else:
+                construct(wrapper, module, *args, **kwargs)
             if not inner:
                 self._made(wrapper)
 
@@ -149,17 +169,50 @@ class _Observer:
     def _made(self, wrapper: Any) -> None:
         if isinstance(wrapper, DistributedDataParallel):
             self._wrappers.append(wrapper)
+        elif type(wrapper) is not TORCH_CLASS:
+            self._derived.setdefault(type(wrapper).__name__)
+        self._replaceable += isinstance(wrapper, DistributedDataParallel) or type(wrapper) is TORCH_CLASS
         if self._tracer is None:
-            self._name, self._process = str(dist.get_rank()), os.getpid()  # a rank may be a fork
-            sketch = dist.get_world_size() > 2
-            self._tracer = start_tracer(self._folder, self._order.deep, self._after_step, sketch=sketch)
-            self._moved = time.monotonic()
-            threading.Thread(target=self._end_with_the_others, daemon=True).start()
+            self._trains()
+            self._tracer = start_tracer(
+                self._folder,
+                self._order.deep,
+                self._after_step,
+                sketch=self._size > 2,
+                buffers=self._order.wrapper == "dpfuse",  # torch's class leaves them apart until the next forward
+            )
         self._tracer.add(wrapper)
 
-    def _after_step(self, steps: int) -> None:
+    def _trains(self) -> None:
+        """Note that this process is a rank, and which one. A rank may be a fork."""
+        self._process = os.getpid()
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        else:
+            self._rank, self._size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self._name = str(self._rank)
+        if self._waits != self._process:
+            self._waits, self._moved = self._process, time.monotonic()
+            threading.Thread(target=self._end_with_the_others, daemon=True).start()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """As `AfterStep.after_step`: count where no model is wrapped, and so no tracer counts."""
+        if self._tracer is not None:
+            return
+        self._trains()
+        self._moves()
+        steps = self._unwrapped[optimizer] = self._unwrapped.get(optimizer, 0) + 1
+        with open(self._folder / f"{UNWRAPPED}{self._rank}", "a") as file:
+            file.write(".")
+        if steps >= self._order.steps:
+            self._end()
+
+    def _moves(self) -> None:
         now = time.monotonic()
         self._longest, self._moved = max(self._longest, now - self._moved), now
+
+    def _after_step(self, steps: int) -> None:
+        self._moves()
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
@@ -178,15 +231,32 @@ class _Observer:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # An ended rank closes its connections, and another one may still receive.
-        (self._folder / f"done{dist.get_rank()}").touch()
+        draft = self._folder / f"ends{self._rank}"
+        draft.write_text(str(self._size))
+        draft.replace(self._folder / f"{DONE}{self._rank}")
         until = time.monotonic() + LONGEST_WAIT
-        while len(list(self._folder.glob("done*"))) < dist.get_world_size() and time.monotonic() < until:
+        while not all_done(self._folder) and time.monotonic() < until:
             time.sleep(0.01)
+        while self._order.own_ranks and not self._is_over() and time.monotonic() < until:
+            time.sleep(0.01)  # the process that has started this one would go on
         os._exit(0)
+
+    def _is_over(self) -> bool:
+        return (self._folder / OVER).exists() or not self._folder.exists()
+
+    def _end_behind_the_ranks(self) -> None:
+        """End a process that has started the ranks, or belongs to them, without the code behind their end."""
+        while not all_done(self._folder) and not self._is_over():
+            time.sleep(LOOK / 5)
+        if self._waits != os.getpid():
+            self._write_facts()
+            while not self._is_over():
+                time.sleep(LOOK / 5)
+            os._exit(0)
 
     def _end_with_the_others(self) -> None:
         """End this process once it waits for ranks that have ended: one that made fewer steps would wait for ever."""
-        while not list(self._folder.glob("done*")) or time.monotonic() - self._moved < STUCK + GAPS * self._longest:
+        while not list(self._folder.glob(f"{DONE}*")) or time.monotonic() - self._moved < STUCK + GAPS * self._longest:
             time.sleep(LOOK)
         self._end()
 
@@ -202,6 +272,9 @@ class _Observer:
             "findings": list(self._said.values()),
             "read": list(self._read),
             "unused": {} if self._tracer is None else self._tracer.unused(),
+            "replaceable": self._replaceable,
+            "derived": list(self._derived),
+            "unwrapped": max(self._unwrapped.values(), default=0),
         }  # fmt: skip
         draft = self._folder / f"draft{self._name}"  # the doctor may end this process meanwhile
         draft.write_text(json.dumps(facts), encoding="utf-8")
@@ -247,8 +320,8 @@ class _Observer:
             return
         path, mode, flags = args
         try:
-            path = os.path.abspath(path)
-        except OSError:  # the working folder was removed
+            path = os.path.realpath(path)  # a link may lead elsewhere in the next run
+        except (OSError, ValueError):  # the working folder was removed; the path is none
             return
         writes = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else bool(set(mode or "r") & set("wax+"))
         if writes:
@@ -285,6 +358,20 @@ class _Notes(logging.Handler):
         text = record.getMessage()
         code = CODE.match(text)
         self._pass_on("log", record.name, code[0] if code else "", text)
+
+
+def all_done(folder: Path) -> bool:
+    """Return whether all ranks of a run have made their steps."""
+    done = list(folder.glob(f"{DONE}*"))
+    return bool(done) and len(done) >= int(done[0].read_text())
+
+
+def _caller() -> str:
+    """Return the name of the module that makes a wrapper, two calls above; that of `patch()` passes calls on."""
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") == Patch.__module__ and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _checks_that_warn() -> CommonOptions:

@@ -109,7 +109,8 @@ def _speed(report: Report) -> str:
         return "<h2>How fast?</h2><p>There were too few steps to say.</p>"
     parts = ["<h2>How fast?</h2>"]
     if speed.ratio is not None:
-        parts.append(f"<p>{escape(comparison(speed.ratio, speed.noise).capitalize())}.</p>")
+        text = comparison(speed.ratio, speed.noise)
+        parts.append(f"<p>{escape(text[0].upper() + text[1:])}.</p>")
     rows = [
         (
             one.run,
@@ -141,7 +142,7 @@ def _findings(report: Report) -> str:
     parts = ["<h2>What is wrong?</h2>"]
     parts.append(_table_of(report.findings) if report.findings else "<p>Nothing was found.</p>")
     if report.remarks:
-        parts.append("<p>This costs time, and may be meant so:</p>" + _table_of(report.remarks))
+        parts.append("<p>This may be meant so:</p>" + _table_of(report.remarks))
     return "".join(parts)
 
 

@@ -27,7 +27,7 @@ class Report:
         numbers: None where a run failed.
         speed: of all runs.
         findings: what is wrong.
-        remarks: what may be meant so, and costs time only.
+        remarks: what may be meant so.
         changed: files that each run has changed, by the title of the run.
         failure: why the runs could not be compared; empty otherwise.
         failed_under: the first wrapper under which the program failed; empty otherwise.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfuse.commands.doctor.observer import Order
+from dpfuse.commands.doctor.observer import OVER, UNWRAPPED, Order, all_done
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 from dpfuse.job.startup import startup_variables
@@ -42,7 +42,9 @@ OFFLINE = {
 }
 KEPT = {"WANDB_MODE": ("disabled", "dryrun"), "NEPTUNE_MODE": ("debug",)}  # what is safe already
 TUNING = 30  # steps that the tuner gets, more than it needs
+RANK_0 = "rank0.jsonl"  # its trace
 LOOK = 0.2  # seconds between two looks at the progress
+GRACE = 0.5  # seconds for processes that are not ranks, to write what they have read
 SAY = 5.0  # seconds between two messages
 
 
@@ -106,6 +108,21 @@ class Run:
         """Whether it has ended with an error, or not at all."""
         return self.code != 0
 
+    @property
+    def derived(self) -> list[str]:
+        """The classes of wrappers that derive from torch's, which dpfuse does not replace."""
+        return sorted({name for facts in self.facts.values() for name in facts["derived"]})
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether a rank has made a wrapper that dpfuse replaces."""
+        return any(facts["replaceable"] for facts in self.facts.values())
+
+    @property
+    def unwrapped(self) -> int:
+        """How many steps an optimizer has made on ranks without a wrapper."""
+        return max((facts["unwrapped"] for facts in self.facts.values()), default=0)
+
     def reason(self) -> str:
         """Return why it has failed, in one line."""
         if self.code is None:
@@ -136,7 +153,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
     folder = plan.folder / f"run{number}"
     folder.mkdir()
     steps = min(plan.steps, plan.deep + TUNING) if wrapper == "tuned" else plan.steps
-    order = Order(str(folder), wrapper, steps, plan.deep)
+    order = Order(str(folder), wrapper, steps, plan.deep, plan.own_ranks)
     environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **order.variables()}
     environ |= offline(os.environ, folder)
     environ.pop(VARIABLE, None)  # the doctor traces by itself
@@ -161,6 +178,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+            (folder / OVER).touch()
     run.seconds = time.monotonic() - began
     for path in sorted(folder.glob("facts*.json")):
         run.facts[path.stem.removeprefix("facts")] = json.loads(path.read_text(encoding="utf-8"))
@@ -191,19 +209,33 @@ def _watched(
     process: subprocess.Popen[bytes], folder: Path, plan: Plan, title: str, steps: int, say: Callable[[str], None]
 ) -> int | None:
     """Wait for the end of a run; return its exit code, or None if it makes no progress."""
-    size, moved, said = 0, time.monotonic(), time.monotonic()
-    path = folder / "rank0.jsonl"
+    before, moved, said = (0, 0), time.monotonic(), time.monotonic()
     while True:
         try:
             return process.wait(LOOK)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
-        length = path.stat().st_size if path.exists() else 0
-        if length != size:
-            size, moved = length, now
+        if plan.own_ranks and all_done(folder):
+            time.sleep(GRACE)
+            os.killpg(process.pid, signal.SIGKILL)  # also a shell, which has code behind the ranks
+            process.wait()
+            return 0
+        progress = _progress(folder)
+        if progress != before:
+            before, moved = progress, now
         elif now - moved > plan.patience:
             return None
         if now - said > SAY:
             said = now
-            done = path.read_bytes().count(b'{"kind":"step"') if path.exists() else 0
+            done = max(progress[1], _lines(folder / RANK_0))
             say(f"{title}: {f'step {done} of {steps}' if done else 'starting'}")
+
+
+def _progress(folder: Path) -> tuple[int, int]:
+    """Return what grows with the steps: the size of rank 0's trace, and the steps of the rank without one."""
+    trace, counted = folder / RANK_0, [path.stat().st_size for path in folder.glob(f"{UNWRAPPED}*")]
+    return trace.stat().st_size if trace.exists() else 0, max(counted, default=0)
+
+
+def _lines(trace: Path) -> int:
+    return trace.read_bytes().count(b'{"kind":"step"') if trace.exists() else 0

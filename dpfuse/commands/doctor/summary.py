@@ -61,7 +61,7 @@ def _lines(report: Report) -> Iterator[str]:
     for number, text in enumerate(wrong or ["nothing was found"]):
         yield from _entry("" if number else "what is wrong?", text)
     for number, one in enumerate(report.remarks):
-        text = f"{one.code}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}"
+        text = f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}"
         yield from _entry("" if number else "may be meant so", text)
     changed = sorted({path for paths in report.changed.values() for path in paths})
     text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"

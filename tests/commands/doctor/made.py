@@ -15,7 +15,8 @@ def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:
 
 
 def plain_facts(**facts: Any) -> dict[str, Any]:
-    return {"communication": [], "tunings": [], "findings": [], "read": [], "unused": {}, **facts}
+    made = {"replaceable": 1, "derived": [], "unwrapped": 0}
+    return {"communication": [], "tunings": [], "findings": [], "read": [], "unused": {}, **made, **facts}
 
 
 def timed(

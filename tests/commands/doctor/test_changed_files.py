@@ -37,4 +37,45 @@ def test_folders_in_arguments_are_looked_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "work")
     words = ["--lr", "0.1", f"--out={tmp_path}/runs/new", "inside/config.yaml", str(tmp_path / "runs")]
     words += ['{"a/b": "' + "x" * 5000 + '"}', "~nobody-of-that-name/x", ""]
-    assert folders_of(words, tmp_path / "own") == [str(tmp_path / "runs"), str(tmp_path / "work")]
+    assert folders_of([*words, "/"], tmp_path / "own") == [str(tmp_path / "work"), str(tmp_path / "runs")]
+
+
+def test_a_folder_that_the_program_may_make_is_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    found = folders_of(["../made/later/a", "made/here/too"], tmp_path / "own")
+    assert found == [str(tmp_path / "work"), str(tmp_path / "made")]
+    before = snapshot(found, tmp_path / "own")
+    (tmp_path / "made" / "later").mkdir(parents=True)
+    (tmp_path / "made" / "later" / "a").write_text("")
+    assert snapshot(found, tmp_path / "own").changed_since(before) == [str(tmp_path / "made" / "later" / "a")]
+
+
+def test_links_are_followed_in_arguments_and_in_the_folders_themselves(tmp_path, monkeypatch):
+    for name in ("work", "scratch/me", "far", "deep"):
+        (tmp_path / name).mkdir(parents=True)
+    work = tmp_path / "work"
+    (work / "runs").symlink_to(tmp_path / "scratch")  # a folder
+    (work / "last.pt").symlink_to(tmp_path / "deep" / "last.pt")  # a file that is there later
+    (tmp_path / "link").symlink_to(work)
+    monkeypatch.chdir(tmp_path / "link")
+    found = folders_of(["--out", "runs/me/new", f"--far={tmp_path}/link/../far"], tmp_path / "own")
+    assert found == [str(work), str(tmp_path / "scratch" / "me"), str(tmp_path / "far"), str(tmp_path / "scratch")]
+    before = snapshot(found, tmp_path / "own")
+    written = [tmp_path / name for name in ("deep/last.pt", "far/a", "scratch/b", "scratch/me/c")]
+    for path in written:
+        path.write_text("one")
+    assert snapshot(found, tmp_path / "own").changed_since(before) == [*map(str, written)]
+
+
+def test_each_folder_has_its_own_limit_of_files(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "work" / "last.pt").write_text("")
+    for name in "abc":
+        (tmp_path / "data" / name).write_text("")
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(changed_files, "MOST", 2)
+    found = snapshot(folders_of([str(tmp_path / "data")], tmp_path / "own"), tmp_path / "own")
+    assert str(tmp_path / "work" / "last.pt") in found.files
+    assert not found.complete

@@ -44,7 +44,9 @@ def test_two_ranks_are_equal_bit_for_bit(judged):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("another_backward", "kernel"),
+        ("another_backward", "gradient"),  # behind the deep steps, which of the gradients differs first is not known
+        ("narrow_wire", "communication"),
+        ("wrong_once", "gradient"),
         ("another_clip", "optimizer"),
         ("one_label", "data"),
         ("another_lr", "settings"),
@@ -55,7 +57,7 @@ def test_a_difference_under_dpfuse_alone_is_named(name, cause, judged):
     assert found.result == "different"
     assert not found.fine
     assert found.difference.step == PLANTS[name][1]
-    assert cause in found.text or found.difference.step >= 2  # behind the deep steps only the step is known
+    assert f"(class: {cause})" in found.text
 
 
 @pytest.mark.parametrize("place", [2, 3], ids=["under DDP", "under dpfuse"])
@@ -99,6 +101,27 @@ def test_three_ranks_that_lie_farther_are_different(name, words, judged):
     assert found.result == "different", found
     assert words in found.text
     assert len(found.ours) == len(found.theirs) == 5
+
+
+@pytest.mark.parametrize("ended", ["failed", "without a step", "not run"])
+@pytest.mark.parametrize("lr", [0.1, 0.2])
+def test_three_ranks_cannot_be_judged_without_the_run_of_ddp_with_other_buckets(lr, ended, tmp_path):
+    runs = [timed(number, wrapper, ranks=3) for number, wrapper in enumerate(("torch", "dpfuse"), 1)]
+    for run in runs:
+        for trace in run.traces.values():
+            rate = [{"lr": 0.1 if run.wrapper == "torch" else lr}]
+            trace.steps = [{**line, "settings": rate, "parameters": run.wrapper.ljust(8)} for line in trace.steps]
+            trace.models, trace.optimizers[0]["names"] = [], ["weight"]
+    log = tmp_path / "log"
+    log.write_text("TypeError: twice")
+    other = Run(5, "torch buckets", 1 if ended == "failed" else 0, 1.0, log)
+    found = judge(runs[:1], runs[1:], None if ended == "not run" else other, [])
+    if lr == 0.1:
+        assert found.result == "unknown"
+        assert "first at step 0, rank 0: the parameter after the step, weight" in found.text
+        assert ("it has failed: exit code 1: TypeError: twice." in found.text) == (ended == "failed")
+    else:
+        assert (found.result, found.difference.cause) == ("different", "settings")
 
 
 @pytest.mark.parametrize("sketches", [[math.nan], [math.inf]])

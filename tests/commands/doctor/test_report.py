@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from dpfuse.commands.doctor.charts import bars, lines
-from dpfuse.commands.doctor.doctor_command import _terminated_as_interrupted
+from dpfuse.commands.doctor.doctor_command import _failure, _terminated_as_interrupted
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import Report
-from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.runs import Run, _progress
 from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
@@ -139,6 +140,10 @@ def test_the_page_is_whole_needs_no_network_and_escapes_what_it_shows():
     for raw in ("<x>", "<more>", "<b> ", "/a/<b>"):
         assert raw not in text
     assert 'name="viewport" content="width=device-width' in text
+
+
+def test_a_page_compares_with_ddp_as_it_is_written():
+    assert "<p>A step with dpfuse takes 1.00 of one with DDP; runs" in page(report())
 
 
 def test_a_page_of_a_failure_says_it():
@@ -282,6 +287,23 @@ def test_averages_that_one_would_replace_are_a_remark_where_they_cost_time(count
         assert "up to 7.5 of 100 ms" in found[0].text
 
 
+def buffered(rank: int, size: int, folder: Path, options) -> None:
+    train(folder, "dpfuse", buffers=True, **options)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_buffers_that_each_rank_keeps_are_a_remark(sent, ranks, tmp_path):
+    ranks(buffered, tmp_path, {} if sent else {"broadcast_buffers": False})
+    run = run_of(tmp_path, 2, "dpfuse")
+    assert findings_of([run]) == ()
+    found = remarks_of([run], None)
+    assert [one.title for one in found] == ["buffers differ between ranks"] * (not sent)
+    if not sent:
+        assert "norm.running_mean, norm.running_var of model 0 (Net) differ between ranks" in found[0].text
+        text = summary(report(remarks=found))
+        assert "may be meant so  buffers differ between ranks: norm.running_mean" in text
+
+
 def test_nothing_is_wrong_with_a_healthy_run(ranks, tmp_path):
     ranks(trained, tmp_path, None)
     assert findings_of([run_of(tmp_path, 1, "torch")]) == ()
@@ -308,3 +330,35 @@ def test_the_reason_of_a_failure_is_the_first_error_that_is_not_a_consequence(co
         for rank, (kind, text) in enumerate(notes)
     }
     assert Run(1, "torch", code, 1.0, tmp_path / "log.txt", {}, facts).reason() == reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"replaceable": 0, "derived": ["My"]}, "My derives from torch's DistributedDataParallel, and dpfuse does not"),
+        (
+            {"replaceable": 0, "unwrapped": 50},
+            "under torch DDP before an optimizer had made 50 steps; .*more --steps",
+        ),
+        ({"replaceable": 0}, "made no DistributedDataParallel, or no step of an optimizer, under torch DDP;"),
+    ],
+)
+def test_why_nothing_can_be_compared_where_nothing_failed(facts, words):
+    run = timed(1, "torch")
+    run.facts = {str(rank): plain_facts(**facts) for rank in range(2)}
+    assert not run.replaceable
+    assert re.search(words, _failure(run))
+
+
+def test_a_run_in_which_one_wrapper_can_be_replaced_is_compared():
+    run = timed(1, "torch")
+    run.facts = {"0": plain_facts(derived=["My"]), "1": plain_facts(replaceable=0)}
+    assert run.replaceable
+
+
+def test_steps_without_a_trace_are_progress(tmp_path):
+    assert _progress(tmp_path) == (0, 0)
+    (tmp_path / "unwrapped1").write_text("..")
+    assert _progress(tmp_path) == (0, 2)
+    (tmp_path / "rank0.jsonl").write_text("{}\n")
+    assert _progress(tmp_path) == (3, 2)

@@ -29,6 +29,10 @@ class Net(nn.Module):
         return self.last(self.layers(inputs))
 
 
+class Derived(DistributedDataParallel):
+    """What some libraries wrap with, such as mmengine."""
+
+
 def main():
     args = PARSER.parse_args()
     wrong = args.wrong
@@ -40,7 +44,8 @@ def main():
     checkpoint = os.path.join(args.out, "checkpoint.pt") if args.out else None
     if checkpoint and os.path.exists(checkpoint):
         net.load_state_dict(torch.load(checkpoint))
-    model = DistributedDataParallel(net, find_unused_parameters=wrong == "unused") if wrong != "no wrapper" else net
+    kind = Derived if wrong == "derived" else DistributedDataParallel
+    model = kind(net, find_unused_parameters=wrong == "unused") if wrong != "no wrapper" else net
     if wrong == "needs torch" and "dpfuse" in type(model).__module__:
         raise TypeError("only torch's own class will do")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)

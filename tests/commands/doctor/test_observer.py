@@ -1,0 +1,122 @@
+"""What the doctor does inside a process of the program: which wrappers it knows, when it ends, and what it hears."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dpfuse.commands.doctor.observer import Order
+from dpfuse.commands.doctor.runs import OBSERVER, Plan, run_once
+from dpfuse.commands.run_command import Program
+from dpfuse.job.startup import startup_variables
+from dpfuse.trace.trace_file import read_folder
+from tests.distributed.processes import clean_environment, run
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Derived(DistributedDataParallel):
+    pass
+
+{before}
+net = torch.nn.Linear(2, 2)
+model = {model}
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(12):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    {inside}
+print("behind the loop")
+"""
+GROUP = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+
+
+def observed(folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass") -> SimpleNamespace:
+    """Run a program of one rank as the doctor does, for five steps."""
+    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(folder), wrapper, 5, 2).variables()
+    code = PROGRAM.format(model=model, before=before, inside=inside)
+    done = run("-c", code, WARM_STARTUP="1", **variables)
+    files = {path.name for path in folder.iterdir()}
+    facts = json.loads((folder / "facts0.json").read_text()) if "facts0.json" in files else {}
+    return SimpleNamespace(code=done.returncode, said=done.stdout, error=done.stderr, files=files, facts=facts)
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "dpfuse"])
+@pytest.mark.parametrize("model", ["DistributedDataParallel(net)", "Derived(net)", "net"])
+def test_each_run_ends_after_its_steps_whatever_wraps_the_model(model, wrapper, tmp_path):
+    found = observed(tmp_path, wrapper, model)
+    assert (found.code, found.said) == (0, ""), found.error
+    assert "done0" in found.files
+    wrapped = model != "net"
+    assert found.facts["replaceable"] == model.startswith("Distributed")
+    assert found.facts["derived"] == ["Derived"] * model.startswith("Derived")
+    assert found.facts["unwrapped"] == (0 if wrapped else 5)
+    if wrapped:
+        (trace,) = read_folder(tmp_path).values()
+        assert len(trace.steps) == 5
+        assert trace.models[0]["wrapper"] == (wrapper if model.startswith("Distributed") else "__main__")
+    else:
+        assert (tmp_path / "unwrapped0").read_text() == "....."
+
+
+def test_a_size_of_buckets_by_its_place_is_replaced_in_the_run_with_other_buckets(tmp_path):
+    found = observed(tmp_path, "torch buckets", "DistributedDataParallel(net, None, None, 0, True, True, None, 25)")
+    assert (found.code, found.said) == (0, ""), found.error
+    assert len(read_folder(tmp_path)[0].steps) == 5
+
+
+def test_a_program_without_a_process_group_ends_too(tmp_path):
+    found = observed(tmp_path, "torch", "net", before="")
+    assert (found.code, found.said, found.facts["unwrapped"]) == (0, "", 5), found.error
+
+
+def test_a_rank_that_has_left_its_group_before_the_last_step_ends(tmp_path):
+    leave = "step == 3 and dist.destroy_process_group()"
+    found = observed(tmp_path, "torch", "DistributedDataParallel(net)", inside=leave)
+    assert (found.code, found.said) == (0, ""), found.error
+
+
+def test_files_that_are_read_are_told_without_links(tmp_path):
+    (tmp_path / "devel").mkdir()
+    (tmp_path / "devel" / "last.pt").write_text("")
+    (tmp_path / "runs").symlink_to(tmp_path / "devel")
+    (tmp_path / "devel" / "own").symlink_to(tmp_path / "devel" / "mine")
+    paths = [str(tmp_path / name) for name in ("runs/last.pt", "runs/own", "devel/mine")]
+    reading = f"open({paths[0]!r}).close(); open({paths[1]!r}, 'w').close(); open({paths[2]!r}).close()"
+    (tmp_path / "facts").mkdir()
+    found = observed(tmp_path / "facts", "torch", "net", before=reading)
+    assert str(tmp_path / "devel" / "last.pt") in found.facts["read"], found.error
+    assert not {str(tmp_path / "devel" / "mine"), *paths} & {*found.facts["read"]}
+
+
+SPAWNS = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank):
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    while True:
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    open(sys.argv[1]).close()
+    mp.spawn(work, nprocs=1)
+    print("behind the ranks", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_starts_its_ranks_runs_no_code_behind_them(tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    (tmp_path / "saved").write_text("")
+    program = Program(str(tmp_path / "spawns.py"), (str(tmp_path / "saved"),))
+    plan = Plan(program, 1, True, 5, 2, 60.0, tmp_path)
+    found = run_once(plan, 1, "torch", lambda text: None)
+    assert (found.code, found.unwrapped, found.log.read_text()) == (0, 5, "")
+    assert str(tmp_path / "saved") in found.read()  # by the process that has started the rank
