@@ -267,14 +267,20 @@ class ModuleSync:
             if not own_tensors and not self._follower.reaches_parameters():
                 return False
         # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
-        window.forward_begins(counts=idle and self._module.training)
+        counts = idle and self._module.training
+        window.forward_begins(counts=counts)
         if self.before_collectives is not None:
             self.before_collectives()
         if self.loop is not None and idle:
             self.loop.forward_begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
-        self.buffers.forward_begins(due=own_tensors and self.buffers.due)
+        self.buffers.forward_begins(due=own_tensors and self.buffers.due(counts=counts), counts=counts)
         return True
+
+    def forward_failed(self) -> None:
+        """To be called instead of `after_forward` where the forward itself has raised."""
+        if self.window.counts:
+            self.buffers.forward_failed()
 
     def after_forward(self, outputs: Any, *, takes_part: bool = True) -> None:
         """To be called with the outputs of that forward, and what `before_forward` returned."""
@@ -284,7 +290,12 @@ class ModuleSync:
             return
         watched = self.grads.listening.watch.watch(outputs, self.window.began)
         self.window.forward_ends(watched=watched)
-        reducer.record_forward(reducer.require_sync, outputs_watched=watched)
+        reducer.record_forward(reducer.require_sync, outputs_watched=watched, trains=self._module.training)
+
+    @property
+    def buffers_due(self) -> bool:
+        """Whether a forward that begins now sends buffers first."""
+        return self.buffers.due(counts=self._module.training)
 
     def use_buffers(self, *, before_forward: bool, in_backward: bool) -> None:
         """Say whether buffers are sent before the next forward, if they must be, and in the backwards from now on."""
