@@ -193,7 +193,7 @@ class SyncedModule(nn.Module):
                 outputs = call(*inputs, **kwargs)
             except BaseException:
                 if takes_part:
-                    sync.forward_failed()
+                    sync.forward_failed((inputs, kwargs))
                 raise
             set_tracer(None)
             sync.after_forward(outputs, takes_part=takes_part)

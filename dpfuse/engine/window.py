@@ -95,6 +95,11 @@ class Window:
         if not watched and self.began == self._number:
             self._forwards -= 1
 
+    def forget_failed(self, window: int) -> None:
+        """Count a forward no longer that raised, and began in this window: another attempt at its batch begins."""
+        if window == self._number:
+            self._forwards -= 1
+
     def forget_forwards(self) -> None:
         """Count no forward so far: its backward will not count."""
         self._number += 1
@@ -160,7 +165,8 @@ class Window:
                 "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
                 "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "
                 "none, whatever went wrong in it, or run the backward of a loss that is multiplied by 0, such as "
-                "`0 * sum(param.sum() for param in model.parameters())`. Where ranks may use different outputs, pass "
+                "`0 * sum(param.sum() for param in model.parameters())`. Where one tried its batch again, let it pass "
+                "the same tensors, or slices of them. Where ranks may use different outputs, pass "
                 "find_unused_parameters=True.",
             ),
         ]
