@@ -71,7 +71,7 @@ def describe_parameters(params: Any) -> list[ParamSpec]:
 
     Args:
         params: something with `named_parameters()` (then each distinct trainable parameter once, depth
-            first; an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
+            first; the table of an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
 
     Returns:
         One spec per parameter, in registration order.
@@ -80,11 +80,13 @@ def describe_parameters(params: Any) -> list[ParamSpec]:
         TypeError: neither of these.
     """
     if hasattr(params, "named_parameters"):
+        # `sparse` alone may mean anything, such as how a layer pays attention.
         sparse = {
             id(parameter)
             for module in params.modules()
-            if getattr(module, "sparse", False) is True
+            if getattr(module, "sparse", False) is True and hasattr(module, "num_embeddings")
             for parameter in module.parameters(recurse=False)
+            if len(parameter.shape) > 1  # its other parameters, such as a scale, have dense gradients
         }
         return [
             _describe(name, parameter, id(parameter) in sparse)
