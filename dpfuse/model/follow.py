@@ -74,6 +74,8 @@ class ModuleFollower:
             False where `functional_call()` lets tensors stand in for parameters or buffers, which is no change.
         """
         unchanged, found = self._signature.unchanged(), self._buffers.found
+        if unchanged and self._grads.reducer.change:
+            unchanged = not self._signature.has_frozen()
         unsettled = self.compare_buffers and self._buffers.unsettled
         if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
             return False

@@ -81,6 +81,10 @@ class ModelSignature:
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
 
+    def has_frozen(self) -> bool:
+        """Whether a parameter was frozen since the module was looked at, which may undo a change."""
+        return any(known.trainable and not known.param.requires_grad for known in self._now.known.values())
+
     def change(self) -> str | None:
         """Look, and say in words what differs from the agreed model; None if nothing does.
 
