@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,13 @@ class ParamSpec:
         return self.numel * ITEM_SIZE[self.dtype]
 
 
-def describe_parameters(params: Any) -> list[ParamSpec]:
+def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[ParamSpec]:
     """The trainable parameters of a module, a list of parameters, or a list of `ParamSpec`, as specs.
 
     Args:
         params: something with `named_parameters()` (then each distinct trainable parameter once, depth
             first; the table of an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
+        kept: ids of parameters of a module that count as trainable though they are frozen.
 
     Returns:
         One spec per parameter, in registration order.
@@ -91,7 +92,7 @@ def describe_parameters(params: Any) -> list[ParamSpec]:
         return [
             _describe(name, parameter, id(parameter) in sparse)
             for name, parameter in params.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad or id(parameter) in kept
         ]
     if not isinstance(params, Iterable):
         raise TypeError(

@@ -130,7 +130,8 @@ class ModuleFollower:
             )
             return ModelChange([], {}, refusal), None
         try:
-            plan = kept or check_module(self._module, self._options, grads.group, ours=set(map(id, grads.params)))
+            ours = set(map(id, grads.params))
+            plan = kept or check_module(self._module, self._options, grads.group, ours, self._signature.kept())
             buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
         except Exception as error:  # the peers hear of it when the ranks agree
             return ModelChange([], {}, error), None

@@ -144,3 +144,58 @@ def test_a_part_of_what_was_unfrozen_may_be_frozen_again(rank, size, face):
         right_step(model, rank, size, step)
     module["B"].requires_grad_(True)
     right_step(model, rank, size, 4)
+
+
+OPTIONS = {
+    "default": {},
+    "unused": {"find_unused_parameters": True},
+    "private": {"gradient_as_bucket_view": False},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_models_that_take_turns_are_not_planned_in_each_turn(rank, size, face, options):
+    module = net()
+    module["C"].requires_grad_(False)
+    model = FACES[face](module, **OPTIONS[options])
+    plans = []
+    for step in range(9):
+        turn = "ABC"[step % 3]
+        for name in module:
+            module[name].requires_grad_(name == turn)
+        right_step(model, rank, size, step)
+        plans.append(model._sync.grads.plan)
+    # In the first step with C, all ranks learn of it and drop the others, which come back in the steps after that.
+    assert all(plan is plans[-1] for plan in plans[5:])
+    assert [spec.name for spec in plans[-1].specs] == [name for name, _ in module.named_parameters()]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_model_that_is_unfrozen_layer_by_layer_and_frozen_again_is_followed(rank, size, face):
+    """Another layer is added meanwhile, and one is removed, while others are frozen."""
+    module = net("ABCD")
+    for name in "ABC":
+        module[name].requires_grad_(False)
+    model = FACES[face](module)
+    for step, name in enumerate("DCBA"):
+        module[name].requires_grad_(True)
+        right_step(model, rank, size, step)
+    module["B"].requires_grad_(False)
+    module["D"].weight.requires_grad_(False)
+    module["E"] = nn.Linear(4, 4)
+    right_step(model, rank, size, 5)
+    assert len(model._sync.grads.plan.specs) == 7  # of what is frozen nothing travels
+    module["B"].requires_grad_(True)
+    right_step(model, rank, size, 6)
+    del module["C"]
+    module["E"].requires_grad_(False)
+    module["F"] = nn.Linear(4, 4)
+    right_step(model, rank, size, 7)
+    module["E"].requires_grad_(True)
+    module["D"].weight.requires_grad_(True)
+    for step in range(8, 11):
+        right_step(model, rank, size, step)
+    names = [name for name, _ in module.named_parameters()]
+    assert [spec.name for spec in model._sync.grads.plan.specs] == names
