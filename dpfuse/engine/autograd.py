@@ -78,13 +78,15 @@ class ReadyHooks:
 
 def _register(param: Tensor, hook: ReadyHook) -> RemovableHandle:
     """Register a hook, also on a parameter that is frozen now: it has a slot, and may be unfrozen at any time."""
-    if param.requires_grad:
-        return param.register_post_accumulate_grad_hook(hook)
-    param.requires_grad_(True)
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
     try:
-        return param.register_post_accumulate_grad_hook(hook)
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
     finally:
-        param.requires_grad_(False)
+        if frozen:
+            param.requires_grad_(False)
+    return handle
 
 
 def hooks_on(param: Tensor) -> list[ReadyHooks]:
