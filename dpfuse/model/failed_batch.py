@@ -29,9 +29,9 @@ class FailedBatch:
     def has(self, inputs: Any) -> bool:
         """Whether these arguments are the same data, or a part of it.
 
-        Each tensor must lie in memory of one that the forward got, which nobody has written since, and there must be
-        one. Everything else must be what it got, apart from flags. So a batch that shares only a constant with it, such
-        as a mask, is another one.
+        There must be a tensor, and each must lie in memory of one that the forward got and that was not written since.
+        Everything else must be what it got, apart from flags. So a batch that shares only a constant with it, such as a
+        mask, is another one.
         """
         leaves = leaves_in(inputs)
         tensors = [each for each in leaves if issubclass(type(each), Tensor)]

@@ -90,8 +90,8 @@ class ModelSignature:
     def kept(self) -> set[int]:
         """Return the ids of the parameters, frozen or not, that keep their place in a plan for what was looked at last.
 
-        Parameters that are frozen when the module changes lose their place, and what nobody trains does not travel. But
-        some are unfrozen again, as where parts of a model take turns. Then all keep it, or each turn would be a change.
+        Parameters that are frozen when the module changes lose their place, so that they do not travel. But some are
+        unfrozen again, as where parts of a model take turns. Then all keep it, or each turn would be a change.
         """
         known, before = self._now.known, self._agreed.known
         comes_back = (
