@@ -191,7 +191,12 @@ class SyncedModule(nn.Module):
                 sync.finish_parameters()
             takes_part = sync.before_forward((inputs, kwargs))
             set_tracer(tracer)
-            outputs = call(*inputs, **kwargs)
+            try:
+                outputs = call(*inputs, **kwargs)
+            except BaseException:
+                if takes_part:
+                    sync.forward_failed((inputs, kwargs))
+                raise
             set_tracer(None)
             sync.after_forward(outputs, takes_part=takes_part)
             if takes_part:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
@@ -27,7 +26,7 @@ from dpfuse.ddp.placement import (
 )
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
-from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.engine.torch_private import leave_untraced, on_device
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -218,8 +217,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             in_backward=self.forward_sync_buffers and hook is None,
         )
         if self.device_ids:
-            moved, moved_kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
-            inputs, kwargs = moved[0], moved_kwargs[0]
+            inputs, kwargs = on_device(inputs, kwargs, self.device)
         # Dynamo asks torch's class which wrapper is running, to split the graph at bucket borders.
         before = TORCH_CLASS._active_ddp_module
         TORCH_CLASS._active_ddp_module = self  # type: ignore[assignment]
@@ -240,7 +238,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if hook is not None and not hook.before_forward and self._sends_buffers:
             self._run_buffer_hook()
         # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
-        if self.require_forward_param_sync != sync.grads.reducer.require_sync:
+        if self.module.training and self.require_forward_param_sync != sync.grads.reducer.require_sync:
             self.require_forward_param_sync = sync.grads.reducer.require_sync
 
     def join(

@@ -102,7 +102,7 @@ class UnevenInputsHook(JoinHook):
         turns = self._exchange(
             Turn.ACTIVE
             | (Turn.SYNC if reducer.require_sync else 0)
-            | (Turn.BUFFERS if self._sync.buffers.due else 0)
+            | (Turn.BUFFERS if self._sync.buffers_due else 0)
             | (Turn.BUFFERS_AFTER if self._sync.buffers.in_backward else 0)
         )
         self._shadowed = reducer.require_sync and 0 in turns

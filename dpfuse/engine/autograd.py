@@ -59,7 +59,7 @@ class ReadyHooks:
             handle = self._handles.get(id(param))
             installed = None if handle is None else handle.hooks_dict_ref()
             if handle is None or installed is None or handle.id not in installed:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(hook)
+                self._handles[id(param)] = _register(param, hook)
             else:
                 installed[handle.id] = hook
 
@@ -74,6 +74,19 @@ class ReadyHooks:
         """Whether one of these hooks is on `param`."""
         handle = self._handles.get(id(param))
         return handle is not None and any(param is other for other in self._params)
+
+
+def _register(param: Tensor, hook: ReadyHook) -> RemovableHandle:
+    """Register a hook, also on a parameter that is frozen now: it has a slot, and may be unfrozen at any time."""
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
+    try:
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            param.requires_grad_(False)
+    return handle
 
 
 def hooks_on(param: Tensor) -> list[ReadyHooks]:

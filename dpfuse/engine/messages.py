@@ -103,7 +103,8 @@ def unaveraged(rank: int, names: Sequence[str]) -> str:
         f"rank {rank}: a backward outside no_sync() went through no output of the wrapper, and the gradients of "
         f"{_named(names)} were not averaged; expected a forward of the wrapper. Call the wrapper "
         "instead of its .module, or run such backwards inside no_sync() and call "
-        "dpfuse.fused_allreduce_gradients(). Zero the gradients before the next backward."
+        "dpfuse.fused_allreduce_gradients(). Add a penalty on parameters to the loss, or run its backward first, "
+        "inside no_sync(). Zero the gradients before the next backward."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,13 @@ class ParamSpec:
         return self.numel * ITEM_SIZE[self.dtype]
 
 
-def describe_parameters(params: Any) -> list[ParamSpec]:
+def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[ParamSpec]:
     """The trainable parameters of a module, a list of parameters, or a list of `ParamSpec`, as specs.
 
     Args:
         params: something with `named_parameters()` (then each distinct trainable parameter once, depth
-            first; an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
+            first; the table of an embedding with `sparse=True` is noticed), or an iterable of parameters or specs.
+        kept: ids of parameters of a module that count as trainable though they are frozen.
 
     Returns:
         One spec per parameter, in registration order.
@@ -80,16 +81,18 @@ def describe_parameters(params: Any) -> list[ParamSpec]:
         TypeError: neither of these.
     """
     if hasattr(params, "named_parameters"):
+        # `sparse` alone may mean anything, such as how a layer pays attention.
         sparse = {
             id(parameter)
             for module in params.modules()
-            if getattr(module, "sparse", False) is True
+            if getattr(module, "sparse", False) is True and hasattr(module, "num_embeddings")
             for parameter in module.parameters(recurse=False)
+            if len(parameter.shape) > 1  # its other parameters, such as a scale, have dense gradients
         }
         return [
             _describe(name, parameter, id(parameter) in sparse)
             for name, parameter in params.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad or id(parameter) in kept
         ]
     if not isinstance(params, Iterable):
         raise TypeError(

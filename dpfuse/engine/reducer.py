@@ -108,6 +108,8 @@ class _Run:
     outcome: Outcome = field(default_factory=Outcome)
     next: int = 0  # the bucket to be sent next
     forward: bool | None = None  # whether a forward since the last synchronised backward asked for one
+    trains: bool = False  # whether one of them was in training mode: then only those decide
+    uncounted: bool = False  # whether one in eval mode asked for one
     outputs_watched: bool = True
     reading: Reading | None = None  # what the ranks have reported
     delivered: bool = False
@@ -289,14 +291,25 @@ class Reducer:
             self.refuse_unaveraged()
         self._require_sync = value
 
-    def record_forward(self, sync: bool, *, outputs_watched: bool = True) -> None:
-        """Note a forward with gradients enabled. If one of several forwards is to synchronise, the backward does."""
-        self._run.forward = sync or bool(self._run.forward)
-        self._run.outputs_watched = outputs_watched
+    def record_forward(self, sync: bool, *, outputs_watched: bool = True, trains: bool = True) -> None:
+        """Note a forward with gradients enabled. If one of several forwards is to synchronise, the backward does.
+
+        One in eval mode decides only about backwards of its own, and where there is none in training mode: a rank may
+        run it alone, and it gets no backward.
+        """
+        run = self._run
+        if not trains:
+            run.uncounted = run.uncounted or sync
+            if run.trains:
+                return
+        elif not run.trains:
+            run.trains, run.forward = True, None
+        run.forward = sync or bool(run.forward)
+        run.outputs_watched = outputs_watched
 
     def forget_forwards(self) -> None:
         """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
-        self._run.forward = None
+        self._run.forward, self._run.trains, self._run.uncounted = None, False, False
         self._wiring.window.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
@@ -391,7 +404,7 @@ class Reducer:
                         self._in_use.doubt_early()
                         break
             wiring.window.backward_begins(announced=announced)
-            sync = run.forward
+            sync = True if run.uncounted and wiring.window.of_uncounted else run.forward
             # A backward through none of the watched outputs has no forward of its own.
             if sync is None or (not sync and not announced and run.outputs_watched):
                 sync = self._require_sync

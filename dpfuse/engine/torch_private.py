@@ -12,6 +12,7 @@ import torch
 import torch.utils.data.dataloader
 from torch import Tensor
 from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[attr-defined]
+from torch.distributed.utils import _to_kwargs
 
 __all__ = [
     "COUNTS_REFERENCES",
@@ -28,6 +29,7 @@ __all__ = [
     "is_private",
     "leave_untraced",
     "no_graph",
+    "on_device",
     "owners_and_holders",
     "profiler_runs",
     "put_hook",
@@ -299,3 +301,13 @@ _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor:
 UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to
 _REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
 COUNTS_REFERENCES = _REFERENCES is not None
+
+
+def on_device(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return these arguments with all tensors on `device`, as torch's class does; what is there already stays."""
+    if not (inputs or kwargs):
+        return inputs, kwargs
+    moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+    return moved[0], moved_kwargs[0]

@@ -48,6 +48,7 @@ class Window:
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
+        of_uncounted: whether the running backward was announced by a forward that does not count.
     """
 
     def __init__(self, *, counts_forwards: bool = True) -> None:
@@ -57,6 +58,8 @@ class Window:
         self.compares_backwards = True
         self.died = False
         self.began = NEVER
+        self.of_uncounted = False
+        self._reached = True  # whether the outputs that were reached last are of a forward that counts
         self._counts_forwards = counts_forwards
         self._number = NEVER
         self._backwards = 0
@@ -64,6 +67,11 @@ class Window:
         self._watched = True  # whether the outputs of the last forward are watched
         self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
+
+    @property
+    def counts(self) -> bool:
+        """Whether the forward that began last counts: every rank runs it."""
+        return self.began != NEVER
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +95,11 @@ class Window:
         if not watched and self.began == self._number:
             self._forwards -= 1
 
+    def forget_failed(self, window: int) -> None:
+        """Count a forward no longer that raised, and began in this window: another attempt at its batch begins."""
+        if window == self._number:
+            self._forwards -= 1
+
     def forget_forwards(self) -> None:
         """Count no forward so far: its backward will not count."""
         self._number += 1
@@ -95,6 +108,7 @@ class Window:
     def reached(self, window: int) -> None:
         """Note that a backward first reaches outputs of a forward; `window` is the value of `began` in that forward."""
         self._of_outputs = True
+        self._reached = window != NEVER
         # A forward no longer counts once its window is over: its outputs may have their backward later, and a
         # training step may run whole backwards inside its forward.
         if window == self._number:
@@ -103,6 +117,7 @@ class Window:
     def backward_begins(self, *, announced: bool) -> None:
         """Note that a backward begins; `announced` says that a watched output told it."""
         self._of_outputs = announced or not self._watched
+        self.of_uncounted, self._reached = announced and not self._reached, True
 
     def gradients_accumulated(self) -> None:
         """Note that the ending backward has accumulated gradients.
@@ -150,7 +165,8 @@ class Window:
                 "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
                 "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "
                 "none, whatever went wrong in it, or run the backward of a loss that is multiplied by 0, such as "
-                "`0 * sum(param.sum() for param in model.parameters())`. Where ranks may use different outputs, pass "
+                "`0 * sum(param.sum() for param in model.parameters())`. Where one tried its batch again, let it pass "
+                "the same tensors, or slices of them. Where ranks may use different outputs, pass "
                 "find_unused_parameters=True.",
             ),
         ]

@@ -15,7 +15,8 @@ __all__ = ["BufferSchedule"]
 class BufferSchedule(Feature, Companion):
     """Sends buffers beside the last bucket of each backward that synchronises, so that they are the same after it.
 
-    A forward sends them first only if no such backward has done so since the forward before.
+    A forward in training mode sends them first only if no such backward has done so since the one before. One in eval
+    mode sends none and counts as none, since a rank may run it alone. What follows one that raised is another attempt.
 
     Args:
         buffers: to send.
@@ -36,22 +37,29 @@ class BufferSchedule(Feature, Companion):
         self._buffers = buffers
         self._source = source
         self._fresh = False  # whether a backward has sent them since the last forward
+        self._in_place = False  # whether the last forward raised, with the buffers that it was to have
 
     @property
     def agreed(self) -> Mapping[str, BufferKind]:
         """The buffers that travel, by name."""
         return self._buffers.agreed
 
-    @property
-    def due(self) -> bool:
-        """Whether the next forward sends buffers first."""
-        return self.before_forward and not (self._fresh and self.hook is None)
+    def due(self, *, counts: bool) -> bool:
+        """Whether the next forward sends buffers first. `counts` says that every rank runs it."""
+        if not self.before_forward or self._in_place:
+            return False
+        return self.hook is not None or (counts and not self._fresh)
 
-    def forward_begins(self, *, due: bool) -> None:
+    def forward_begins(self, *, due: bool, counts: bool = True) -> None:
         """Send the buffers if they are due: on this rank, or for a rank without input, on the others."""
         if due:
             self.send()
-        self._fresh = False
+        if counts:
+            self._fresh = self._in_place = False
+
+    def forward_failed(self) -> None:
+        """Note that a forward that counts raised after it had begun: the next one has its place on this rank."""
+        self._in_place = True
 
     def send(self) -> None:
         """Send the buffers now, or do what the user has registered instead."""

@@ -26,7 +26,11 @@ __all__ = ["check_module", "describe_model", "describe_options", "tensors_of"]
 
 
 def check_module(
-    module: nn.Module, options: SyncOptions, group: dist.ProcessGroup | None, ours: Collection[int] = ()
+    module: nn.Module,
+    options: SyncOptions,
+    group: dist.ProcessGroup | None,
+    ours: Collection[int] = (),
+    kept: Collection[int] = (),
 ) -> BucketPlan:
     """The plan of a module that can be synchronised.
 
@@ -35,6 +39,7 @@ def check_module(
         options: of the wrapper.
         group: process group, if there is one.
         ours: ids of parameters on which the wrapper has hooks already.
+        kept: ids of parameters that have a place in the plan though they may be frozen.
 
     Raises:
         TypeError, ValueError: an option, parameter, dtype or device that cannot be used; the text names it.
@@ -53,14 +58,14 @@ def check_module(
         _check_data(f"parameter {name!r}", param)
     for name, buffer in buffers.items():
         _check_data(f"buffer {name!r}", buffer)
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    trainable = {name: param for name, param in params.items() if param.requires_grad or id(param) in kept}
     _check_alone({name: param for name, param in trainable.items() if id(param) not in ours}, options)
     if not trainable:
         raise ValueError(
             f"{type(module).__name__} has no parameter with requires_grad=True, expected at least one: there is "
             "nothing to average. Use the module without the wrapper"
         )
-    specs = [spec for spec in describe_parameters(module) if spec.name in trainable]
+    specs = [spec for spec in describe_parameters(module, kept=kept) if spec.name in trainable]
     ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0
     rule = replace(options.rule, ramp_ranks=ramp_ranks)
     plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size, rule=rule)

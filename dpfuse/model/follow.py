@@ -74,6 +74,8 @@ class ModuleFollower:
             False where `functional_call()` lets tensors stand in for parameters or buffers, which is no change.
         """
         unchanged, found = self._signature.unchanged(), self._buffers.found
+        if unchanged and self._grads.reducer.change:
+            unchanged = not self._signature.has_frozen()
         unsettled = self.compare_buffers and self._buffers.unsettled
         if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
             return False
@@ -128,7 +130,8 @@ class ModuleFollower:
             )
             return ModelChange([], {}, refusal), None
         try:
-            plan = kept or check_module(self._module, self._options, grads.group, ours=set(map(id, grads.params)))
+            ours = set(map(id, grads.params))
+            plan = kept or check_module(self._module, self._options, grads.group, ours, self._signature.kept())
             buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
         except Exception as error:  # the peers hear of it when the ranks agree
             return ModelChange([], {}, error), None

@@ -41,6 +41,7 @@ from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
+from dpfuse.model.failed_batch import FailedBatch
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
@@ -48,6 +49,8 @@ from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.left_alone import leave_alone
 
 __all__ = ["Dividing", "FaceParts", "Measurable", "ModuleSync"]
+
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a forward
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class ModuleSync:
         self.options = options
         self._module = module
         self._dividing: Dividing | None = None
+        self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
+        self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, lambda: self.grads.source, active=options.broadcast_buffers)
         signature = ModelSignature(module, options.ignored)
@@ -237,7 +242,7 @@ class ModuleSync:
             for module in self._module.modules()
         )
 
-    def before_forward(self, inputs: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})) -> bool:
+    def before_forward(self, inputs: Inputs = ((), {})) -> bool:
         """To be called before a forward that may have a backward.
 
         Args:
@@ -267,24 +272,52 @@ class ModuleSync:
             if not own_tensors and not self._follower.reaches_parameters():
                 return False
         # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
-        window.forward_begins(counts=idle and self._module.training)
+        counts = idle and self._module.training
+        window.forward_begins(counts=counts)
+        if self._failed is not None and counts:
+            self._forward_follows(self._failed, inputs)
         if self.before_collectives is not None:
             self.before_collectives()
         if self.loop is not None and idle:
             self.loop.forward_begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
-        self.buffers.forward_begins(due=own_tensors and self.buffers.due)
+        self.buffers.forward_begins(due=own_tensors and self.buffers.due(counts=counts), counts=counts)
         return True
+
+    def forward_failed(self, inputs: Inputs) -> None:
+        """To be called instead of `after_forward` where the forward itself has raised.
+
+        A program may now try a part of the same batch, which is nothing that the other ranks must know. Or it goes on
+        with the next batch, and is then one ahead of the others: the forward still counts, which is an error.
+        """
+        if not self.window.counts:
+            return
+        self.buffers.forward_failed()
+        batch = self._tried if self._tried is not None else FailedBatch(inputs)
+        self._failed, self._tried = (batch, self.window.began), None
+
+    def _forward_follows(self, failed: tuple[FailedBatch, int], inputs: Inputs) -> None:
+        batch, window = failed
+        self._failed = None
+        if batch.has(inputs):
+            self._tried = batch
+            self.window.forget_failed(window)
 
     def after_forward(self, outputs: Any, *, takes_part: bool = True) -> None:
         """To be called with the outputs of that forward, and what `before_forward` returned."""
         reducer = self.grads.reducer
+        self._tried = None
         self.grads.track.tell(LOSS, reducer.completed)
         if not takes_part:
             return
         watched = self.grads.listening.watch.watch(outputs, self.window.began)
         self.window.forward_ends(watched=watched)
-        reducer.record_forward(reducer.require_sync, outputs_watched=watched)
+        reducer.record_forward(reducer.require_sync, outputs_watched=watched, trains=self._module.training)
+
+    @property
+    def buffers_due(self) -> bool:
+        """Whether a forward that begins now sends buffers first."""
+        return self.buffers.due(counts=self._module.training)
 
     def use_buffers(self, *, before_forward: bool, in_backward: bool) -> None:
         """Say whether buffers are sent before the next forward, if they must be, and in the backwards from now on."""

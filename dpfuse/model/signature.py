@@ -19,11 +19,12 @@ _requires_grad = attrgetter("requires_grad")
 class _Known(NamedTuple):
     name: str
     param: nn.Parameter  # held, so that no other can get its id
-    trainable: bool
+    trainable: bool  # in the agreed model: whether it has a place in the plan, and frozen or not is no change
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
     order: tuple[int, ...]  # of the dimensions in memory, the slowest first: gradients travel in that order
+    trained: bool = False  # whether it was trainable in an agreed model
 
 
 class _Agreed(NamedTuple):
@@ -38,7 +39,7 @@ class _Look(NamedTuple):
 
     known: dict[int, _Known]  # its parameters, by id
     names: set[str]  # of them, also the second names of those that occur twice
-    frozen: list[nn.Parameter]
+    frozen: list[nn.Parameter]  # those whose unfreezing must be noticed
     tables: list[dict[str, Any]]  # of each module: its parameters, its children
     copies: list[dict[str, Any]]  # of the tables
     delicate: Sequence[ValuesView[Any]]  # parameters that may be equal to others, as the tables show them now
@@ -63,12 +64,43 @@ class ModelSignature:
         self._module = module
         self._ignored = ignored
         self.looks = 0  # how often it was looked at: what was found out since the last time holds while `unchanged`
+        self._take_turns = False  # whether parameters that were frozen in a change were unfrozen in another one
+        self._agreed = _Agreed({}, set())
         self._now = self._look()
-        self._agreed = _Agreed(self._now.known, self._now.names)
+        self.agree()
 
     def agree(self) -> None:
         """What was last looked at is from now on the model that changes are told from."""
-        self._agreed = _Agreed(self._now.known, self._now.names)
+        now, kept, before = self._now, self.kept(), self._agreed.known
+        self._take_turns = self._take_turns or bool(kept)
+        known = {}
+        for key, each in now.known.items():
+            trainable = each.trainable or key in kept
+            trained = trainable or (key in before and before[key].trained)
+            known[key] = each._replace(trainable=trainable, trained=trained)
+        self._agreed = _Agreed(known, now.names)
+        self._let_unfreeze()
+
+    def _let_unfreeze(self) -> None:
+        """Do not notice that a parameter is unfrozen which has a place in the plan of the agreed model."""
+        known = self._agreed.known
+        frozen = [param for param in self._now.frozen if not (id(param) in known and known[id(param)].trainable)]
+        self._now = self._now._replace(frozen=frozen)
+
+    def kept(self) -> set[int]:
+        """Return the ids of the parameters, frozen or not, that keep their place in a plan for what was looked at last.
+
+        Parameters that are frozen when the module changes lose their place, so that they do not travel. But some are
+        unfrozen again, as where parts of a model take turns. Then all keep it, or each turn would be a change.
+        """
+        known, before = self._now.known, self._agreed.known
+        comes_back = (
+            each.trainable and key in before and before[key].trained and not before[key].trainable
+            for key, each in known.items()
+        )
+        if not (self._take_turns or any(comes_back)):
+            return set()
+        return {key for key in known if key in before and before[key].trainable}
 
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
@@ -80,6 +112,10 @@ class ModelSignature:
             and _addresses(now.samples) == now.addresses
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
+
+    def has_frozen(self) -> bool:
+        """Whether a parameter was frozen since the module was looked at, which may undo a change."""
+        return any(known.trainable and not known.param.requires_grad for known in self._now.known.values())
 
     def change(self) -> str | None:
         """Look, and say in words what differs from the agreed model; None if nothing does.
@@ -96,8 +132,9 @@ class ModelSignature:
             elif not before.trainable:
                 if now.trainable:
                     return f"parameter {now.name!r} was unfrozen"
-            elif before[3:] != now[3:]:
+            elif before[3:7] != now[3:7]:
                 return f"parameter {now.name!r} was converted from {_kind(before)} to {_kind(now)}"
+        self._let_unfreeze()
         return None
 
     def reaches_parameters(self) -> bool:

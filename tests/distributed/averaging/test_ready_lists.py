@@ -574,3 +574,45 @@ def test_a_parameter_without_any_gradient_that_is_frozen_stays_without(rank, siz
     model(torch.ones(2, 3)).sum().backward()
     assert second.weight.grad is None
     assert second.bias.grad is None
+
+
+@VIEWS
+def test_a_penalty_with_a_backward_of_its_own_is_averaged_as_its_error_says(rank, size, views):
+    """After the backward of the loss it is averaged or named; in the loss, and before it in no_sync(), averaged."""
+    model = wrap(gradient_as_bucket_view=views)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(3):
+        step(model, rank, number)
+    named = []
+    for number, param in enumerate(model.parameters()):
+        expected = mean(local_gradients(model, batch(rank, number)))
+        model.zero_grad()
+        model(batch(rank, number)).square().sum().backward()
+        param.abs().sum().backward()
+        try:
+            optimizer.step()
+        except DPFuseError as error:
+            named.append(str(error))
+        else:
+            assert_close_but_for(model, expected, param)
+        for inside in (False, True):
+            model.zero_grad()
+            penalty = param.abs().sum()
+            if inside:
+                with model.no_sync():
+                    penalty.backward()
+            loss = model(batch(rank, number)).square().sum()
+            (loss if inside else loss + penalty).backward()
+            optimizer.step()
+            assert_close_but_for(model, expected, param)
+    assert named
+    assert all(
+        "Add a penalty on parameters to the loss, or run its backward first, inside no_sync()" in e for e in named
+    )
+
+
+def assert_close_but_for(model, expected, penalized):
+    """The gradients are these, but for the sign that a penalty on one parameter adds."""
+    for param, value in zip(model.parameters(), expected, strict=True):
+        value = value + param.detach().sign() if param is penalized else value
+        torch.testing.assert_close(param.grad, value, rtol=1e-6, atol=1e-6)

@@ -244,3 +244,76 @@ def test_rows_are_added_up_in_the_wider_type(rank, size):
     )
     (model(torch.tensor([0])) * [40000.0, 40000.0, -40000.0][rank]).sum().backward()
     assert model.weight.grad.to_dense().tolist() == [[40000.0], [0.0]]
+
+
+class SparseAttention(nn.Module):
+    """Its flag says nothing about gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = True
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.mix = nn.Parameter(torch.eye(WIDTH))
+        self.table = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, words):
+        return self.table(words).mean(1) @ self.mix * self.scale
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_flag_of_a_users_module_is_none_of_an_embedding(rank, size, options):
+    torch.manual_seed(1)
+    net = SparseAttention()
+    models = [DistributedDataParallel(copy.deepcopy(net), **options)]
+    models += [dpfuse.DistributedDataParallel(copy.deepcopy(net), **options), dpfuse.DataParallel(net)]
+    assert not any(spec.sparse for spec in models[-1].bucket_plan.specs)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(words_of(rank, step)).square().sum().backward()
+        for grads in zip(*([param.grad for param in model.module.parameters()] for model in models), strict=True):
+            assert torch.equal(grads[0], grads[1])
+            assert torch.equal(grads[0], grads[2])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """A table with sparse gradients beside parameters with dense ones. torch's class takes none of it."""
+
+    def __init__(self):
+        super().__init__(ROWS, WIDTH, sparse=True)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, words):
+        return super().forward(words).mean(1) * self.scale + self.bias
+
+
+class Table(nn.Module):
+    """No class of torch, but it has the attributes of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse, self.num_embeddings = True, ROWS
+        self.values = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, words):
+        return nn.functional.embedding(words, self.values, sparse=True).mean(1)
+
+
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+@pytest.mark.parametrize("kind", [ScaledEmbedding, Table])
+def test_tables_of_other_embeddings_have_sparse_gradients(rank, size, kind, face):
+    torch.manual_seed(1)
+    net = kind()
+    bare, model = copy.deepcopy(net), face(net)
+    tables = [spec for spec in model.bucket_plan.specs if spec.sparse]
+    assert len(tables) == 1
+    for step in range(3):
+        for module in (bare, model):
+            module.zero_grad()
+            module(words_of(rank, step)).square().sum().backward()
+        for (name, got), local in zip(net.named_parameters(), bare.parameters(), strict=True):
+            assert (got.grad.layout is torch.sparse_coo) == (name == tables[0].name)
+            mean = dense(local.grad) / size
+            dist.all_reduce(mean)
+            torch.testing.assert_close(dense(got.grad), mean)
