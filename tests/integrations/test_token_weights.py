@@ -243,6 +243,8 @@ def test_a_loss_that_the_accelerator_cannot_weigh_is_refused(group):
     loss = torch.ones((), requires_grad=True)
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum', got 'none'"):
         accelerator.backward(loss, num_items=1, reduction="none")
+    with pytest.raises(ValueError, match="must be finite, and 0 or more, got -1"):
+        accelerator.backward(loss, num_items=-1)
     with pytest.raises(dpfuse.DPFuseError, match="prepare\\(\\) was given 0 models, expected one"):
         accelerator.backward(loss, num_items=1)
     accelerator.backward(loss)
@@ -254,3 +256,20 @@ def test_a_loss_that_the_accelerator_cannot_weigh_is_refused(group):
     models = accelerator.prepare(nn.Linear(1, 1))
     with pytest.raises(dpfuse.DPFuseError, match="num_items with sync_each_batch=True"):
         accelerator.backward(models(torch.ones(1, 1)).sum(), num_items=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [int, torch.tensor])
+def test_a_step_without_any_item_has_gradients_of_zero_on_one_process(count):
+    pytest.importorskip("accelerate")
+    from dpfuse.integrations.accelerate import DPFuseAccelerator
+
+    accelerator = DPFuseAccelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    for sizes, expected in (((0, 0), 0.0), ((0, 2), 3.0), ((1, 3), 3.0)):
+        for size in sizes:
+            with accelerator.accumulate(model):
+                loss = model(torch.full((size, 1), 3.0)).sum()
+                accelerator.backward(loss, num_items=count(size), reduction="sum")
+        assert model.weight.grad.item() == expected
+        model.zero_grad()
