@@ -96,7 +96,7 @@ def main():
     size = dist.get_world_size()
     words = same_length(sentences(12 * size + 1))
     cases = {
-        # All batches are full; of all samples 1 would be left, or 5 for each rank but the last.
+        # All batches are full. By the length of the data set, 1 sample of the last step would count.
         "fewer samples than the data set has": (Counting, 12 * size, {"data": sentences(15 * size + 1)}),
         "fewer samples, whose last batch is not full": (Counting, 9 * size + 1, {"data": sentences(12 * size)}),
         "fewer samples, means": (Mean, 8 * size + 2, {"data": sentences(12 * size)}),
