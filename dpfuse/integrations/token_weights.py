@@ -42,6 +42,7 @@ class TokenWeights:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.args.average_tokens_across_devices = False  # True multiplies the loss, and gathers
+        self._fetched = 0  # batches of the step
         self._shares: list[Tensor | float | None] = []  # what multiplies the loss of each batch that was fetched
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,15 +58,16 @@ class TokenWeights:
             DPFuseError: there are several ranks, and another library averages the gradients; a `training_step` has not
                 called that of its base.
         """
-        if self._shares:
+        if self._shares and len(self._shares) == self._fetched:  # fewer are left of a step that was interrupted
             raise DPFuseError(
-                f"{len(self._shares)} of the batches of a step were trained without TokenWeights.training_step(), "
-                f"expected all: their losses are not weighted. Let the training_step() of {type(self).__name__} call "
+                f"none of the {self._fetched} batches of a step was trained by TokenWeights.training_step(), expected "
+                f"all: their losses are not weighted. Let the training_step() of {type(self).__name__} call "
                 "super().training_step()."
             )
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of Trainer
         if not batches:
             return batches, None
+        self._fetched = len(batches)
         batches[-1], own = self._without_repeated(batches[-1])
         counts = [self._get_num_items_in_batch([batch], device) for batch in batches]  # type: ignore[attr-defined]
         of_all = all(count is not None for count in counts)  # whether the loss is given the items of all batches
@@ -90,12 +92,15 @@ class TokenWeights:
         if share is None:
             return step(model, inputs, *args, **kwargs)
         # Whatever computes the loss, it goes this way.
-        backward = self.accelerator.backward
-        self.accelerator.backward = lambda loss, *args, **kwargs: backward(loss * share, *args, **kwargs)
+        held = vars(self.accelerator)
+        before, backward = held.get("backward"), self.accelerator.backward
+        held["backward"] = lambda loss, *args, **kwargs: backward(loss * share, *args, **kwargs)
         try:
             return step(model, inputs, *args, **kwargs) * share
         finally:
-            self.accelerator.backward = backward
+            del held["backward"]
+            if before is not None:
+                held["backward"] = before
 
     def _factor_of_means(self, of_all: bool, batches: int) -> int | None:
         """What the Trainer divides each loss by, if that is the mean of a batch; None if the losses of a step add up.

@@ -190,8 +190,17 @@ def test_means_of_batches_count_as_their_items(counts, how, factors):
 def test_a_training_step_that_leaves_out_that_of_its_base_is_named():
     trainer = Weighing(samples=4)
     trainer.get_batch_samples(iter([batch(1), batch(2)]), 2, CPU)
-    with pytest.raises(dpfuse.DPFuseError, match=r"2 of the batches of a step were trained without TokenWeights.train"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"none of the 2 batches of a step was trained by TokenWeights\.train"):
         trainer.get_batch_samples(iter([batch(1)]), 1, CPU)
+
+
+def test_a_step_that_an_exception_has_ended_is_begun_again():
+    """As a Trainer does that looks for a size of batches which memory allows."""
+    trainer = Weighing(samples=4)
+    batches, _ = trainer.get_batch_samples(iter([batch(1), batch(2)]), 2, CPU)
+    trainer.training_step(None, batches[0])
+    trainer.get_batch_samples(iter([batch(1)]), 1, CPU)
+    assert trainer.weights == [2, 1]
 
 
 def test_samples_are_counted_where_there_are_no_labels():
