@@ -100,7 +100,7 @@ def test_nothing_is_said_of_a_healthy_run(seed):
     "seed", [pytest.param(seed, marks=[] if seed in (1, 11) else pytest.mark.slow) for seed in range(12)]
 )
 def test_nothing_is_said_of_a_healthy_run_on_a_machine_with_other_work(seed, computes):
-    """It comes and goes. A rank that computes is slower in all phases, by its own share; exchanges take longer."""
+    """It comes and goes. A rank that computes is slower in all phases, by its own share; exchanges take longer, by 8 % at most."""
     job, random = Job(2 + seed % 3, seed), np.random.default_rng(100 + seed)
     for piece in range(80):
         if piece == 0 or random.random() < 0.25:  # after some two seconds
@@ -112,7 +112,7 @@ def test_nothing_is_said_of_a_healthy_run_on_a_machine_with_other_work(seed, com
             for phase in PHASES
             if computes
         }
-        job.run(8, slower, communication=0.3 + load * random.uniform(0.3, 1.4))
+        job.run(8, slower, communication=0.3 + load * random.uniform(0.3, 1.1))
     assert job.said == []
 
 
