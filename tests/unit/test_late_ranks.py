@@ -100,7 +100,8 @@ def test_nothing_is_said_of_a_healthy_run(seed):
     "seed", [pytest.param(seed, marks=[] if seed in (1, 11) else pytest.mark.slow) for seed in range(12)]
 )
 def test_nothing_is_said_of_a_healthy_run_on_a_machine_with_other_work(seed, computes):
-    """It comes and goes. A rank that computes is slower in all phases, by its own share; exchanges take longer, by 8 % at most."""
+    """It comes and goes. A rank that computes is slower in all phases, by its own share. Exchanges take longer, too, by
+    at most 8 % of a step."""
     job, random = Job(2 + seed % 3, seed), np.random.default_rng(100 + seed)
     for piece in range(80):
         if piece == 0 or random.random() < 0.25:  # after some two seconds
