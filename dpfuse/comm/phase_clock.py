@@ -45,6 +45,7 @@ class PhaseClock:
         self._seconds = [0.0] * (_COLLECTION)
         self._collected = self._began = 0.0
         self._busy = perf_counter() - waited  # the time of the last change of phase, without waits and collections
+        self._told = False  # whether an optimizer has ever told that it stepped
         self._every = 1  # steps; always a power of two, so that ranks with different ones have steps in common
         self._sums: deque[Sums] = deque(maxlen=KEPT)
         callback = _Collections(self)
@@ -58,6 +59,10 @@ class PhaseClock:
             phase: it begins.
             waited: seconds in which this rank has waited for its peers so far.
         """
+        if phase == FORWARD:
+            self._thread = get_ident()
+        if self.phase == OPTIMIZER and self._told and phase in (FORWARD, BACKWARD):
+            self.phase = LOADER  # no optimizer has stepped since the backward, but one would have told
         busy = perf_counter() - waited - self._collected
         self._seconds[self.phase] += busy - self._busy
         self.phase, self._busy = phase, busy
@@ -66,12 +71,12 @@ class PhaseClock:
         """An optimizer has stepped. What ran since backward, or since the optimizer before, belonged to it."""
         if self.phase == OPTIMIZER or self.phase == LOADER:
             self.phase = OPTIMIZER
+            self._told = True
             self.enter(LOADER, waited)
 
     def step_ended(self, waited: float) -> None:
-        """A backward has averaged its gradients."""
+        """A backward has averaged its gradients. On a GPU a thread of autograd says so."""
         self.enter(OPTIMIZER, waited)
-        self._thread = get_ident()
         self.steps += 1
         if not self.steps % self._every:
             self._sums.append((self.steps, [*self._seconds, self._collected, waited]))

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
-from dpfuse.data.position import Position, integer, place_in_job
+from dpfuse.data.place import Place
+from dpfuse.data.position import Position, integer
 
 __all__ = ["ResumableBatchSampler"]
 
@@ -27,7 +28,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
     Args:
         dataset: any object with a length; not an IterableDataset.
         batch_size: the most samples in a batch of this rank, at least 1. It may differ when a job resumes.
-        num_replicas: number of ranks; None is that of the job.
+        num_replicas: number of ranks; None is that of the job: of the process group, once there is one.
         rank: this rank; None is that of the job.
         shuffle: whether each epoch has an order of its own.
         seed: of the order; the same on all ranks.
@@ -76,7 +77,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         # No attribute batch_size: accelerate takes one as the promise that all batches have that size, and else repeats
         # samples.
         self._most = integer("batch_size", batch_size, 1)
-        self.num_replicas, self.rank = place_in_job(num_replicas, rank)
+        self._place = Place(num_replicas, rank)
         self.drop_last = drop_last
         self._order: DistributedSampler[Any] = DistributedSampler(
             dataset,  # type: ignore[arg-type]  # anything with a length
@@ -89,6 +90,16 @@ class ResumableBatchSampler(Sampler[list[int]]):
         self._position = Position({"samples": self._samples, "shuffle": shuffle, "seed": seed})
         self._for_all = False  # whether to yield the batches of all ranks, in turn
         self._iterated = False
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that share the samples."""
+        return self._place.now()[0]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._place.now()[1]
 
     @property
     def epoch(self) -> int:
@@ -177,12 +188,12 @@ class ResumableBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches from where the iteration began that is running, or the next one will."""
         self._iterated = True
-        begin, replicas = self._position.start, self.num_replicas
+        begin, (replicas, own) = self._position.start, self._place.now()
         self._order.set_epoch(self._position.epoch)
         order = list(self._order)
         for size in self._sizes():
             together = order[begin : begin + size]
-            for rank in range(replicas) if self._for_all else (self.rank,):
+            for rank in range(replicas) if self._for_all else (own,):
                 if batch := together[rank::replicas]:
                     yield batch
             begin += size
@@ -192,22 +203,24 @@ class ResumableBatchSampler(Sampler[list[int]]):
         sizes = [*self._sizes()]
         if not sizes:
             return 0
-        with_last = min(sizes[-1], self.num_replicas)  # ranks that have a batch in the last step
+        replicas, rank = self._place.now()
+        with_last = min(sizes[-1], replicas)  # ranks that have a batch in the last step
         if self._for_all:
-            return (len(sizes) - 1) * self.num_replicas + with_last
-        return len(sizes) - (self.rank >= with_last)
+            return (len(sizes) - 1) * replicas + with_last
+        return len(sizes) - (rank >= with_last)
 
     def _sizes(self) -> Iterator[int]:
         """The number of samples that all ranks together get in each step, from the start on."""
-        step = self._most * self.num_replicas
+        replicas, _ = self._place.now()
+        step = self._most * replicas
         full, rest = divmod(max(self._samples - self._position.start, 0), step)
         if rest == 0 or self.drop_last:
             yield from (step for _ in range(full))
-        elif rest < self.num_replicas and full and self._most > 1:
+        elif rest < replicas and full and self._most > 1:
             # Each rank gets one sample in the last step, and some ranks one less in the step before.
             yield from (step for _ in range(full - 1))
-            yield step - self.num_replicas + rest
-            yield self.num_replicas
+            yield step - replicas + rest
+            yield replicas
         else:
             yield from (step for _ in range(full))
             yield rest

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dpfuse.data.position import Position, integer, place_in_job
+from dpfuse.data.place import Place
+from dpfuse.data.position import Position, integer
 
 __all__ = ["ResumableIterableDataset"]
 
@@ -30,7 +31,7 @@ class ResumableIterableDataset(IterableDataset[Sample]):
         dataset: yields the same samples in the same order on every rank and in every worker: all of them. If it has
             `set_epoch(epoch)`, that is called before each iteration.
         batch_size: that of the loader. It may differ when a job resumes.
-        num_replicas: number of ranks; None is that of the job.
+        num_replicas: number of ranks; None is that of the job: of the process group, once there is one.
         rank: this rank; None is that of the job.
         drop_last: whether to leave out what does not fill a batch on every rank.
 
@@ -74,12 +75,22 @@ class ResumableIterableDataset(IterableDataset[Sample]):
             raise TypeError(f"drop_last must be True or False, got {drop_last!r} of type {type(drop_last).__name__}")
         self.dataset = dataset
         self.batch_size = integer("batch_size", batch_size, 1)
-        self.num_replicas, self.rank = place_in_job(num_replicas, rank)
+        self._place = Place(num_replicas, rank)
         self.drop_last = drop_last
         self._position = Position({})
         # For workers: those that persist have no other way to hear of a new epoch, and where it begins.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._iterated = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that share the samples."""
+        return self._place.now()[0]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._place.now()[1]
 
     @property
     def epoch(self) -> int:
@@ -165,12 +176,13 @@ class ResumableIterableDataset(IterableDataset[Sample]):
             follow(epoch)
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        together = self.num_replicas * self.batch_size
+        replicas, rank = self._place.now()
+        together = replicas * self.batch_size
         own: list[Sample] = []
         # A loader takes a batch from each of its workers in turn. So each worker has every `workers`-th step.
         for index, sample in enumerate(islice(self.dataset, start, None)):
             step, place = divmod(index, together)
-            if step % workers == number and place % self.num_replicas == self.rank:
+            if step % workers == number and place % replicas == rank:
                 own.append(sample)
             if place == together - 1:
                 yield from own

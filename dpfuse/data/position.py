@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dpfuse.errors import DPFuseError
-from dpfuse.job import get_rank, get_world_size
 
-__all__ = ["Position", "integer", "place_in_job"]
+__all__ = ["Position", "integer"]
 
 
 class Position:
@@ -111,16 +110,3 @@ def integer(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
-
-
-def place_in_job(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and the own one, where None from the job.
-
-    Raises:
-        TypeError, ValueError: an argument is no such number.
-    """
-    replicas = get_world_size() if num_replicas is None else integer("num_replicas", num_replicas, 1)
-    own = get_rank() if rank is None else integer("rank", rank, 0)
-    if own >= replicas:
-        raise ValueError(f"rank must be below num_replicas={replicas}, got {own}")
-    return replicas, own

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from dpfuse import DistributedDataParallel, patch
 from dpfuse.errors import DPFuseError
+from dpfuse.gradients.weight import GradientWeight
 
 try:
     from accelerate import Accelerator
@@ -52,15 +54,17 @@ class DPFuseAccelerator(Accelerator):
         Args:
             loss: of this batch.
             num_items: how many items the loss counts, 0 or more; a number or a tensor with one, which is not waited
-                for. None leaves everything to accelerate: a mean of means. Give it in each backward, or in none.
+                for. None leaves everything to accelerate: a mean of means. Give it in each backward, or in none. A step
+                without any item has gradients of 0 on one process; several ranks raise.
             reduction: "mean" if the loss is the mean of its items, "sum" if it is their sum. Only a sum can be of no
                 item: a mean of none is NaN.
             kwargs: for `Tensor.backward`.
 
         Raises:
             ValueError: `reduction` is neither; a count is below 0 or not finite.
+            TypeError: `num_items` is no such number.
             DPFuseError: there is not exactly one model from `prepare`, or it has a communication hook;
-                `sync_each_batch` is on.
+                `sync_each_batch` is on; there are several ranks, and no item on any of them.
 
         Example:
             >>> import torch
@@ -76,8 +80,8 @@ class DPFuseAccelerator(Accelerator):
         if num_items is None:
             super().backward(loss, **kwargs)
             return
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}; pass that of the loss")
+        place = num_items.device if isinstance(num_items, Tensor) else torch.device("cpu")
+        GradientWeight.checked(num_items, reduction, place)
         model = self._model()
         wrapped = getattr(model, "_orig_mod", model)
         averaged = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -94,9 +98,11 @@ class DPFuseAccelerator(Accelerator):
             self._window_items = 0  # the window has to begin again
             raise
         if synchronises and averaged is None:
+            # The gradient of no item is 0 already.
+            divisor = total.where(total != 0, 1) if isinstance(total, Tensor) else total or 1
             for param in model.parameters():
                 if param.grad is not None:
-                    param.grad.div_(total)
+                    param.grad.div_(divisor)
 
     def _model(self) -> nn.Module:
         """The one model that was prepared.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -73,12 +73,12 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # A restarted job gets a new store, because the old one has keys of the failed attempt.
+        # A restarted job gets a new store, because the old one has keys of the failed attempt. Nothing else holds the
+        # old one, so it stops to listen here, and the new one can have its port.
         self._store = None
         self._store = loopback_store(self._port, self._timeout)
-        # torchrun's own keys are separate from those of the process group.
-        own = PrefixStore(f"dpfuse.launch/{self._run_id}", self._store)
-        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(HOST, self._store.port))
+        # torchrun keeps what it gets for longer. On one machine it talks to itself alone.
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(HOST, self._store.port))
 
     def is_closed(self) -> bool:
         return False

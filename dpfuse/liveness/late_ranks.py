@@ -35,11 +35,12 @@ KEPT, IN_ALL = 256, 1 << 17  # steps of which some ranks have not told yet; what
 LEAST = 0.03  # of a step; a rank that is less late is not late
 OFTEN = 0.8  # of the blocks of a window
 SPREAD = 1.5  # times the spread of the blocks is the least lateness
+STEADY = 3.0  # the same where it is in several phases, as that of a rank which other programs hold up now and then
 ENDS = 0.5  # of what is needed to begin, below which it ends
 MAIN = 0.85  # of a lateness is in one phase; what is spread over phases may be a busy machine, and is watched longer
 ALSO = 0.25  # of a lateness is in a further phase, so that this is named, too
 DOUBLED = 2.0  # times the usual exposed communication is slow
-NOTICED = 0.05  # of a step; a smaller growth of communication is not told
+NOTICED = 0.08  # of a step; a smaller growth of communication is not told
 SLOWER = 1.1  # times the usual busy seconds: then the machines are slow, and not only the link
 USUAL = 512  # short blocks, of which the median is usual
 BEATS = 24  # heartbeats of which the seconds spent sending are kept
@@ -232,28 +233,29 @@ class LateRanks:
 
     def _judge_link(self, new: int) -> list[str]:
         exposed, busy, step = self._short.exposed()
-        slow = self.link
-        if slow is None:
-            self._usual.extend(zip(exposed[-new:].tolist(), busy[-new:].tolist(), strict=True))
-        if len(self._usual) < 2 * len(exposed):
-            return []
-        now = float(np.median(exposed))
-        if slow is None:
-            usual, usually_busy = np.median(list(self._usual)[: -len(exposed)], 0).tolist()
-            grown = now >= DOUBLED * usual and now - usual >= NOTICED * step
-            if float(np.median(busy)) > SLOWER * usually_busy:
-                return []  # all that the ranks do takes longer: their machines have other work
-            if grown and np.quantile(exposed, 1 - OFTEN) >= (1 + DOUBLED) / 2 * usual:
-                since = self._short.began(exposed - usual)
-                self.link = SlowLink(since, now, usual, step, self._sends_for_longest(since, now - usual))
-                return [str(self.link)]
-        elif now < (1 + DOUBLED) / 2 * slow.usual:
+        now, slow = float(np.median(exposed)), self.link
+        if slow is not None:
+            if now - slow.usual >= ENDS * max((DOUBLED - 1) * slow.usual, NOTICED * slow.step):
+                return []
             self.link = None
             return [
                 f"every rank waits {_ms(now)} in a step for communication again, after {_ms(slow.seconds)} since step "
                 f"{slow.since:,}"
             ]
-        return []
+        self._usual.extend(zip(exposed[-new:].tolist(), busy[-new:].tolist(), strict=True))
+        if len(self._usual) < 2 * len(exposed):
+            return []
+        usual, usually_busy = np.median(list(self._usual)[: -len(exposed)], 0).tolist()
+        if float(np.median(busy)) > SLOWER * usually_busy:
+            return []  # all that the ranks do takes longer: their machines have other work
+        spread = DEVIATION * float(np.median(np.abs(exposed - now)))
+        needed = max((DOUBLED - 1) * usual, NOTICED * step, SPREAD * spread)
+        # Where other programs want the cores, some exchanges wait long, and others hardly.
+        if now - usual < needed or np.quantile(exposed, 1 - OFTEN) - usual < needed / 2:
+            return []
+        since = self._short.began(exposed - usual)
+        self.link = SlowLink(since, now, usual, step, self._sends_for_longest(since, now - usual))
+        return [str(self.link)]
 
     def _sends_for_longest(self, since: int, growth: float) -> int | None:
         """Return the rank whose connections send for so much longer in a step, since that step, than before it."""
@@ -325,8 +327,10 @@ class _Window:
             return None
         excess = np.median(table[:, those, :WAITING].mean(1) - np.median(table[:, others, :WAITING], 1), 0).clip(0)
         largest = np.argsort(-excess)
-        if not spread_out and excess[largest[0]] < MAIN * excess.sum():
-            return None
+        if excess[largest[0]] < MAIN * excess.sum():
+            steady = usual >= STEADY * spread and np.quantile(more, 1 - OFTEN) >= usual / 2
+            if not spread_out or not steady:
+                return None
         phases = tuple(NAMES[phase] for phase in largest if excess[phase] >= ALSO * excess.sum())
         ranks = tuple(sorted(int(rank) for rank in those))
         return Late(ranks, phases, self.began(more), usual, gain, step)

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from dpfuse import get_rank, get_world_size
+from dpfuse import DPFuseError, get_rank, get_world_size
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]
@@ -37,6 +38,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
     Raises:
         TypeError: An argument has the wrong type, or the dataset has no length.
         ValueError: A number is out of range, or the dataset is empty.
+        DPFuseError: A group of another number of ranks was made since; raised by an iteration.
 
     Example:
         >>> from dpfuse.paddle.io import DistributedBatchSampler
@@ -66,6 +68,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.dataset = dataset
         self.batch_size = _integer("batch_size", batch_size, 1)
         self.nranks = _integer("num_replicas", get_world_size() if num_replicas is None else num_replicas, 1)
+        self._of_the_job = num_replicas is None
         self.local_rank = _integer("rank", get_rank() if rank is None else rank, 0)
         if self.local_rank >= self.nranks:
             raise ValueError(f"rank must be below num_replicas={self.nranks}, got {self.local_rank}")
@@ -78,6 +81,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.total_size = self.num_samples * self.nranks
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._of_the_job and dist.is_initialized() and dist.get_world_size() != self.nranks:
+            raise DPFuseError(
+                f"the sampler was made for {self.nranks} rank(s), and the process group has {dist.get_world_size()}: "
+                "ranks would get the same samples. Make the sampler after init_parallel_env(), or pass num_replicas."
+            )
         indices = np.resize(np.arange(len(self.dataset)), self.total_size)
         if self.shuffle:
             np.random.RandomState(self.epoch).shuffle(indices)

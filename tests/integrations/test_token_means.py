@@ -17,7 +17,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("program", "package"),
-    [("with_accelerate.py", "accelerate"), ("with_trainer.py", "transformers"), ("with_lightning.py", "lightning")],
+    [
+        ("with_accelerate.py", "accelerate"),
+        ("with_trainer.py", "transformers"),
+        ("with_own_trainers.py", "transformers"),
+        ("with_lightning.py", "lightning"),
+    ],
 )
 def test_weights_are_those_of_one_process_with_all_tokens(program, package, size):
     if find_spec(package) is None:

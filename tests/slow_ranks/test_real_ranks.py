@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import dpfuse
 from bench.slow_ranks import DELAYED, Case, found, play
+from dpfuse.comm.phase_clock import LOADER
 from dpfuse.comm.waiting import board_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -80,5 +82,24 @@ def test_a_window_of_local_backwards_is_one_step(rank, size):
         with model.no_sync(enabled=step % 2 == 0):
             model(torch.ones(2, 4)).sum().backward()
     assert board_of(group).clock.steps == 2
+    del model
+    dist.destroy_process_group(group)
+
+
+def test_the_loader_has_its_time_where_each_of_several_backwards_is_averaged(rank, size):
+    group = dist.new_group(list(range(size)))
+    model = dpfuse.DataParallel(nn.Linear(4, 2), group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = board_of(group).clock
+    for step in range(20):
+        if step == 4:  # since then it is known that the optimizer tells
+            before = [*clock._seconds]
+        time.sleep(0.01)
+        model(torch.ones(2, 4)).sum().backward()
+        if step % 4 == 3:
+            optimizer.step()
+    clock.enter(LOADER, board_of(group).waited)
+    seconds = [after - first for after, first in zip(clock._seconds, before, strict=True)]
+    assert seconds[LOADER] >= 16 * 0.01
     del model
     dist.destroy_process_group(group)

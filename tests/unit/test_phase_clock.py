@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import pytest
@@ -59,6 +60,32 @@ def test_without_an_optimizer_that_tells_of_its_steps_the_optimizer_has_all_up_t
     step(clock, now, optimizers=0)
     step(clock, now, 1.0, optimizers=0)
     assert clock.taken()[-1][1] == [1, 4, 6, 1, 0, 2]
+
+
+def test_the_time_between_two_backwards_without_a_step_of_the_optimizer_is_that_of_the_loader(now):
+    """Gradients are averaged in each of four backwards, after which the optimizer steps."""
+    clock, waited = PhaseClock(), 0.0
+    for number in range(1, 9):
+        waited = step(clock, now, waited, optimizers=number % 4 == 0)
+    sums = [seconds for _, seconds in clock.taken()]
+    told, window = sums[3], [after - before for after, before in zip(sums[7], sums[3], strict=True)]
+    # In the first window it is not known yet whether an optimizer tells.
+    assert told == [1, 2 * 4, 3 * 4, 3, 0, 4]
+    assert window == [4, 2 * 4, 3 * 4, 8, 0, 4]
+
+
+def test_a_collection_counts_though_another_thread_ends_the_step(now):
+    """A thread of autograd's, as on GPUs."""
+    clock = PhaseClock()
+    clock.enter(FORWARD, 0.0)
+    other = threading.Thread(target=clock.step_ended, args=(0.0,))
+    other.start()
+    other.join()
+    clock.collection(begins=True)
+    now.value += 16
+    clock.collection(begins=False)
+    clock.step_ended(0.0)
+    assert clock.taken()[-1][1] == [0, 0, 0, 0, 16, 0]
 
 
 def test_an_optimizer_that_steps_in_backward_is_part_of_backward(now):

@@ -218,10 +218,15 @@ def test_the_check_for_listeners_sees_an_open_one():
 
 
 @pytest.mark.slow
-def test_a_restarted_job_starts_afresh():
-    done = launch("--nproc_per_node=1", "--max_restarts=1", SCRIPT, TEST_FAIL_UNTIL_RESTART="1")
+@pytest.mark.parametrize("given", [False, True])
+def test_a_restarted_job_starts_afresh(given):
+    port = free_port()
+    words = ["--nproc_per_node=2", "--max_restarts=2", *([f"--master_port={port}"] if given else [])]
+    done = launch(*words, SCRIPT, warm_ranks=True, TEST_FAIL_UNTIL_RESTART="2")
     assert done.returncode == 0, done.stderr
-    assert [s["sum"] for s in reports(done.stdout)] == [1.0]
+    seen = reports(done.stdout)
+    assert [s["sum"] for s in seen] == [3.0, 3.0]
+    assert {s["paddle"]["PADDLE_MASTER"] == f"127.0.0.1:{port}" for s in seen} == {given}
 
 
 def test_a_taken_port_is_named():

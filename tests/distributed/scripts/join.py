@@ -12,13 +12,13 @@ import torch.distributed as dist  # noqa: E402
 
 import dpfuse.job as distributed  # noqa: E402
 
-if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") < os.environ.get("TEST_FAIL_UNTIL_RESTART", "0"):
-    raise RuntimeError("planted: first attempt")
 group = distributed.init_parallel_env()
 assert group is not None
 on_gpu = dist.get_backend() == "nccl"
 value = torch.tensor(float(distributed.get_rank() + 1), device="cuda" if on_gpu else "cpu")
 dist.all_reduce(value)
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") < os.environ.get("TEST_FAIL_UNTIL_RESTART", "0"):
+    raise RuntimeError("planted: first attempt")
 seen = {
     "rank": distributed.get_rank(),
     "sum": value.item(),

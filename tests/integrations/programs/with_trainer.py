@@ -55,11 +55,10 @@ class Notes(TrainerCallback):
         self.model.steps.append([])
 
 
-def train(kind, trainer_class, samples, batch_size, accumulate, folder):
-    """Train two epochs; return the difference to one process with all tokens, and how many steps there were."""
+def trainer_of(kind, trainer_class, data, batch_size, accumulate, folder, collator, saving, **more):
+    """The model, and a Trainer of two epochs, which saves each step or none."""
     model = kind()
     model.steps, model.epoch = [[]], -1
-    start, data = alone(model, [], [], RATE), sentences(samples)
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     arguments = TrainingArguments(
         output_dir=folder,
@@ -69,22 +68,36 @@ def train(kind, trainer_class, samples, batch_size, accumulate, folder):
         num_train_epochs=2,
         max_grad_norm=0,
         remove_unused_columns=False,
-        save_strategy="no",
+        save_strategy="steps" if saving else "no",
+        save_steps=1,
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
         log_level="error",
     )
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = trainer_class(
+    return model, trainer_class(
         model=model,
         args=arguments,
         train_dataset=data,
-        data_collator=together,
+        data_collator=collator,
         optimizers=(optimizer, constant),
         callbacks=[Notes(model)],
+        **more,
     )
-    with contextlib.nullcontext() if trainer_class is DPFuseTrainer else dpfuse.patch():
+
+
+def train(kind, trainer_class, samples, *how, folder, data=None, collator=together, resumed=False, **more):
+    """Train two epochs; return the difference to one process with all tokens, and how many steps there were.
+
+    Args:
+        samples: of an epoch; all of `data`, or what a sampler takes.
+        resumed: whether another Trainer has trained the first step.
+    """
+    data = sentences(samples) if data is None else data
+    model, trainer = trainer_of(kind, trainer_class, data, *how, folder, collator, resumed, **more)
+    start = alone(model, [], [], RATE)
+    with contextlib.nullcontext() if trainer_class is not Trainer else dpfuse.patch():
         trainer.train()
     # accelerate repeats samples at the end of an epoch: only the first time counts.
     seen, steps = set(), []
@@ -92,7 +105,12 @@ def train(kind, trainer_class, samples, batch_size, accumulate, folder):
         new = [*dict.fromkeys(each for each in step if each not in seen)]
         seen.update(new)
         steps.append([number for _, number in new])
-    assert sorted(seen) == [(epoch, number) for epoch in range(2) for number in range(samples)]
+    assert [sum(epoch == each for each, _ in seen) for epoch in range(2)] == [samples] * 2, seen
+    if resumed:
+        model, trainer = trainer_of(kind, trainer_class, data, *how, folder, collator, resumed, **more)
+        dist.barrier()  # rank 0 saves
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+        assert len(model.steps[:-1]) == len(steps) - 1
     return difference(model, alone(start, data, steps, RATE)), len(steps)
 
 
@@ -109,12 +127,12 @@ def main():
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, (kind, *rest) in cases.items():
-            found, steps = train(kind, DPFuseTrainer, *rest, folder)
+            found, steps = train(kind, DPFuseTrainer, *rest, folder=folder)
             if dist.get_rank() == 0:
                 print(f"{name}: {found:.1e} after {steps} steps")
             assert found < 1e-12, (name, found)
         for kind in (Counting, Mean):
-            found, steps = train(kind, Trainer, 12 * size + 1, 3, 2, folder)
+            found, steps = train(kind, Trainer, 12 * size + 1, 3, 2, folder=folder)
             if dist.get_rank() == 0:
                 print(f"transformers' own, {kind.__name__}: {found:.1e} after {steps} steps")
             assert found > 1e-6, found
