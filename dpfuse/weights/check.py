@@ -2,8 +2,12 @@
 
 Weights are equal after a step of the optimizer. During a backward they may differ: a program may add noise, or climb
 as sharpness-aware minimisation does. So they are hashed behind the step, and the report of the next backward compares
-the hashes. Where they differ, all ranks hear of it in the same backward. The step behind it hashes each parameter. In
-the backward after that, the ranks exchange these hashes and those of that moment. What differs in both is told.
+the hashes. Where they differ, all ranks hear of it in the same backward. The step behind it hashes each parameter, and
+so does the begin of the backward that follows. In the next averaged one, the ranks exchange these hashes and those of
+that moment. What differs in all three is told.
+
+Only the first step behind an average counts. Further ones are made on other gradients, such as those of the inner loop
+of meta-learning, whose steps are taken back.
 """
 
 from __future__ import annotations
@@ -110,11 +114,14 @@ class WeightsCheck(Feature):
         self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._turn = 0  # the number of the next slice, over all passes
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
+        self._begun: dict[int, int] = {}  # of each optimizer that steps now, by id, the value of that as it began
         # The slice whose hash the report has, and the averaged backward behind which it was hashed.
         self._slice: tuple[int, int] | None = None
         self._travelling: deque[tuple[int, int] | None] = deque()  # those whose comparison this rank has not read
         self._equal: dict[int, int] = {}  # by slice, the last averaged backward behind which weights were equal
-        self._after_step: Tensor | None = None  # the hash of each parameter behind the last step, while one is due
+        # While an examination is due, the hash of each parameter behind the step, and as the next backward began.
+        self._after_step: Tensor | None = None
+        self._before_backward: Tensor | None = None
         self._noticed = 0  # the averaged backward in which hashes differed
         self._ignored = 0  # deliveries whose comparison tells nothing new
         self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
@@ -137,6 +144,9 @@ class WeightsCheck(Feature):
         """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
         if sync and self._window.without_inputs:
             self._say_nothing()
+        if self._after_step is not None and self._before_backward is None and not self._captures():
+            hashing = self._hashing_now()
+            self._before_backward = None if hashing is None else hashing.each()
 
     def delivered(self) -> None:
         """As `Feature.delivered`: learn whether the hashes differed, and tell what an examination has found.
@@ -163,15 +173,19 @@ class WeightsCheck(Feature):
             (code, text), self._found = self._found, None
             self._tell(code, text)
 
-    # --- After a step ---
+    # --- Around a step ---
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note whether weights were hashed since the last average. Other steps may run inside this one."""
+        self._begun[id(optimizer)] = self._hashed_at
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Hash the next slice, or each parameter, behind a step of an optimizer of this model."""
-        averages, report = self._averages(), self._report
+        """Hash the next slice, or each parameter, behind the first step of this model after an average."""
+        averages, report, hashed_at = self._averages(), self._report, self._begun.pop(id(optimizer), -1)
         if self.off or report is None or report.number is None or averages.phase is not IDLE:
             return
-        if not self._steps_us(optimizer) or (report.number.is_cuda and capturing()):
-            return  # a replay would hash the same slice each time
+        if averages.completed in (0, hashed_at) or not self._steps_us(optimizer) or self._captures():
+            return
         try:
             self._hash(averages.completed, report.number)
         except RuntimeError as error:
@@ -185,8 +199,8 @@ class WeightsCheck(Feature):
         if hashing is None:
             return
         if self.due:
-            self._after_step = hashing.each()
-        if completed != self._hashed_at:  # else the slice is hashed again, since more than one optimizer steps
+            self._after_step, self._before_backward = hashing.each(), None
+        if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
             self._hashed_at = completed
             self._turn += 1
         seed, number = divmod(self._turn - 1, hashing.slices)
@@ -194,6 +208,12 @@ class WeightsCheck(Feature):
             but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
             hashing.write(number, seed, pairs, but)
             self._slice = number, completed
+
+    def _captures(self) -> bool:
+        """Whether a CUDA graph is captured, whose replays would hash the same slice each time."""
+        assert self._report is not None
+        assert self._report.number is not None
+        return self._report.number.is_cuda and capturing()
 
     def _steps_us(self, optimizer: Optimizer) -> bool:
         count, known = self._owners.get(optimizer, (0, False))
@@ -247,7 +267,8 @@ class WeightsCheck(Feature):
         self.due = False
         hashing, device = self._hashing_now(), collective.group_device(self._group)
         takes_part = not (self.off or self._window.without_inputs)
-        found = compare(hashing, self._after_step, self._turn, self._group, device, takes_part=takes_part)
+        moments = self._after_step, self._before_backward
+        found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)
         self._turn, self._hashed_at = found.turn, -1
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
         if found.strangers:
@@ -255,16 +276,16 @@ class WeightsCheck(Feature):
             self.turn_off("the ranks have other parameters")
         elif hashing is not None:
             self._learn(hashing, found, device, takes_part=takes_part)
-        self._after_step = None
+        self._after_step = self._before_backward = None
         self._say_nothing()
 
     def _learn(self, hashing: Hashing, found: Differences, device: torch.device, *, takes_part: bool) -> None:
         names = hashing.names
-        differing = {names[place] for place in found.either}
+        differing = {names[place] for place in found.ever}
         recovered = [name for name in self.known if name not in differing]
         for name in recovered:
             del self.known[name]
-        new = [place for place in found.both if names[place] not in self.known]
+        new = [place for place in found.always if names[place] not in self.known]
         if not new:
             self._count_false_alarm(looked_again=bool(recovered or self.known))
             return
@@ -317,7 +338,7 @@ class WeightsCheck(Feature):
         """Note that all ranks have the same weights again; to be called on every rank."""
         self.known = {}
         self.due = self._window.due = False
-        self._after_step = self._found = None
+        self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
         self._say_nothing()
 

@@ -168,6 +168,75 @@ def sharpness_aware_minimisation_that_restores_copies(rank: int, size: int) -> N
 
 
 @right
+def first_order_maml_on_the_weights_themselves(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    outer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        kept = [param.detach().clone() for param in model.parameters()]
+        inner = SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with model.no_sync():
+                inner.zero_grad()
+                loss_of(model(inputs)).backward()
+            inner.step()
+        outer.zero_grad()
+        loss_of(model(inputs + 1)).backward()  # averaged, where each rank has gone to
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), kept, strict=True):
+                param.copy_(value)
+        outer.step()
+
+
+@right
+def reptile_whose_way_is_averaged_by_hand(rank: int, size: int) -> None:
+    model = network()
+    params, outer = list(model.parameters()), SGD(model.parameters(), lr=0.5)
+    for inputs in batches(rank):
+        kept, inner = copy.deepcopy(model.state_dict()), Adam(params)
+        for _ in range(3):
+            inner.zero_grad()
+            loss_of(model(inputs)).backward()
+            inner.step()
+        for name, param in model.named_parameters():
+            param.grad = kept[name] - param.detach()
+        dpfuse.fused_allreduce_gradients(params)
+        model.load_state_dict(kept)
+        outer.step()
+
+
+@right
+def gradients_of_an_inner_loop_put_into_grad(rank: int, size: int) -> None:
+    """No backward writes them, so only the order of steps tells what they are."""
+    model = dpfuse.DistributedDataParallel(network())
+    outer, inner = Adam(model.parameters(), lr=0.01), SGD(model.parameters(), lr=0.1)
+    for inputs in batches(rank):
+        kept = [param.detach().clone() for param in model.parameters()]
+        for _ in range(3):
+            params = list(model.parameters())
+            for param, grad in zip(params, torch.autograd.grad(loss_of(model.module(inputs)), params), strict=True):
+                param.grad = grad
+            inner.step()
+        model.zero_grad()
+        loss_of(model(-inputs)).backward()
+        torch._foreach_copy_([param.data for param in model.parameters()], kept)
+        outer.step()
+
+
+@right
+def weights_that_are_averaged_behind_each_step_on_an_average(rank: int, size: int) -> None:
+    """The steps in between are local, so weights are equal when the first of them begins, and at no average."""
+    model = dpfuse.DataParallel(network(), check_loop="off")
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank, 3 * STEPS)):
+        with model.no_sync(enabled=step % 3 != 2):
+            loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            average(model.parameters(), size)
+
+
+@right
 def two_networks_that_play_against_each_other(rank: int, size: int) -> None:
     made, judged = dpfuse.DataParallel(network()), dpfuse.DataParallel(nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1)))
     makes, judges = Adam(made.parameters()), SGD(judged.parameters(), lr=0.01)
@@ -634,8 +703,13 @@ def _nothing() -> Iterator[None]:
 
 
 def run(rank: int, size: int, name: str) -> list[str]:
+    """Run a right program, and return the warnings of dpfuse that it got."""
+    return run_program(PROGRAMS[name], rank, size)
+
+
+def run_program(program: Program, rank: int, size: int) -> list[str]:
     """Run a program, and return the warnings of dpfuse that it got."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        PROGRAMS[name](rank, size)
+        program(rank, size)
     return [str(each.message) for each in caught if isinstance(each.message, dpfuse.DPFuseWarning)]
