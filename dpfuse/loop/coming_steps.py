@@ -11,7 +11,15 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dpfuse.loop.coming_code import Lines, Scope, UnknownCodeError, UnknownValueError, coming_code, value_of
+from dpfuse.loop.coming_code import (
+    Lines,
+    Scope,
+    UnknownCodeError,
+    UnknownNamesError,
+    UnknownValueError,
+    coming_code,
+    value_of,
+)
 
 __all__ = ["may_step"]
 
@@ -31,6 +39,8 @@ def may_step(frame: FrameType | None, made: Lines, waiting: Collection[Optimizer
     """
     try:
         scopes = coming_code(frame, made)
+    except UnknownNamesError:
+        return True
     except UnknownCodeError:
         return bool(waiting)
     return any(steps(call, scope, waiting) for scope in scopes for call in scope.calls())

@@ -37,6 +37,58 @@ def local_sgd_with_a_long_period(rank, size):
 
 
 @quiet
+def local_sgd_whose_settings_are_its_arguments(rank, size, rate=0.01, period=32):
+    """They are kept for a checkpoint, which must have them all."""
+    config = locals()
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (index + 1) % period == 0:
+            average_weights(model)
+    assert config == {"rank": rank, "size": size, "rate": 0.01, "period": 32}
+
+
+@quiet
+def local_sgd_whose_caller_keeps_its_names(rank, size, period=32):
+    """A script's main function, which logs what `vars()` shows."""
+    seen = vars()
+    model = dpfuse.DataParallel(mlp())
+
+    def train():
+        optimizer = torch.optim.AdamW(model.parameters())
+        for index, (x, y) in enumerate(batches(rank, 40)):
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            model.zero_grad()
+            if (index + 1) % period == 0:
+                average_weights(model)
+
+    train()
+    assert seen == {"rank": rank, "size": size, "period": 32}
+
+
+@quiet
+def late_optimizer_of_a_class_in_kept_settings(rank, size, late=torch.optim.Adam):
+    """Where names must not be looked at, any call may make an optimizer."""
+    config = locals()
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizers = [torch.optim.SGD(model.module[0].parameters(), lr=0.01)]
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        if index == 30:
+            optimizers.append(late(model.module[2].parameters()))
+        loss_of(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    assert config == {"rank": rank, "size": size, "late": late}
+
+
+@quiet
 def local_sgd_with_a_period_of_sixteen(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -198,6 +198,22 @@ def test_reading_keeps_no_local_name_alive():
     assert AVERAGES == [False]
 
 
+def test_reading_leaves_a_dict_that_others_have():
+    """As a debugger has it; `locals()` itself is seen in the source."""
+
+    def program(kept):
+        mine = 3
+        kept.append(sys._getframe().f_locals)
+        for _ in range(1):
+            look()
+        return mine
+
+    kept = []
+    assert program(kept) == 3
+    assert kept[0]["mine"] == 3
+    assert AVERAGES == [False]
+
+
 def steps_of_one(optimizers, schedule):
     for _ in range(1):
         look(optimizers[1:])

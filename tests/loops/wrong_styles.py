@@ -216,6 +216,22 @@ def epochs_in_no_sync_with_an_evaluation_behind_each(rank, size):
 
 
 @named("DPF-L02")
+def settings_that_pass_through_locals(rank, size, rate=0.01):
+    """A copy of the names is kept, so they may be looked at."""
+    config = {**locals()}
+    title = "{rate} on {size} ranks".format(**locals())
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=locals()["rate"])
+    for x, y in batches(rank, 24):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert config == {"rank": rank, "size": size, "rate": rate}
+    assert title.startswith("0.01")
+
+
+@named("DPF-L02")
 def condition_that_is_never_true(rank, size):
     """`step % accumulation == accumulation` was meant to be `- 1`; the step is made anyhow."""
     model = dpfuse.DataParallel(mlp())
