@@ -114,6 +114,7 @@ class WeightsCheck(Feature):
         self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._turn = 0  # the number of the next slice, over all passes
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
+        self._stepped_inside = False  # whether an optimizer of this model has stepped inside the backward that runs
         self._begun: dict[int, int] = {}  # of each optimizer that steps now, by id, the value of that as it began
         # The slice whose hash the report has, and the averaged backward behind which it was hashed.
         self._slice: tuple[int, int] | None = None
@@ -142,6 +143,7 @@ class WeightsCheck(Feature):
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
+        self._stepped_inside = False
         if sync and self._window.without_inputs:
             self._say_nothing()
         if self._after_step is not None and self._before_backward is None and not self._captures():
@@ -169,6 +171,8 @@ class WeightsCheck(Feature):
             self._equal[number] = hashed_at
         if self.known and completed % LOOK_AGAIN == 0:
             self.due = self._window.due = True
+        if self._stepped_inside:
+            self._hash_behind_step()
         if self._found is not None:
             (code, text), self._found = self._found, None
             self._tell(code, text)
@@ -180,17 +184,28 @@ class WeightsCheck(Feature):
         self._begun[id(optimizer)] = self._hashed_at
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Hash the next slice, or each parameter, behind the first step of this model after an average."""
+        """Hash the next slice, or each parameter, behind the first step of this model after an average.
+
+        Behind steps inside a backward they are hashed when it is averaged.
+        """
         averages, report, hashed_at = self._averages(), self._report, self._begun.pop(id(optimizer), -1)
-        if self.off or report is None or report.number is None or averages.phase is not IDLE:
+        if self.off or report is None or report.number is None:
             return
-        if averages.completed in (0, hashed_at) or not self._steps_us(optimizer) or self._captures():
+        if averages.phase is not IDLE:
+            self._stepped_inside = self._stepped_inside or self._steps_us(optimizer)
+        elif averages.completed not in (0, hashed_at) and self._steps_us(optimizer):
+            self._hash_behind_step()
+
+    def _hash_behind_step(self) -> None:
+        assert self._report is not None
+        pairs = self._report.number
+        if self.off or pairs is None or self._captures():
             return
         try:
-            self._hash(averages.completed, report.number)
+            self._hash(self._averages().completed, pairs)
         except RuntimeError as error:
             # The step itself is done, and a lack of memory passes. A failure of the device does not.
-            if not report.number.is_cpu and not isinstance(error, torch.OutOfMemoryError):
+            if not pairs.is_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self.turn_off(f"hashing them has failed: {error}")
 

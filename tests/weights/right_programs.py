@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel
@@ -624,6 +624,27 @@ def one_optimizer_for_each_parameter_inside_backward(rank: int, size: int) -> No
     for inputs in batches(rank):
         loss_of(model(inputs)).backward()
         model.zero_grad()
+
+
+@right
+def torchs_optimizers_in_backward(rank: int, size: int) -> None:
+    module = network()
+    _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.05, "momentum": 0.9})
+    model = dpfuse.DistributedDataParallel(module)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+
+
+@right
+def steps_inside_backward_whose_weights_are_averaged_behind_it(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), check_loop="off")
+    optimizers = {param: SGD([param], lr=0.01) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        model.zero_grad()
+        average(model.parameters(), size)
 
 
 @right

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import SGD
+from torch import Tensor
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
 
 import dpfuse
 from tests.weights.right_programs import STEPS, batches, loss_of, network
@@ -56,6 +58,53 @@ def inner_steps_that_are_not_taken_back(rank: int, size: int) -> None:
 @wrong
 def an_edit_between_inner_steps_that_are_taken_back(rank: int, size: int) -> None:
     meta_learning(rank, restores=True, edits=True)
+
+
+@wrong
+def an_optimizer_for_each_parameter_inside_backward(rank: int, size: int) -> None:
+    """torch's tutorial on saving memory: the hooks of this rank's gradients come before their average."""
+    model = dpfuse.DistributedDataParallel(network())
+    optimizers = {param: SGD([param], lr=0.01) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    for inputs in batches(rank, STEPS):
+        loss_of(model(inputs)).backward()
+        model.zero_grad()
+
+
+@wrong
+def galore_with_a_schedule_for_each_layer(rank: int, size: int) -> None:
+    """The hook drops the gradient, too, so the average is one of zeros."""
+    model = dpfuse.DistributedDataParallel(network(), find_unused_parameters=True)
+    optimizers = {param: AdamW([param], lr=1e-3) for param in model.parameters()}
+    schedules = {param: StepLR(optimizer, 10) for param, optimizer in optimizers.items()}
+
+    def optimizer_hook(param: Tensor) -> None:
+        if param.grad is None:
+            return
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+        schedules[param].step()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(optimizer_hook)
+    for inputs in batches(rank, STEPS):
+        loss_of(model(inputs)).backward()
+
+
+@wrong
+def steps_inside_the_backwards_of_a_window(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(network(), check_loop="off")
+    optimizers = {param: SGD([param], lr=0.01) for param in model.module[2].parameters()}
+    rest = SGD([param for param in model.parameters() if param not in optimizers], lr=0.01)
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
+    for step, inputs in enumerate(batches(rank, STEPS)):
+        with model.no_sync(enabled=step % 2 == 0):
+            loss_of(model(inputs)).backward()
+        if step % 2:
+            rest.step()
+            model.zero_grad()
 
 
 @wrong
