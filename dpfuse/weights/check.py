@@ -352,6 +352,8 @@ class WeightsCheck(Feature):
     def synchronized(self) -> None:
         """Note that all ranks have the same weights again; to be called on every rank."""
         self.known = {}
+        # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
+        self._turn, self._hashed_at = self._averages().completed, -1
         self.due = self._window.due = False
         self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2

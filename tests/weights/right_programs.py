@@ -42,6 +42,12 @@ def network(**kind: Any) -> nn.Sequential:
     )
 
 
+def deep_network() -> nn.Sequential:
+    """So many parameters that several slices are hashed in a pass."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *[nn.Linear(8, 8) for _ in range(30)], nn.Linear(8, 2))
+
+
 def batches(rank: int, steps: int = STEPS) -> Iterator[Tensor]:
     """Other inputs on each rank."""
     generator = torch.Generator().manual_seed(100 + rank)
@@ -358,6 +364,31 @@ def uneven_inputs_with_join(rank: int, size: int) -> None:
     for _ in range(3):
         with model.join():
             train(model, optimizer, rank, 30 + 5 * rank)
+
+
+@right
+def epochs_of_uneven_length_with_a_join_for_each(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(deep_network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for _ in range(6):
+        with model.join():
+            train(model, optimizer, rank, 20 + 5 * rank)
+    assert not model._sync.weights.off, "ranks hash the same slices again after each"
+
+
+@right
+def windows_of_uneven_epochs_with_join(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(deep_network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for epoch in range(5):
+        with model.join():
+            for index, inputs in enumerate(batches(rank, 24 + 4 * ((rank + epoch) % size))):
+                with model.no_sync(enabled=index % 2 == 0):
+                    loss_of(model(inputs)).backward()
+                if index % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert not model._sync.weights.off
 
 
 @right

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import dpfuse
-from tests.weights.right_programs import STEPS, batches, loss_of, network
+from tests.weights.right_programs import STEPS, batches, deep_network, loss_of, network, train
 
 __all__ = ["PROGRAMS"]
 
@@ -58,6 +58,28 @@ def inner_steps_that_are_not_taken_back(rank: int, size: int) -> None:
 @wrong
 def an_edit_between_inner_steps_that_are_taken_back(rank: int, size: int) -> None:
     meta_learning(rank, restores=True, edits=True)
+
+
+@wrong
+def an_edit_behind_epochs_of_uneven_length(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(deep_network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for _ in range(6):
+        with model.join():
+            train(model, optimizer, rank, 20 + 5 * rank)
+    if rank == 1:
+        model.module[7].weight.data[3, 3] += 0.5
+    train(model, optimizer, rank, 64)
+
+
+@wrong
+def moments_of_adam_behind_uneven_epochs(rank: int, size: int) -> None:
+    """join() sends the weights of the last rank. Its optimizer has made more steps, which stay with it."""
+    model = dpfuse.DistributedDataParallel(deep_network())
+    optimizer = Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        with model.join():
+            train(model, optimizer, rank, 64 + 5 * rank)
 
 
 @wrong
