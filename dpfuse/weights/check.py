@@ -106,6 +106,7 @@ class WeightsCheck(Feature):
         self._words = words
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
+        self._common = set(self._strides)  # names that all ranks have, as far as is known
         self._report: Comparison | None = None
         self._hashing: Hashing | None = None
         self._made_for = -1  # the version for which it was made
@@ -245,7 +246,11 @@ class WeightsCheck(Feature):
         if version != self._made_for:
             assert self._report is not None
             assert self._report.number is not None
-            tensors, device = self._tensors(), self._report.number.device
+            device = self._report.number.device
+            # A frozen module may be added on one rank, such as what it evaluates with. Ranks agree on what is trained.
+            found = self._tensors()
+            self._common |= {name for name, tensor in found.items() if tensor.requires_grad}
+            tensors = {name: tensor for name, tensor in found.items() if name in self._common}
             kept = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor, device)}
             if len(kept) < len(tensors) and self._made_for < 0:
                 left = [name for name in tensors if name not in kept]
@@ -342,7 +347,8 @@ class WeightsCheck(Feature):
         return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
 
     def _tell(self, code: str, text: str) -> None:
-        if not self._raises:
+        # What is trained may be equal where the tensors are not the same ones, so that is no error.
+        if not self._raises or code == OTHER_TENSORS:
             warn_at_user(WeightsWarning(text, code))
             return
         error = DPFuseError(text)

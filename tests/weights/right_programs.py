@@ -695,6 +695,64 @@ def spectral_normalization(rank: int, size: int) -> None:
     train(model, SGD(model.parameters(), lr=0.05), rank)
 
 
+class Holder(nn.Module):
+    """A network that may get further modules, which its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs) + (self.adapter(inputs) if hasattr(self, "adapter") else 0.0)
+
+
+@right
+def a_frozen_metric_that_rank_0_makes_when_it_evaluates(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(Holder())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        train(model, optimizer, rank, 50)
+        if rank == 0 and not hasattr(model.module, "lpips"):
+            model.module.lpips = nn.Conv2d(3, 4, 3).requires_grad_(False)
+    assert not model._sync.weights.off
+
+
+@right
+def a_frozen_average_inside_the_model_of_one_rank(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(Holder())
+    optimizer = Adam(model.parameters())
+    for step, inputs in enumerate(batches(rank)):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == size - 1 and step == 10:
+            model.module.ema = copy.deepcopy(model.module.net).requires_grad_(False)
+        if hasattr(model.module, "ema"):
+            with torch.no_grad():
+                for kept, param in zip(model.module.ema.parameters(), model.module.net.parameters(), strict=True):
+                    kept.lerp_(param, 0.1)
+    assert not model._sync.weights.off
+
+
+@right
+def an_adapter_that_all_ranks_add_and_freeze_again(rank: int, size: int) -> None:
+    """LoRA's way: the network is frozen, then the adapter is. Rank 0 alone adds something else at last."""
+    model = dpfuse.DataParallel(Holder())
+    train(model, SGD(model.parameters(), lr=0.05), rank, 40)
+    torch.manual_seed(1)
+    model.module.adapter = nn.Linear(6, 2)
+    model.module.net.requires_grad_(False)
+    train(model, SGD(model.module.adapter.parameters(), lr=0.05), rank, 40)
+    model.module.adapter.requires_grad_(False)
+    model.module.net.requires_grad_(True)
+    optimizer = SGD(model.module.net.parameters(), lr=0.05)
+    train(model, optimizer, rank, 20)
+    if rank == 0:
+        model.module.metric = nn.Linear(3, 3).requires_grad_(False)
+    train(model, optimizer, rank)
+    assert not model._sync.weights.off
+
+
 @right
 def evaluation_on_one_rank(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())

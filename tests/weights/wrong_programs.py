@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import dpfuse
-from tests.weights.right_programs import STEPS, batches, deep_network, loss_of, network, train
+from tests.weights.right_programs import STEPS, Holder, batches, deep_network, loss_of, network, train
 
 __all__ = ["PROGRAMS"]
 
@@ -80,6 +80,31 @@ def moments_of_adam_behind_uneven_epochs(rank: int, size: int) -> None:
     for _ in range(2):
         with model.join():
             train(model, optimizer, rank, 64 + 5 * rank)
+
+
+@wrong
+def an_edit_beside_a_frozen_module_of_one_rank(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(Holder())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    train(model, optimizer, rank, 20)
+    if rank == 0:
+        model.module.metric = nn.Linear(3, 3).requires_grad_(False)
+        model.module.net[2].weight.data[0, 0] += 0.5
+    train(model, optimizer, rank, 64)
+
+
+@wrong
+def an_adapter_that_each_rank_initialises_again(rank: int, size: int) -> None:
+    """All ranks add it, and one initialises it again when it loads something else."""
+    model = dpfuse.DistributedDataParallel(Holder())
+    model.module.net.requires_grad_(False)
+    torch.manual_seed(1)
+    model.module.adapter = nn.Linear(6, 2)
+    optimizer = AdamW(model.module.adapter.parameters())
+    train(model, optimizer, rank, 20)
+    if rank == 0:
+        model.module.adapter.reset_parameters()
+    train(model, optimizer, rank, 64)
 
 
 @wrong
