@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack, nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded
 from tests.loops.right import quiet
 
 # --- Weights are averaged by hand, seldom ---
@@ -301,6 +303,36 @@ def warmup_of_one_optimizer(rank, size):
         head.step()
         if step >= 30:
             backbone.step()
+
+
+@quiet
+def warmup_of_one_wrapped_optimizer(rank, size):
+    """As accelerate wraps each. The second one begins late."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    head, backbone = (Wrapping(torch.optim.SGD(model.module[place].parameters(), lr=0.01)) for place in (2, 0))
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        head.step()
+        if step >= 30:
+            backbone.step()
+
+
+@quiet
+def chain_of_optimizers_of_which_one_begins_late(rank, size):
+    """A library holds them in a list. Its step is none of the user's code."""
+    model = dpfuse.DataParallel(mlp())
+    chain = SimpleNamespace(optimizers=[torch.optim.AdamW(model.module[place].parameters()) for place in (2, 0)])
+    chain.step = partial(step_of_a_chain, chain.optimizers)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        loss_of(model(x), y).backward()
+        chain.optimizers[0].step() if index < 30 else chain.step()
+        model.zero_grad()
+
+
+def step_of_a_chain(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @quiet

@@ -8,10 +8,12 @@ from contextlib import ExitStack, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import dpfuse
-from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded
 from tests.loops.wrong import named
 
 
@@ -356,6 +358,63 @@ def one_optimizer_of_two_in_a_scaler(rank, size):
                 self.scaler.update()
 
     Trainer().train()
+
+
+@named("DPF-L04")
+def wrapped_optimizer_of_the_head_alone(rank, size):
+    """accelerate's `prepare()` puts an optimizer around it."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = Wrapping(torch.optim.Adam(model.module[2].parameters()))
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every `k` steps the weights go a part of the way that the inner optimizer went."""
+
+    def __init__(self, optimizer, k=5, alpha=0.5):
+        self.optimizer, self.param_groups, self.k, self.alpha, self.count = (
+            optimizer,
+            optimizer.param_groups,
+            k,
+            alpha,
+            0,
+        )
+        self.slow = [[param.detach().clone() for param in group["params"]] for group in self.param_groups]
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                torch._foreach_lerp_(slow, [param.detach() for param in group["params"]], self.alpha)
+                torch._foreach_copy_([param.detach() for param in group["params"]], slow)
+
+
+@named("DPF-L04")
+def lookahead_of_the_weights_of_a_copy(rank, size):
+    module = mlp()
+    optimizer = Lookahead(torch.optim.SGD(module[2].parameters(), lr=0.01))
+    model = dpfuse.DataParallel(module)
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def post_local_sgd_optimizer_of_a_part(rank, size):
+    """torch's own wrapping optimizer, over the first layer."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.module[0].parameters(), lr=0.01), PeriodicModelAverager(period=4, warmup_steps=100)
+    )
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
 
 
 @named("DPF-L04")
