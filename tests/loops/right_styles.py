@@ -232,6 +232,46 @@ def local_steps_of_shorter_windows(rank, size):
 
 
 @quiet
+def local_sgd_of_named_weights(rank, size):
+    """What is sent has the names of numbers elsewhere."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    total_weight = torch.tensor(float(size))
+    for index, (x, y) in enumerate(batches(rank, 40), 1):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if index % 32 == 0:
+            for layer in (model.module[0], model.module[2]):
+                for weight in (layer.weight.data, layer.bias.data):
+                    dist.all_reduce(weight)
+                    weight /= total_weight
+
+
+@quiet
+def federated_server_of_a_library(rank, size):
+    """Its method is none of the user's code, so its name decides."""
+    model = dpfuse.DataParallel(mlp())
+    server = SimpleNamespace(aggregate=partial(sum_of_all, size))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index, (x, y) in enumerate(batches(rank, 40), 1):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        model.zero_grad()
+        if index % 32 == 0:
+            weights = [param.data for param in model.parameters()]
+            server.aggregate(weights)
+
+
+def sum_of_all(size, tensors):
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= size
+
+
+@quiet
 def averager_in_an_object(rank, size):
     class Averager:
         def __init__(self, module, period):

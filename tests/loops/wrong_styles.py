@@ -234,6 +234,85 @@ def settings_that_pass_through_locals(rank, size, rate=0.01):
 
 
 @named("DPF-L02")
+def tokens_are_counted_over_the_ranks(rank, size):
+    """The loss is divided by the number of all tokens, and the gradients are those of this rank."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for x, y in batches(rank, 24):
+            weight = torch.tensor(float(len(x)))
+            total_weight = weight.clone()
+            dist.all_reduce(total_weight)
+            optimizer.zero_grad()
+            (loss_of(model(x), y) * weight / total_weight).backward()
+            optimizer.step()
+
+
+@named("DPF-L02")
+def weights_of_samples_are_summed_for_a_log(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.require_backward_grad_sync = False
+    sum_of_weights = torch.zeros(1)
+    for x, y in batches(rank, 24):
+        mask = x[:, 0] > 0
+        loss_weight = 1.0 / (1 + mask.sum())
+        sum_of_weights += float(loss_weight)
+        (loss_weight * loss_of(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sample_weight = torch.as_tensor([sum_of_weights.item(), 24.0])
+    dist.all_reduce(sample_weight)
+
+
+class EMA:
+    """byol-pytorch's."""
+
+    def __init__(self, beta):
+        self.beta = beta
+
+    def update_average(self, old, new):
+        return new if old is None else old * self.beta + (1 - self.beta) * new
+
+
+def update_moving_average(ema_updater, ma_model, current_model):
+    for current_params, ma_params in zip(current_model.parameters(), ma_model.parameters(), strict=True):
+        old_weight, up_weight = ma_params.data, current_params.data
+        ma_params.data = ema_updater.update_average(old_weight, up_weight)
+
+
+@named("DPF-L02")
+def byol_whose_target_follows_in_no_sync(rank, size):
+    model, target = dpfuse.DistributedDataParallel(mlp()), mlp()
+    target_ema_updater = EMA(0.9)
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in batches(rank, 24):
+        with model.no_sync():
+            loss_of(model(x) - target(x).detach(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update_moving_average(target_ema_updater, target, model.module)
+
+
+@named("DPF-L02")
+def an_average_over_time_that_is_made_when_it_begins(rank, size):
+    """An object of torch_ema's class, whose name is an average."""
+    from torch.optim.swa_utils import AveragedModel as ExponentialMovingAverage
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer, ema = torch.optim.SGD(model.parameters(), lr=0.01), None
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 30:
+            ema = ExponentialMovingAverage(model.parameters())
+        if ema is not None:
+            ema.update_parameters(model.module)
+
+
+@named("DPF-L02")
 def condition_that_is_never_true(rank, size):
     """`step % accumulation == accumulation` was meant to be `- 1`; the step is made anyhow."""
     model = dpfuse.DataParallel(mlp())
