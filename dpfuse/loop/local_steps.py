@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
-from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.findings import NOTHING_AVERAGED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, WatchedGradient, only_rescaled, rounding_of, sample_of, values_of
@@ -101,7 +100,7 @@ class LocalSteps:
         if self._copies is not None:
             kept = self._were_kept(*self._copies)
             self._decide()
-            if kept and not self._model.hooked() and not weights_may_be_averaged(sys._getframe(), self._model.made):
+            if kept and not self._model.hooked() and not self._model.averages_weights(sys._getframe()):
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
         elif self._steps >= STEPS and not self._looks:
             self._look(optimizer)

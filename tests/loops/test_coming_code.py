@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import dpfuse
+from dpfuse.loop import model as model_module
 from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.coming_code import UnknownCodeError, coming_code, running_lines
 from dpfuse.loop.coming_steps import may_step
-from tests.loops.nets import mlp
+from tests.loops.nets import batches, loss_of, mlp
 
 AVERAGES = []  # what `look` has seen
 STEPS = []
@@ -183,6 +186,26 @@ def test_a_frame_around_that_cannot_be_read_is_passed_over():
     exec("def starts():\n    only_a_loss(mlp())\n", names)
     names["starts"]()
     assert AVERAGES == [False]
+
+
+def rounds(rank, size, period):
+    """Rounds of local steps, each with an optimizer of its own, and an average of the weights behind them."""
+    reads, read = [], model_module.weights_may_be_averaged
+    wrapped = dpfuse.DistributedDataParallel(mlp())
+    with patch.object(model_module, "weights_may_be_averaged", lambda *args: reads.append(0) or read(*args)):
+        for task in range(3):
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+            for x, y in batches(rank, period, task):
+                with wrapped.no_sync():
+                    loss_of(wrapped(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            average(wrapped.parameters())
+    return len(reads)
+
+
+def test_a_program_that_averages_weights_is_read_once(ranks):
+    assert ranks(rounds, 24) == [1, 1]
 
 
 def test_reading_keeps_no_local_name_alive():
