@@ -206,10 +206,21 @@ class Sources:
             if not lines:
                 raise UnknownCodeError
             try:
-                self._trees[path] = ast.parse("".join(lines))
-            except (SyntaxError, ValueError) as error:
+                self._trees[path] = parsed("".join(lines))
+            except (SyntaxError, ValueError, SystemError) as error:
                 raise UnknownCodeError from error
         return self._trees[path]
+
+
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a module.
+
+    Python 3.11 may miscount the depth of a tree, seldom, and not again the next time (python/cpython#106905).
+    """
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
 
 
 def first_line(function: Function) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -206,6 +207,21 @@ def rounds(rank, size, period):
 
 def test_a_program_that_averages_weights_is_read_once(ranks):
     assert ranks(rounds, 24) == [1, 1]
+
+
+@pytest.mark.parametrize(("fails", "found"), [(1, False), (2, True)])
+def test_a_parser_that_fails_is_asked_again_and_then_nothing_is_concluded(fails, found):
+    answers = [SystemError("AST constructor recursion depth mismatch")] * fails
+    parse = ast.parse
+    with patch.object(ast, "parse", lambda source: raise_or(answers, lambda: parse(source))):
+        only_a_loss(mlp())
+    assert [found] == AVERAGES
+
+
+def raise_or(errors, call):
+    if errors:
+        raise errors.pop()
+    return call()
 
 
 def test_reading_keeps_no_local_name_alive():
