@@ -675,6 +675,50 @@ def first_order_maml(rank, size):
 
 
 @quiet
+def maml_with_a_long_inner_loop(rank, size):
+    """The steps of each rank are taken back, and the gradient where it has gone to is averaged."""
+    model = dpfuse.DataParallel(mlp())
+    outer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for task in range(3):
+        kept = copy.deepcopy(model.module.state_dict())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches(rank, 25, task):
+            inner.zero_grad()
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            inner.step()
+        outer.zero_grad()
+        x, y = batch(seeded(rank, 50 + task))
+        loss_of(model(x), y).backward()
+        model.module.load_state_dict(kept)
+        outer.step()
+
+
+def adapt(model, optimizer, task):
+    for x, y in task:
+        with model.no_sync():
+            loss = loss_of(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+
+
+@quiet
+def maml_whose_inner_loop_is_a_function(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    meta, inner = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.05)
+    for task in range(2):
+        before = [param.detach().clone() for param in model.parameters()]
+        adapt(model, inner, batches(rank, 30, task))
+        x, y = batch(seeded(rank, 60 + task))
+        meta.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        torch._foreach_copy_([param.data for param in model.parameters()], before)
+        meta.step()
+
+
+@quiet
 def sam_with_a_closure(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
 

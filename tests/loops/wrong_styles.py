@@ -313,6 +313,39 @@ def an_average_over_time_that_is_made_when_it_begins(rank, size):
 
 
 @named("DPF-L02")
+def two_branches_of_which_one_is_never_taken(rank, size):
+    """The branch with the average is in the same loop, and was not taken in all of its batches."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step % 4 == 4:
+            loss_of(model(x), y).backward()
+        else:
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@named("DPF-L02")
+def meta_learning_whose_outer_loss_is_local_too(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for task in range(2):
+        for x, y in batches(rank, 23, task):
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@named("DPF-L02")
 def condition_that_is_never_true(rank, size):
     """`step % accumulation == accumulation` was meant to be `- 1`; the step is made anyhow."""
     model = dpfuse.DataParallel(mlp())
