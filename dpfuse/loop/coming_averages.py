@@ -20,7 +20,7 @@ AVERAGERS = {
 WEIGHTS = re.compile(r"param|state_dict|(^|_)weights?$")
 SENDING = re.compile(r"all_?reduce|all_?gather|broadcast|^i?reduce|sync|i?send|i?recv|p2p", re.I)
 AVERAGING = re.compile(r"average|aggregate", re.I)
-OF_TIME = re.compile(r"(^|[._])(ema|swa)|moving|exponential|polyak", re.I)  # such averages stay on a rank
+OF_TIME = re.compile(r"(^|[._])(ema|swa)(?![a-z])|moving|exponential|polyak", re.I)  # such averages stay on a rank
 NUMBERS = re.compile(r"^[A-Z]|norm|clip|numel")  # calls that return no weights: constructors, and numbers
 # Calls that make a number, or a tensor of numbers, of what has no weights in it.
 COUNTS = re.compile(r"^(len|int|float|sum|count\w*|numel|size|item|(as_|new_)?(tensor|zeros|ones|full)|\w+Tensor)$")

@@ -147,9 +147,8 @@ class WeightsCheck(Feature):
         self._stepped_inside = False
         if sync and self._window.without_inputs:
             self._say_nothing()
-        if self._after_step is not None and self._before_backward is None and not self._captures():
-            hashing = self._hashing_now()
-            self._before_backward = None if hashing is None else hashing.each()
+        if self._after_step is not None and self._before_backward is None:
+            self._try(self._hash_before_backward)
 
     def delivered(self) -> None:
         """As `Feature.delivered`: learn whether the hashes differed, and tell what an examination has found.
@@ -173,7 +172,7 @@ class WeightsCheck(Feature):
         if self.known and completed % LOOK_AGAIN == 0:
             self.due = self._window.due = True
         if self._stepped_inside:
-            self._hash_behind_step()
+            self._try(self._hash_behind_step)
         if self._found is not None:
             (code, text), self._found = self._found, None
             self._tell(code, text)
@@ -195,25 +194,28 @@ class WeightsCheck(Feature):
         if averages.phase is not IDLE:
             self._stepped_inside = self._stepped_inside or self._steps_us(optimizer)
         elif averages.completed not in (0, hashed_at) and self._steps_us(optimizer):
-            self._hash_behind_step()
+            self._try(self._hash_behind_step)
 
-    def _hash_behind_step(self) -> None:
-        assert self._report is not None
-        pairs = self._report.number
-        if self.off or pairs is None or self._captures():
-            return
+    def _try(self, act: Callable[[Hashing, Tensor], None]) -> None:
+        """Hash something, if there is anything to hash."""
+        pairs = None if self._report is None else self._report.number
+        if self.off or pairs is None or (pairs.is_cuda and capturing()):
+            return  # a replay would hash the same slice each time
         try:
-            self._hash(self._averages().completed, pairs)
+            hashing = self._hashing_now()
+            if hashing is not None:
+                act(hashing, pairs)
         except RuntimeError as error:
             # The step itself is done, and a lack of memory passes. A failure of the device does not.
             if not pairs.is_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self.turn_off(f"hashing them has failed: {error}")
 
-    def _hash(self, completed: int, pairs: Tensor) -> None:
-        hashing = self._hashing_now()
-        if hashing is None:
-            return
+    def _hash_before_backward(self, hashing: Hashing, pairs: Tensor) -> None:
+        self._before_backward = hashing.each()
+
+    def _hash_behind_step(self, hashing: Hashing, pairs: Tensor) -> None:
+        completed = self._averages().completed
         if self.due:
             self._after_step, self._before_backward = hashing.each(), None
         if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
@@ -224,12 +226,6 @@ class WeightsCheck(Feature):
             but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
             hashing.write(number, seed, pairs, but)
             self._slice = number, completed
-
-    def _captures(self) -> bool:
-        """Whether a CUDA graph is captured, whose replays would hash the same slice each time."""
-        assert self._report is not None
-        assert self._report.number is not None
-        return self._report.number.is_cuda and capturing()
 
     def _steps_us(self, optimizer: Optimizer) -> bool:
         count, known = self._owners.get(optimizer, (0, False))
