@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 FUNCTIONS = 200  # that are read at most
-UNSHARED = 3  # references to the names of a frame that are the frame's, ours, and that of who counts them
+UNSHARED = 3  # references to the names of a frame: the frame's, ours, and that of the call that counts them
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Lines = Mapping[tuple[int, CodeType], int]
@@ -152,7 +152,7 @@ def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
 def keeps_its_names(function: ast.AST) -> bool:
     """Whether a function keeps what `locals()` returns.
 
-    Before Python 3.13 that is the dict which any look at the names of its frame fills anew.
+    Before Python 3.13 that is the dict which any look at the names of its frame fills again.
     """
     if sys.version_info >= (3, 13) or isinstance(function, ast.Module):
         return False
