@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import CO_OPTIMIZED, unwrap
@@ -16,9 +17,19 @@ from typing import Any
 
 from dpfuse.engine.user_line import INSIDE, user_frame
 
-__all__ = ["Lines", "Scope", "UnknownCodeError", "UnknownValueError", "coming_code", "running_lines", "value_of"]
+__all__ = [
+    "Lines",
+    "Scope",
+    "UnknownCodeError",
+    "UnknownNamesError",
+    "UnknownValueError",
+    "coming_code",
+    "running_lines",
+    "value_of",
+]
 
 FUNCTIONS = 200  # that are read at most
+UNSHARED = 3  # references to the names of a frame: the frame's, ours, and that of the call that counts them
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Lines = Mapping[tuple[int, CodeType], int]
@@ -28,6 +39,10 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 class UnknownCodeError(Exception):
     """The source of a function that runs is not there."""
+
+
+class UnknownNamesError(UnknownCodeError):
+    """The names of a function that runs must not be looked at."""
 
 
 class UnknownValueError(Exception):
@@ -94,6 +109,7 @@ def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
     Raises:
         UnknownCodeError: the source of the user's innermost function cannot be read, or the loop is that of a library,
             which may call anything of the user's.
+        UnknownNamesError: a function keeps what `locals()` returns.
     """
     sources = Sources()
     scopes: list[Scope] = []
@@ -113,6 +129,8 @@ def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
                 function = None  # what starts a process, such as `python -c`
             if function is None:
                 loops += frame.f_code.co_name in COMPREHENSIONS
+            elif keeps_its_names(function):
+                raise UnknownNamesError
             else:
                 names = running[frame.f_code] = names_in(frame)
                 coming = coming_in(function.body, frame.f_lineno, line) or []
@@ -131,12 +149,32 @@ def coming_code(frame: FrameType | None, made: Lines) -> list[Scope]:
     return scopes
 
 
+def keeps_its_names(function: ast.AST) -> bool:
+    """Whether a function keeps what `locals()` returns.
+
+    Before Python 3.13 that is the dict which any look at the names of its frame fills again.
+    """
+    if sys.version_info >= (3, 13) or isinstance(function, ast.Module):
+        return False
+    calls: set[ast.expr] = set()
+    passing: set[ast.expr] = set()  # what is not kept itself, such as `**locals()`
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and not node.args and not node.keywords and isinstance(node.func, ast.Name):
+            calls |= {node} if node.func.id in ("locals", "vars") else set()
+        elif isinstance(node, ast.Attribute | ast.Subscript) or (isinstance(node, ast.keyword) and node.arg is None):
+            passing.add(node.value)
+        elif isinstance(node, ast.Dict):
+            passing.update(value for key, value in zip(node.keys, node.values, strict=True) if key is None)
+    return not calls <= passing
+
+
 def names_in(frame: FrameType) -> dict[str, Any]:
     """Return the values of the names of a function that runs. Leaves nothing in its frame."""
     own = frame.f_locals
     names = {**frame.f_globals, **own}
-    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(own, dict):
-        own.clear()  # Python before 3.13 would keep this copy, and what it holds, as long as the function runs
+    # Python before 3.13 would keep this copy, and what it holds, as long as the function runs. Other code may have it.
+    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(own, dict) and sys.getrefcount(own) <= UNSHARED:
+        own.clear()
     return names
 
 
@@ -168,10 +206,21 @@ class Sources:
             if not lines:
                 raise UnknownCodeError
             try:
-                self._trees[path] = ast.parse("".join(lines))
-            except (SyntaxError, ValueError) as error:
+                self._trees[path] = parsed("".join(lines))
+            except (SyntaxError, ValueError, SystemError) as error:
                 raise UnknownCodeError from error
         return self._trees[path]
+
+
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a module.
+
+    Python 3.11 may miscount the depth of a tree, seldom, and not again the next time (python/cpython#106905).
+    """
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
 
 
 def first_line(function: Function) -> int:

@@ -11,7 +11,15 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dpfuse.loop.coming_code import Lines, Scope, UnknownCodeError, UnknownValueError, coming_code, value_of
+from dpfuse.loop.coming_code import (
+    Lines,
+    Scope,
+    UnknownCodeError,
+    UnknownNamesError,
+    UnknownValueError,
+    coming_code,
+    value_of,
+)
 
 __all__ = ["may_step"]
 
@@ -31,6 +39,8 @@ def may_step(frame: FrameType | None, made: Lines, waiting: Collection[Optimizer
     """
     try:
         scopes = coming_code(frame, made)
+    except UnknownNamesError:
+        return True
     except UnknownCodeError:
         return bool(waiting)
     return any(steps(call, scope, waiting) for scope in scopes for call in scope.calls())
@@ -93,11 +103,14 @@ def stored(node: ast.Name) -> str:
 
 def is_or_holds(value: Any, waiting: Collection[Optimizer]) -> bool:
     """Whether an object is one of these optimizers, or holds one."""
-    if isinstance(value, Optimizer):
-        return any(value is each for each in waiting)
-    return not isinstance(value, LRScheduler) and any(each in contents(value) for each in waiting)
+    if isinstance(value, LRScheduler):
+        return False
+    return any(value is each or any(each is held for held in contents(value)) for each in waiting)
 
 
 def contents(value: Any) -> list[Any]:
-    """Return the optimizers that an object of another class holds, as the one of a library wraps one."""
-    return [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, Optimizer)]
+    """Return the optimizers that an object holds, also in lists and dicts, as the one of a library wraps some."""
+    held: list[Any] = []
+    for each in getattr(value, "__dict__", {}).values():
+        held += each.values() if type(each) is dict else each if type(each) in (list, tuple) else [each]
+    return [each for each in held if isinstance(each, Optimizer)]

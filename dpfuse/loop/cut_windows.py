@@ -6,9 +6,8 @@ import sys
 
 from torch.optim import Optimizer
 
-from dpfuse.loop.coming_averages import weights_may_be_averaged
-from dpfuse.loop.coming_code import Lines
 from dpfuse.loop.findings import CUT_WINDOW, findings
+from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["CutWindows"]
@@ -22,12 +21,12 @@ class CutWindows:
 
     Args:
         watched: a gradient of the optimizer.
-        made: the lines that ran when the model was made.
+        model: whose gradients are averaged.
     """
 
-    def __init__(self, watched: WatchedGradient, made: Lines) -> None:
+    def __init__(self, watched: WatchedGradient, model: Model) -> None:
         self._watched = watched
-        self._made = made
+        self._model = model
         self._length = 0  # of the last window that ended with an average
         self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
@@ -61,7 +60,7 @@ class CutWindows:
         watched = self._watched
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
-        elif not watched.was_kept or weights_may_be_averaged(sys._getframe(), self._made):
+        elif not watched.was_kept or self._model.averages_weights(sys._getframe()):
             self._same = 0  # it does, or averages weights
         else:
             findings.warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from weakref import ref
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
-from dpfuse.loop.coming_averages import weights_may_be_averaged
+from dpfuse.loop.coming_backwards import average_may_come
 from dpfuse.loop.findings import NOTHING_AVERAGED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, WatchedGradient, only_rescaled, rounding_of, sample_of, values_of
@@ -101,12 +102,15 @@ class LocalSteps:
         if self._copies is not None:
             kept = self._were_kept(*self._copies)
             self._decide()
-            if kept and not self._model.hooked() and not weights_may_be_averaged(sys._getframe(), self._model.made):
+            if kept and not self._model.hooked() and not self._may_average(sys._getframe()):
                 findings.warn(NOTHING_AVERAGED, self._text(optimizer))
         elif self._steps >= STEPS and not self._looks:
             self._look(optimizer)
         elif self._looks and len(self._weights) >= LOOKS:
             self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
+
+    def _may_average(self, frame: FrameType) -> bool:
+        return self._model.averages_weights(frame) or average_may_come(frame, self._model.made)
 
     def _copy_of(self, pairs: list[tuple[Sample, Sample]]) -> HostCopy:
         dtype = self._watched.param.dtype

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.protocols import BucketObserver
+from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.coming_code import Lines
 
 __all__ = ["Looking", "Model", "Times"]
@@ -74,3 +76,15 @@ class Model:
         self.averages = self.others = 0
         self.due = False
         self.looking: list[Looking] = []
+        self._averages_weights = False
+
+    def averages_weights(self, frame: FrameType | None) -> bool:
+        """Whether the program may average weights by itself, as of `weights_may_be_averaged`.
+
+        Once it may, that holds: a program that makes an optimizer for each round is not read in each.
+
+        Args:
+            frame: of a step.
+        """
+        self._averages_weights = self._averages_weights or weights_may_be_averaged(frame, self.made)
+        return self._averages_weights

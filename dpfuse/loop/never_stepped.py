@@ -69,14 +69,17 @@ class NeverStepped:
         self._samples = [*map(sample_of, self._compared)]
         self.decided = not rest
 
-    def _waiting(self) -> list[Optimizer]:
-        """Return optimizers that have parameters of the model, and have not stepped."""
+    def _waiting(self, rest: Iterable[Tensor]) -> list[Optimizer]:
+        """Return optimizers that have some of these parameters, which none has that has stepped.
+
+        One that wraps another one has the parameters of that. Often it has no hooks, so its steps are not seen.
+        """
+        wanted = set(map(id, rest))
         optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
         return [
             each
             for each in optimizers
-            if each not in self._groups
-            and any(id(param) in self._names for group in each.param_groups for param in group["params"])
+            if any(id(param) in wanted for group in getattr(each, "param_groups", ()) for param in group["params"])
         ]
 
     def _rest(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -104,9 +107,9 @@ class NeverStepped:
 
     def _say(self, moving: HostCopy) -> None:
         self.decided = True
-        if not all(moving.read()) or may_step(sys._getframe(), self._model.made, self._waiting()):
-            return
         rest = self._rest(self._params.values())
+        if not all(moving.read()) or may_step(sys._getframe(), self._model.made, self._waiting(rest)):
+            return
         names = [repr(self._names[id(param)]) for param in rest]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         nbytes = sum(param.numel() * param.element_size() for param in rest)

@@ -89,7 +89,7 @@ class OptimizerRules:
         self.stop()
         steps, averaged = LocalSteps(watched, self._model), EachAveraged(watched, self._model)
         rest, changed = LocalRest(watched, raises=self._raises), ChangedGradients(watched)
-        self._rules = rest, steps, CutWindows(watched, self._model.made), changed, averaged
+        self._rules = rest, steps, CutWindows(watched, self._model), changed, averaged
         self._lasting = steps, averaged, changed
         return watched
 

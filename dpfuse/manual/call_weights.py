@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.optimizer_step_hook import call_after_steps
+from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.reducer import IDLE, Phase
 from dpfuse.engine.window import Window
 from dpfuse.errors import WeightsWarning
@@ -42,6 +42,7 @@ class CallWeights:
         self._calls = calls = _Calls(self._pairs)
         self._check = WeightsCheck(tensors, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS)
         self._check.compare_in(calls)
+        call_before_steps(self._check)
         call_after_steps(self._check)
 
     def number(self) -> int:

@@ -18,7 +18,7 @@ from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
-from dpfuse.engine.optimizer_step_hook import call_after_steps
+from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE
 from dpfuse.engine.settings import SyncSettings
@@ -213,7 +213,8 @@ class ModuleSync:
             extra_count=0 if self.loop is None else LOOP_NUMBERS,
         )
         if self.weights is not None:
-            call_after_steps(self.weights)  # only now: what failed to be made must not be called
+            call_before_steps(self.weights)  # only now: what failed to be made must not be called
+            call_after_steps(self.weights)
         let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(

@@ -2,8 +2,12 @@
 
 Weights are equal after a step of the optimizer. During a backward they may differ: a program may add noise, or climb
 as sharpness-aware minimisation does. So they are hashed behind the step, and the report of the next backward compares
-the hashes. Where they differ, all ranks hear of it in the same backward. The step behind it hashes each parameter. In
-the backward after that, the ranks exchange these hashes and those of that moment. What differs in both is told.
+the hashes. Where they differ, all ranks hear of it in the same backward. The step behind it hashes each parameter, and
+so does the begin of the backward that follows. In the next averaged one, the ranks exchange these hashes and those of
+that moment. What differs in all three is told.
+
+Only the first step behind an average counts. Further ones are made on other gradients, such as those of the inner loop
+of meta-learning, whose steps are taken back.
 """
 
 from __future__ import annotations
@@ -102,6 +106,7 @@ class WeightsCheck(Feature):
         self._words = words
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
+        self._common = set(self._strides)  # names that all ranks have, as far as is known
         self._report: Comparison | None = None
         self._hashing: Hashing | None = None
         self._made_for = -1  # the version for which it was made
@@ -110,11 +115,15 @@ class WeightsCheck(Feature):
         self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._turn = 0  # the number of the next slice, over all passes
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
+        self._stepped_inside = False  # whether an optimizer of this model has stepped inside the backward that runs
+        self._begun: dict[int, int] = {}  # of each optimizer that steps now, by id, the value of that as it began
         # The slice whose hash the report has, and the averaged backward behind which it was hashed.
         self._slice: tuple[int, int] | None = None
         self._travelling: deque[tuple[int, int] | None] = deque()  # those whose comparison this rank has not read
         self._equal: dict[int, int] = {}  # by slice, the last averaged backward behind which weights were equal
-        self._after_step: Tensor | None = None  # the hash of each parameter behind the last step, while one is due
+        # While an examination is due, the hash of each parameter behind the step, and as the next backward began.
+        self._after_step: Tensor | None = None
+        self._before_backward: Tensor | None = None
         self._noticed = 0  # the averaged backward in which hashes differed
         self._ignored = 0  # deliveries whose comparison tells nothing new
         self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
@@ -135,8 +144,11 @@ class WeightsCheck(Feature):
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
+        self._stepped_inside = False
         if sync and self._window.without_inputs:
             self._say_nothing()
+        if self._after_step is not None and self._before_backward is None:
+            self._try(self._hash_before_backward)
 
     def delivered(self) -> None:
         """As `Feature.delivered`: learn whether the hashes differed, and tell what an examination has found.
@@ -159,34 +171,54 @@ class WeightsCheck(Feature):
             self._equal[number] = hashed_at
         if self.known and completed % LOOK_AGAIN == 0:
             self.due = self._window.due = True
+        if self._stepped_inside:
+            self._try(self._hash_behind_step)
         if self._found is not None:
             (code, text), self._found = self._found, None
             self._tell(code, text)
 
-    # --- After a step ---
+    # --- Around a step ---
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note whether weights were hashed since the last average. Other steps may run inside this one."""
+        self._begun[id(optimizer)] = self._hashed_at
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Hash the next slice, or each parameter, behind a step of an optimizer of this model."""
-        averages, report = self._averages(), self._report
-        if self.off or report is None or report.number is None or averages.phase is not IDLE:
+        """Hash the next slice, or each parameter, behind the first step of this model after an average.
+
+        Behind steps inside a backward they are hashed when it is averaged.
+        """
+        averages, report, hashed_at = self._averages(), self._report, self._begun.pop(id(optimizer), -1)
+        if self.off or report is None or report.number is None:
             return
-        if not self._steps_us(optimizer) or (report.number.is_cuda and capturing()):
+        if averages.phase is not IDLE:
+            self._stepped_inside = self._stepped_inside or self._steps_us(optimizer)
+        elif averages.completed not in (0, hashed_at) and self._steps_us(optimizer):
+            self._try(self._hash_behind_step)
+
+    def _try(self, act: Callable[[Hashing, Tensor], None]) -> None:
+        """Hash something, if there is anything to hash."""
+        pairs = None if self._report is None else self._report.number
+        if self.off or pairs is None or (pairs.is_cuda and capturing()):
             return  # a replay would hash the same slice each time
         try:
-            self._hash(averages.completed, report.number)
+            hashing = self._hashing_now()
+            if hashing is not None:
+                act(hashing, pairs)
         except RuntimeError as error:
             # The step itself is done, and a lack of memory passes. A failure of the device does not.
-            if not report.number.is_cpu and not isinstance(error, torch.OutOfMemoryError):
+            if not pairs.is_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self.turn_off(f"hashing them has failed: {error}")
 
-    def _hash(self, completed: int, pairs: Tensor) -> None:
-        hashing = self._hashing_now()
-        if hashing is None:
-            return
+    def _hash_before_backward(self, hashing: Hashing, pairs: Tensor) -> None:
+        self._before_backward = hashing.each()
+
+    def _hash_behind_step(self, hashing: Hashing, pairs: Tensor) -> None:
+        completed = self._averages().completed
         if self.due:
-            self._after_step = hashing.each()
-        if completed != self._hashed_at:  # else the slice is hashed again, since more than one optimizer steps
+            self._after_step, self._before_backward = hashing.each(), None
+        if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
             self._hashed_at = completed
             self._turn += 1
         seed, number = divmod(self._turn - 1, hashing.slices)
@@ -210,7 +242,11 @@ class WeightsCheck(Feature):
         if version != self._made_for:
             assert self._report is not None
             assert self._report.number is not None
-            tensors, device = self._tensors(), self._report.number.device
+            device = self._report.number.device
+            # A frozen module may be added on one rank, such as what it evaluates with. Ranks agree on what is trained.
+            found = self._tensors()
+            self._common |= {name for name, tensor in found.items() if tensor.requires_grad}
+            tensors = {name: tensor for name, tensor in found.items() if name in self._common}
             kept = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor, device)}
             if len(kept) < len(tensors) and self._made_for < 0:
                 left = [name for name in tensors if name not in kept]
@@ -247,7 +283,8 @@ class WeightsCheck(Feature):
         self.due = False
         hashing, device = self._hashing_now(), collective.group_device(self._group)
         takes_part = not (self.off or self._window.without_inputs)
-        found = compare(hashing, self._after_step, self._turn, self._group, device, takes_part=takes_part)
+        moments = self._after_step, self._before_backward
+        found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)
         self._turn, self._hashed_at = found.turn, -1
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
         if found.strangers:
@@ -255,16 +292,16 @@ class WeightsCheck(Feature):
             self.turn_off("the ranks have other parameters")
         elif hashing is not None:
             self._learn(hashing, found, device, takes_part=takes_part)
-        self._after_step = None
+        self._after_step = self._before_backward = None
         self._say_nothing()
 
     def _learn(self, hashing: Hashing, found: Differences, device: torch.device, *, takes_part: bool) -> None:
         names = hashing.names
-        differing = {names[place] for place in found.either}
+        differing = {names[place] for place in found.ever}
         recovered = [name for name in self.known if name not in differing]
         for name in recovered:
             del self.known[name]
-        new = [place for place in found.both if names[place] not in self.known]
+        new = [place for place in found.always if names[place] not in self.known]
         if not new:
             self._count_false_alarm(looked_again=bool(recovered or self.known))
             return
@@ -306,7 +343,8 @@ class WeightsCheck(Feature):
         return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
 
     def _tell(self, code: str, text: str) -> None:
-        if not self._raises:
+        # What is trained may be equal where the tensors are not the same ones, so that is no error.
+        if not self._raises or code == OTHER_TENSORS:
             warn_at_user(WeightsWarning(text, code))
             return
         error = DPFuseError(text)
@@ -316,8 +354,10 @@ class WeightsCheck(Feature):
     def synchronized(self) -> None:
         """Note that all ranks have the same weights again; to be called on every rank."""
         self.known = {}
+        # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
+        self._turn, self._hashed_at = self._averages().completed, -1
         self.due = self._window.due = False
-        self._after_step = self._found = None
+        self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
         self._say_nothing()
 

@@ -27,14 +27,14 @@ class Differences:
     Args:
         turn: the largest number of a slice that a rank has hashed.
         strangers: ranks whose tensors cannot be compared with those of the others.
-        both: places of tensors that differed after the step and differ now.
-        either: places of those that differed in one of the two.
+        always: places of tensors that differed in each of the earlier moments and differ now.
+        ever: places of those that differ in one of these.
     """
 
     turn: int
     strangers: tuple[int, ...] = ()
-    both: tuple[int, ...] = ()
-    either: tuple[int, ...] = ()
+    always: tuple[int, ...] = ()
+    ever: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Distances:
 @torch.no_grad()
 def compare(
     hashing: Hashing | None,
-    after_step: Tensor | None,
+    earlier: Sequence[Tensor | None],
     turn: int,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -68,7 +68,7 @@ def compare(
 
     Args:
         hashing: of this rank's tensors; None where it has none.
-        after_step: their hashes after the last step of the optimizer, [tensors] int64; None are those of now.
+        earlier: their hashes at earlier moments, as many on all ranks, each [tensors] int64; None are those of now.
         turn: of this rank.
         group: the ranks.
         device: on which the group communicates.
@@ -85,20 +85,15 @@ def compare(
     if strangers or hashing is None:
         return Differences(next_turn, strangers)
     if not takes_part:
-        values = torch.full((4 * count,), NOTHING, device=device)
+        values = torch.full((2, len(earlier) + 1, count), NOTHING, device=device)
     else:
         now = hashing.each().to(device)
-        then = now if after_step is None else after_step.to(device)
-        values = torch.cat((then, ~then, now, ~now))  # the largest of the complements is that of the smallest
+        rows = torch.stack([*(now if one is None else one.to(device) for one in earlier), now])
+        values = torch.stack((rows, ~rows))  # the largest of the complements is that of the smallest
     collective.all_reduce_max(values, group)
-    largest, smallest, largest_now, smallest_now = values.view(4, count)
-    then_differs, now_differs = largest.ne(~smallest).tolist(), largest_now.ne(~smallest_now).tolist()
-    pairs = list(enumerate(zip(then_differs, now_differs, strict=True)))
-    return Differences(
-        next_turn,
-        both=tuple(place for place, (one, other) in pairs if one and other),
-        either=tuple(place for place, (one, other) in pairs if one or other),
-    )
+    differs = values[0].ne(~values[1])
+    always, ever = (which.nonzero().flatten().tolist() for which in (differs.all(0), differs.any(0)))
+    return Differences(next_turn, always=tuple(always), ever=tuple(ever))
 
 
 @torch.no_grad()
@@ -114,7 +109,8 @@ def measure(
 
     Args:
         hashing: of this rank's tensors; None takes no part.
-        after_step: as for `compare`; they tell which ranks are equal.
+        after_step: their hashes behind the step, [tensors] int64, which tell what ranks are equal; None are those of
+            now.
         places: of the tensors.
         first: the averaged backward behind which they were equal, as far as this rank knows.
         group: the ranks.

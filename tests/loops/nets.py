@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["batch", "batches", "loss_of", "mlp", "seeded"]
+__all__ = ["Wrapping", "batch", "batches", "loss_of", "mlp", "seeded"]
 
 
 def seeded(rank: int, number: int = 0) -> torch.Generator:
@@ -31,6 +32,26 @@ def batches(rank: int, length: int, number: int = 0) -> Iterator[tuple[Tensor, T
     generator = seeded(rank, number)
     for _ in range(length):
         yield batch(generator)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, as accelerate's: torch's constructor is not called, so it has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the other one."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of the other one."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        """As that of the other one."""
+        self.optimizer.step(closure)
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:

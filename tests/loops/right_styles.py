@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack, nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded
 from tests.loops.right import quiet
 
 # --- Weights are averaged by hand, seldom ---
@@ -34,6 +36,58 @@ def local_sgd_with_a_long_period(rank, size):
         optimizer.zero_grad()
         if (index + 1) % 32 == 0:
             average_weights(model)
+
+
+@quiet
+def local_sgd_whose_settings_are_its_arguments(rank, size, rate=0.01, period=32):
+    """They are kept for a checkpoint, which must have them all."""
+    config = locals()
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (index + 1) % period == 0:
+            average_weights(model)
+    assert config == {"rank": rank, "size": size, "rate": 0.01, "period": 32}
+
+
+@quiet
+def local_sgd_whose_caller_keeps_its_names(rank, size, period=32):
+    """A script's main function, which logs what `vars()` shows."""
+    seen = vars()
+    model = dpfuse.DataParallel(mlp())
+
+    def train():
+        optimizer = torch.optim.AdamW(model.parameters())
+        for index, (x, y) in enumerate(batches(rank, 40)):
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            model.zero_grad()
+            if (index + 1) % period == 0:
+                average_weights(model)
+
+    train()
+    assert seen == {"rank": rank, "size": size, "period": 32}
+
+
+@quiet
+def late_optimizer_of_a_class_in_kept_settings(rank, size, late=torch.optim.Adam):
+    """Where names must not be looked at, any call may make an optimizer."""
+    config = locals()
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizers = [torch.optim.SGD(model.module[0].parameters(), lr=0.01)]
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        if index == 30:
+            optimizers.append(late(model.module[2].parameters()))
+        loss_of(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    assert config == {"rank": rank, "size": size, "late": late}
 
 
 @quiet
@@ -178,6 +232,46 @@ def local_steps_of_shorter_windows(rank, size):
 
 
 @quiet
+def local_sgd_of_named_weights(rank, size):
+    """What is sent has the names of numbers elsewhere."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    total_weight = torch.tensor(float(size))
+    for index, (x, y) in enumerate(batches(rank, 40), 1):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if index % 32 == 0:
+            for layer in (model.module[0], model.module[2]):
+                for weight in (layer.weight.data, layer.bias.data):
+                    dist.all_reduce(weight)
+                    weight /= total_weight
+
+
+@quiet
+def federated_server_of_a_library(rank, size):
+    """Its method is none of the user's code, so its name decides."""
+    model = dpfuse.DataParallel(mlp())
+    server = SimpleNamespace(aggregate=partial(sum_of_all, size))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index, (x, y) in enumerate(batches(rank, 40), 1):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        model.zero_grad()
+        if index % 32 == 0:
+            weights = [param.data for param in model.parameters()]
+            server.aggregate(weights)
+
+
+def sum_of_all(size, tensors):
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= size
+
+
+@quiet
 def averager_in_an_object(rank, size):
     class Averager:
         def __init__(self, module, period):
@@ -249,6 +343,36 @@ def warmup_of_one_optimizer(rank, size):
         head.step()
         if step >= 30:
             backbone.step()
+
+
+@quiet
+def warmup_of_one_wrapped_optimizer(rank, size):
+    """As accelerate wraps each. The second one begins late."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    head, backbone = (Wrapping(torch.optim.SGD(model.module[place].parameters(), lr=0.01)) for place in (2, 0))
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        head.step()
+        if step >= 30:
+            backbone.step()
+
+
+@quiet
+def chain_of_optimizers_of_which_one_begins_late(rank, size):
+    """A library holds them in a list. Its step is none of the user's code."""
+    model = dpfuse.DataParallel(mlp())
+    chain = SimpleNamespace(optimizers=[torch.optim.AdamW(model.module[place].parameters()) for place in (2, 0)])
+    chain.step = partial(step_of_a_chain, chain.optimizers)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        loss_of(model(x), y).backward()
+        chain.optimizers[0].step() if index < 30 else chain.step()
+        model.zero_grad()
+
+
+def step_of_a_chain(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @quiet
@@ -548,6 +672,50 @@ def first_order_maml(rank, size):
         dpfuse.fused_allreduce_gradients(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
+
+
+@quiet
+def maml_with_a_long_inner_loop(rank, size):
+    """The steps of each rank are taken back, and the gradient where it has gone to is averaged."""
+    model = dpfuse.DataParallel(mlp())
+    outer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for task in range(3):
+        kept = copy.deepcopy(model.module.state_dict())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches(rank, 25, task):
+            inner.zero_grad()
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            inner.step()
+        outer.zero_grad()
+        x, y = batch(seeded(rank, 50 + task))
+        loss_of(model(x), y).backward()
+        model.module.load_state_dict(kept)
+        outer.step()
+
+
+def adapt(model, optimizer, task):
+    for x, y in task:
+        with model.no_sync():
+            loss = loss_of(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+
+
+@quiet
+def maml_whose_inner_loop_is_a_function(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    meta, inner = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.05)
+    for task in range(2):
+        before = [param.detach().clone() for param in model.parameters()]
+        adapt(model, inner, batches(rank, 30, task))
+        x, y = batch(seeded(rank, 60 + task))
+        meta.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        torch._foreach_copy_([param.data for param in model.parameters()], before)
+        meta.step()
 
 
 @quiet

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from contextlib import nullcontext
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import dpfuse
+from dpfuse.loop import model as model_module
 from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.coming_code import UnknownCodeError, coming_code, running_lines
 from dpfuse.loop.coming_steps import may_step
-from tests.loops.nets import mlp
+from tests.loops.nets import batches, loss_of, mlp
 
 AVERAGES = []  # what `look` has seen
 STEPS = []
@@ -185,6 +189,41 @@ def test_a_frame_around_that_cannot_be_read_is_passed_over():
     assert AVERAGES == [False]
 
 
+def rounds(rank, size, period):
+    """Rounds of local steps, each with an optimizer of its own, and an average of the weights behind them."""
+    reads, read = [], model_module.weights_may_be_averaged
+    wrapped = dpfuse.DistributedDataParallel(mlp())
+    with patch.object(model_module, "weights_may_be_averaged", lambda *args: reads.append(0) or read(*args)):
+        for task in range(3):
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+            for x, y in batches(rank, period, task):
+                with wrapped.no_sync():
+                    loss_of(wrapped(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            average(wrapped.parameters())
+    return len(reads)
+
+
+def test_a_program_that_averages_weights_is_read_once(ranks):
+    assert ranks(rounds, 24) == [1, 1]
+
+
+@pytest.mark.parametrize(("fails", "found"), [(1, False), (2, True)])
+def test_a_parser_that_fails_is_asked_again_and_then_nothing_is_concluded(fails, found):
+    answers = [SystemError("AST constructor recursion depth mismatch")] * fails
+    parse = ast.parse
+    with patch.object(ast, "parse", lambda source: raise_or(answers, lambda: parse(source))):
+        only_a_loss(mlp())
+    assert [found] == AVERAGES
+
+
+def raise_or(errors, call):
+    if errors:
+        raise errors.pop()
+    return call()
+
+
 def test_reading_keeps_no_local_name_alive():
     def program():
         for _ in range(1):
@@ -195,6 +234,22 @@ def test_reading_keeps_no_local_name_alive():
             return kept() is None
 
     assert program()
+    assert AVERAGES == [False]
+
+
+def test_reading_leaves_a_dict_that_others_have():
+    """As a debugger has it; `locals()` itself is seen in the source."""
+
+    def program(kept):
+        mine = 3
+        kept.append(sys._getframe().f_locals)
+        for _ in range(1):
+            look()
+        return mine
+
+    kept = []
+    assert program(kept) == 3
+    assert kept[0]["mine"] == 3
     assert AVERAGES == [False]
 
 

@@ -12,6 +12,7 @@ from dpfuse.loop.changed_gradients import STEPS, ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.findings import findings
 from dpfuse.loop.local_rest import LocalRest
+from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
 
 
@@ -273,7 +274,8 @@ def dropped(lengths, between):
     """The warnings where windows of these lengths were zeroed, each behind so many windows of 3 backwards."""
     findings.forget()
     seen = Watching()
-    cut, optimizer = CutWindows(seen.watched, {}), torch.optim.SGD([seen.param])
+    model = Model(dict, lambda: False, 0, [], lambda: None, {}, on_gpu=False)
+    cut, optimizer = CutWindows(seen.watched, model), torch.optim.SGD([seen.param])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length, windows in zip(lengths, between, strict=True):

@@ -8,10 +8,12 @@ from contextlib import ExitStack, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import dpfuse
-from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded
 from tests.loops.wrong import named
 
 
@@ -216,6 +218,134 @@ def epochs_in_no_sync_with_an_evaluation_behind_each(rank, size):
 
 
 @named("DPF-L02")
+def settings_that_pass_through_locals(rank, size, rate=0.01):
+    """A copy of the names is kept, so they may be looked at."""
+    config = {**locals()}
+    title = "{rate} on {size} ranks".format(**locals())
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=locals()["rate"])
+    for x, y in batches(rank, 24):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert config == {"rank": rank, "size": size, "rate": rate}
+    assert title.startswith("0.01")
+
+
+@named("DPF-L02")
+def tokens_are_counted_over_the_ranks(rank, size):
+    """The loss is divided by the number of all tokens, and the gradients are those of this rank."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for x, y in batches(rank, 24):
+            weight = torch.tensor(float(len(x)))
+            total_weight = weight.clone()
+            dist.all_reduce(total_weight)
+            optimizer.zero_grad()
+            (loss_of(model(x), y) * weight / total_weight).backward()
+            optimizer.step()
+
+
+@named("DPF-L02")
+def weights_of_samples_are_summed_for_a_log(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.require_backward_grad_sync = False
+    sum_of_weights = torch.zeros(1)
+    for x, y in batches(rank, 24):
+        mask = x[:, 0] > 0
+        loss_weight = 1.0 / (1 + mask.sum())
+        sum_of_weights += float(loss_weight)
+        (loss_weight * loss_of(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sample_weight = torch.as_tensor([sum_of_weights.item(), 24.0])
+    dist.all_reduce(sample_weight)
+
+
+class EMA:
+    """byol-pytorch's."""
+
+    def __init__(self, beta):
+        self.beta = beta
+
+    def update_average(self, old, new):
+        return new if old is None else old * self.beta + (1 - self.beta) * new
+
+
+def update_moving_average(ema_updater, ma_model, current_model):
+    for current_params, ma_params in zip(current_model.parameters(), ma_model.parameters(), strict=True):
+        old_weight, up_weight = ma_params.data, current_params.data
+        ma_params.data = ema_updater.update_average(old_weight, up_weight)
+
+
+@named("DPF-L02")
+def byol_whose_target_follows_in_no_sync(rank, size):
+    model, target = dpfuse.DistributedDataParallel(mlp()), mlp()
+    target_ema_updater = EMA(0.9)
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in batches(rank, 24):
+        with model.no_sync():
+            loss_of(model(x) - target(x).detach(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update_moving_average(target_ema_updater, target, model.module)
+
+
+@named("DPF-L02")
+def an_average_over_time_that_is_made_when_it_begins(rank, size):
+    """An object of torch_ema's class, whose name is an average."""
+    from torch.optim.swa_utils import AveragedModel as ExponentialMovingAverage
+
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer, ema = torch.optim.SGD(model.parameters(), lr=0.01), None
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 30:
+            ema = ExponentialMovingAverage(model.parameters())
+        if ema is not None:
+            ema.update_parameters(model.module)
+
+
+@named("DPF-L02")
+def two_branches_of_which_one_is_never_taken(rank, size):
+    """The branch with the average is in the same loop, and was not taken in all of its batches."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step % 4 == 4:
+            loss_of(model(x), y).backward()
+        else:
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@named("DPF-L02")
+def meta_learning_whose_outer_loss_is_local_too(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for task in range(2):
+        for x, y in batches(rank, 23, task):
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@named("DPF-L02")
 def condition_that_is_never_true(rank, size):
     """`step % accumulation == accumulation` was meant to be `- 1`; the step is made anyhow."""
     model = dpfuse.DataParallel(mlp())
@@ -340,6 +470,63 @@ def one_optimizer_of_two_in_a_scaler(rank, size):
                 self.scaler.update()
 
     Trainer().train()
+
+
+@named("DPF-L04")
+def wrapped_optimizer_of_the_head_alone(rank, size):
+    """accelerate's `prepare()` puts an optimizer around it."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = Wrapping(torch.optim.Adam(model.module[2].parameters()))
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every `k` steps the weights go a part of the way that the inner optimizer went."""
+
+    def __init__(self, optimizer, k=5, alpha=0.5):
+        self.optimizer, self.param_groups, self.k, self.alpha, self.count = (
+            optimizer,
+            optimizer.param_groups,
+            k,
+            alpha,
+            0,
+        )
+        self.slow = [[param.detach().clone() for param in group["params"]] for group in self.param_groups]
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                torch._foreach_lerp_(slow, [param.detach() for param in group["params"]], self.alpha)
+                torch._foreach_copy_([param.detach() for param in group["params"]], slow)
+
+
+@named("DPF-L04")
+def lookahead_of_the_weights_of_a_copy(rank, size):
+    module = mlp()
+    optimizer = Lookahead(torch.optim.SGD(module[2].parameters(), lr=0.01))
+    model = dpfuse.DataParallel(module)
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def post_local_sgd_optimizer_of_a_part(rank, size):
+    """torch's own wrapping optimizer, over the first layer."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.module[0].parameters(), lr=0.01), PeriodicModelAverager(period=4, warmup_steps=100)
+    )
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
 
 
 @named("DPF-L04")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel
@@ -40,6 +40,12 @@ def network(**kind: Any) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(6, 16, **kind), nn.Tanh(), nn.Linear(16, 8, **kind), nn.Tanh(), nn.Linear(8, 2, **kind)
     )
+
+
+def deep_network() -> nn.Sequential:
+    """So many parameters that several slices are hashed in a pass."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *[nn.Linear(8, 8) for _ in range(30)], nn.Linear(8, 2))
 
 
 def batches(rank: int, steps: int = STEPS) -> Iterator[Tensor]:
@@ -168,6 +174,75 @@ def sharpness_aware_minimisation_that_restores_copies(rank: int, size: int) -> N
 
 
 @right
+def first_order_maml_on_the_weights_themselves(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network())
+    outer = SGD(model.parameters(), lr=0.05)
+    for inputs in batches(rank):
+        kept = [param.detach().clone() for param in model.parameters()]
+        inner = SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with model.no_sync():
+                inner.zero_grad()
+                loss_of(model(inputs)).backward()
+            inner.step()
+        outer.zero_grad()
+        loss_of(model(inputs + 1)).backward()  # averaged, where each rank has gone to
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), kept, strict=True):
+                param.copy_(value)
+        outer.step()
+
+
+@right
+def reptile_whose_way_is_averaged_by_hand(rank: int, size: int) -> None:
+    model = network()
+    params, outer = list(model.parameters()), SGD(model.parameters(), lr=0.5)
+    for inputs in batches(rank):
+        kept, inner = copy.deepcopy(model.state_dict()), Adam(params)
+        for _ in range(3):
+            inner.zero_grad()
+            loss_of(model(inputs)).backward()
+            inner.step()
+        for name, param in model.named_parameters():
+            param.grad = kept[name] - param.detach()
+        dpfuse.fused_allreduce_gradients(params)
+        model.load_state_dict(kept)
+        outer.step()
+
+
+@right
+def gradients_of_an_inner_loop_put_into_grad(rank: int, size: int) -> None:
+    """No backward writes them, so only the order of steps tells what they are."""
+    model = dpfuse.DistributedDataParallel(network())
+    outer, inner = Adam(model.parameters(), lr=0.01), SGD(model.parameters(), lr=0.1)
+    for inputs in batches(rank):
+        kept = [param.detach().clone() for param in model.parameters()]
+        for _ in range(3):
+            params = list(model.parameters())
+            for param, grad in zip(params, torch.autograd.grad(loss_of(model.module(inputs)), params), strict=True):
+                param.grad = grad
+            inner.step()
+        model.zero_grad()
+        loss_of(model(-inputs)).backward()
+        torch._foreach_copy_([param.data for param in model.parameters()], kept)
+        outer.step()
+
+
+@right
+def weights_that_are_averaged_behind_each_step_on_an_average(rank: int, size: int) -> None:
+    """The steps in between are local, so weights are equal when the first of them begins, and at no average."""
+    model = dpfuse.DataParallel(network(), check_loop="off")
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches(rank, 3 * STEPS)):
+        with model.no_sync(enabled=step % 3 != 2):
+            loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            average(model.parameters(), size)
+
+
+@right
 def two_networks_that_play_against_each_other(rank: int, size: int) -> None:
     made, judged = dpfuse.DataParallel(network()), dpfuse.DataParallel(nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1)))
     makes, judges = Adam(made.parameters()), SGD(judged.parameters(), lr=0.01)
@@ -289,6 +364,31 @@ def uneven_inputs_with_join(rank: int, size: int) -> None:
     for _ in range(3):
         with model.join():
             train(model, optimizer, rank, 30 + 5 * rank)
+
+
+@right
+def epochs_of_uneven_length_with_a_join_for_each(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(deep_network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for _ in range(6):
+        with model.join():
+            train(model, optimizer, rank, 20 + 5 * rank)
+    assert not model._sync.weights.off, "ranks hash the same slices again after each"
+
+
+@right
+def windows_of_uneven_epochs_with_join(rank: int, size: int) -> None:
+    model = dpfuse.DistributedDataParallel(deep_network())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for epoch in range(5):
+        with model.join():
+            for index, inputs in enumerate(batches(rank, 24 + 4 * ((rank + epoch) % size))):
+                with model.no_sync(enabled=index % 2 == 0):
+                    loss_of(model(inputs)).backward()
+                if index % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert not model._sync.weights.off
 
 
 @right
@@ -558,6 +658,27 @@ def one_optimizer_for_each_parameter_inside_backward(rank: int, size: int) -> No
 
 
 @right
+def torchs_optimizers_in_backward(rank: int, size: int) -> None:
+    module = network()
+    _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.05, "momentum": 0.9})
+    model = dpfuse.DistributedDataParallel(module)
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+
+
+@right
+def steps_inside_backward_whose_weights_are_averaged_behind_it(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(network(), check_loop="off")
+    optimizers = {param: SGD([param], lr=0.01) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    for inputs in batches(rank):
+        loss_of(model(inputs)).backward()
+        model.zero_grad()
+        average(model.parameters(), size)
+
+
+@right
 def activation_checkpoints_and_dropout(rank: int, size: int) -> None:
     module = nn.Sequential(network(), nn.Dropout(0.5))
     torch.manual_seed(rank)
@@ -572,6 +693,64 @@ def spectral_normalization(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = dpfuse.DataParallel(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2))))
     train(model, SGD(model.parameters(), lr=0.05), rank)
+
+
+class Holder(nn.Module):
+    """A network that may get further modules, which its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs) + (self.adapter(inputs) if hasattr(self, "adapter") else 0.0)
+
+
+@right
+def a_frozen_metric_that_rank_0_makes_when_it_evaluates(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(Holder())
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        train(model, optimizer, rank, 50)
+        if rank == 0 and not hasattr(model.module, "lpips"):
+            model.module.lpips = nn.Conv2d(3, 4, 3).requires_grad_(False)
+    assert not model._sync.weights.off
+
+
+@right
+def a_frozen_average_inside_the_model_of_one_rank(rank: int, size: int) -> None:
+    model = dpfuse.DataParallel(Holder())
+    optimizer = Adam(model.parameters())
+    for step, inputs in enumerate(batches(rank)):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == size - 1 and step == 10:
+            model.module.ema = copy.deepcopy(model.module.net).requires_grad_(False)
+        if hasattr(model.module, "ema"):
+            with torch.no_grad():
+                for kept, param in zip(model.module.ema.parameters(), model.module.net.parameters(), strict=True):
+                    kept.lerp_(param, 0.1)
+    assert not model._sync.weights.off
+
+
+@right
+def an_adapter_that_all_ranks_add_and_freeze_again(rank: int, size: int) -> None:
+    """LoRA's way: the network is frozen, then the adapter is. Rank 0 alone adds something else at last."""
+    model = dpfuse.DataParallel(Holder())
+    train(model, SGD(model.parameters(), lr=0.05), rank, 40)
+    torch.manual_seed(1)
+    model.module.adapter = nn.Linear(6, 2)
+    model.module.net.requires_grad_(False)
+    train(model, SGD(model.module.adapter.parameters(), lr=0.05), rank, 40)
+    model.module.adapter.requires_grad_(False)
+    model.module.net.requires_grad_(True)
+    optimizer = SGD(model.module.net.parameters(), lr=0.05)
+    train(model, optimizer, rank, 20)
+    if rank == 0:
+        model.module.metric = nn.Linear(3, 3).requires_grad_(False)
+    train(model, optimizer, rank)
+    assert not model._sync.weights.off
 
 
 @right
@@ -634,8 +813,13 @@ def _nothing() -> Iterator[None]:
 
 
 def run(rank: int, size: int, name: str) -> list[str]:
+    """Run a right program, and return the warnings of dpfuse that it got."""
+    return run_program(PROGRAMS[name], rank, size)
+
+
+def run_program(program: Program, rank: int, size: int) -> list[str]:
     """Run a program, and return the warnings of dpfuse that it got."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        PROGRAMS[name](rank, size)
+        program(rank, size)
     return [str(each.message) for each in caught if isinstance(each.message, dpfuse.DPFuseWarning)]

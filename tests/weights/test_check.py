@@ -211,8 +211,9 @@ def test_the_warning_has_the_line_of_the_user(rank, size):
     assert [each.filename for each in caught if each.category is WeightsWarning] == [__file__]
 
 
-def test_a_rank_with_other_parameters_ends_the_comparison_by_name(rank, size):
-    trained = Trained(rank)
+@pytest.mark.parametrize("level", ["warn", "raise"])
+def test_a_rank_with_other_parameters_ends_the_comparison_with_a_warning(rank, size, level):
+    trained = Trained(rank, check_weights=level)
     trained.step(2)
     if rank == 1:
         trained.net.still[4] = nn.Parameter(torch.zeros(1, 1), requires_grad=False)
