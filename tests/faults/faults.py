@@ -102,13 +102,13 @@ FAULTS = [
           named("rank 1"), CHECKED),
     # Weights that leave those of the other rank.
     Fault("drift_weight", "1g 1", "one weight of rank 1 changes between two steps", drifts.weight,
-          named("DPF-W01", "net.layers.0.weight", "1 of 6 differ", within=WEIGHTS), COMPARED),
+          named("DPF-W01", "net.layers.0.weight", "1 of 6 differ", within=WEIGHTS), COMPARED, slow=True),
     Fault("drift_bit", "1g 2", "one bit of a frozen weight of rank 1 flips", drifts.bit,
           named("DPF-W01", "frozen.layers.0.weight", "one bit", within=WEIGHTS), COMPARED),
     Fault("drift_rate", "1g 3", "rank 1 has another learning rate", drifts.rate,
-          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED),
+          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED, slow=True),
     Fault("drift_state", "1g 4", "the optimizer's states of rank 1 change", drifts.state,
-          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED),
+          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED, slow=True),
     # Processes.
     Fault("plain", "1f 43", "nothing goes wrong", silences.plain, RIGHT),
 ]  # fmt: skip

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.one_in import one_in
 from tests.weights.right_programs import PROGRAMS, run
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", one_in(3, PROGRAMS))
 def test_nothing_is_told(ranks, name):
     assert ranks(run, name, size=2) == [[], []]
 

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Muon
 
 import dpfuse
 from dpfuse import ShardedOptimizer, WeightsWarning
+from tests.one_in import one_in
 
 START, BOUND = 7, 64
 
@@ -85,7 +86,7 @@ def edit_shared(net):
     net.layers[1].weight[2, 3] += 0.25
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", one_in(2, SETTINGS))
 def test_a_frozen_weight(rank, size, name):
     options, make = SETTINGS[name]
     model = dpfuse.DataParallel(Net(), check_weights="warn", **options)
