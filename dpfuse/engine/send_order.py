@@ -59,21 +59,25 @@ class SendOrder:
         self.told, self._begun = 0, True
 
     def open(self) -> None:
-        """Note that a backward of this model begins."""
+        """Note that a backward of this model begins, which other models of the group may share."""
         self._opened = next(self._group.keys)
+        self._group.turn = 0
 
     def take_turn(self, place: int, *, among_others: bool = True) -> None:
-        """Note that this model now sends its bucket at this place; a model that sent last keeps its turn.
+        """Note that this model now sends its bucket at this place.
 
         Args:
             place: of the bucket, in the order of the plan.
             among_others: whether other models that share the backward first send what is due.
         """
         group = self._group
-        if group.last == self._key:
+        if group.turn == self._key:
             return
         if among_others:
             self.let_others_send(ended=False)
+        group.turn = self._key
+        if group.last == self._key:  # in a backward before
+            return
         group.last = self._key
         for model in group.living():
             if model._begun:
@@ -111,6 +115,7 @@ class _Group:
         self.models: list[weakref.ref[SendOrder]] = []
         self.keys = count(1)
         self.last = 0  # the key of the model that sent last: no reference, which would keep it alive
+        self.turn = 0  # the same; 0 once a further model has begun a backward
         self.sends = False  # whether models send what is due for another one
 
     def living(self) -> list[SendOrder]:
