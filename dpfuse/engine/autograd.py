@@ -116,7 +116,7 @@ def unreached(params: Sequence[Tensor]) -> list[Tensor]:
     # Nodes are not kept: a node belongs to a stream and keeps its parameter from being swapped, and a parameter that
     # was converted has another one.
     with torch.enable_grad():
-        nodes = [node for node, _ in _Leaves.apply(*trainable).grad_fn.next_functions] if trainable else []
+        nodes = [node for node, _ in _leaves(*trainable).grad_fn.next_functions] if trainable else []
     try:
         answers = list(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:  # as in `_reaches_leaves`
@@ -137,6 +137,9 @@ class _Leaves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise AssertionError("this node is in no graph")
+
+
+_leaves: Callable[..., Any] = _Leaves.apply
 
 
 def backward_is_nested() -> bool:

@@ -76,9 +76,8 @@ class ReadyList:
     def leave_out(self, ids: Set[int]) -> None:
         """Do not wait for the parameters with these ids in this backward, which does not reach them."""
         wanted = [param for param in self._order if id(param) not in ids]
-        if len(wanted) < len(self._order):
-            self._wait_for(wanted)
-            self._left_out = ids
+        self._wait_for(wanted if len(wanted) < len(self._order) else self._order)
+        self._left_out = ids
 
     def _wait_for(self, wanted: list[Tensor]) -> None:
         self._wanted, self.due, self._left_out = wanted, len(wanted), frozenset()

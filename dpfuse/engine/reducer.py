@@ -428,8 +428,9 @@ class Reducer:
                 raise DPFuseError(messages.captured_first(wiring.rank))
             else:
                 run.outcome.frozen = self._frozen
-                self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
-                self._look_at_graph(announced=announced)
+                phase = CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING
+                self._look_at_graph(phase, announced=announced)
+                self._enter(phase)
         except BaseException:
             self.forget_forwards()  # this was their backward
             raise
@@ -622,7 +623,7 @@ class Reducer:
             self._wiring.calls.open_backward()
         return self.phase not in RESTING
 
-    def _look_at_graph(self, *, announced: bool) -> None:
+    def _look_at_graph(self, phase: Phase, *, announced: bool) -> None:
         """Note what the graph of a backward tells, at its beginning."""
         run, wiring = self._run, self._wiring
         if wiring.order.is_shared:
@@ -632,7 +633,7 @@ class Reducer:
         run.asks_graph = announced and not self._in_use.hidden
         if not announced:
             return
-        if self.phase is not REDUCING:
+        if phase is not REDUCING:
             run.unreached = unreached(self._in_use.params)
         elif wiring.asks_graph:
             self._leave_out()
