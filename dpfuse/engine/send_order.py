@@ -75,13 +75,12 @@ class SendOrder:
             return
         if among_others:
             self.let_others_send(ended=False)
-        group.turn = self._key
-        if group.last == self._key:  # in a backward before
-            return
-        group.last = self._key
-        for model in group.living():
-            if model._begun:
-                model.told = (model.told * FACTOR + self._number * 251 + place + 1) % PRIME
+        if group.last != self._key:  # else it was the last one in a backward before
+            for model in group.living():
+                if model._begun:
+                    model.told = (model.told * FACTOR + self._number * 251 + place + 1) % PRIME
+            group.last = self._key
+        group.turn = self._key  # last, so that nothing is left out after an error
 
     def let_others_send(self, *, ended: bool) -> None:
         """Let the other models send what is due, in the order in which their backwards have begun."""
