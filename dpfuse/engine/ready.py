@@ -33,6 +33,7 @@ class ReadyList:
         sentinel: the parameter whose hook checks whether the bucket is complete; None without parameters.
         held_up: number of backwards at whose end other buckets waited for this one.
         due: the number of entries from which on the bucket may be complete.
+        leaves_out: whether the bucket does not wait for some parameters in this backward.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class ReadyList:
         "due",
         "entries",
         "held_up",
+        "leaves_out",
         "sent",
         "sentinel",
         "uncertain",
@@ -81,11 +83,7 @@ class ReadyList:
 
     def _wait_for(self, wanted: list[Tensor]) -> None:
         self._wanted, self.due, self._left_out = wanted, len(wanted), frozenset()
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether the bucket does not wait for some parameters in this backward."""
-        return self._wanted is not self._order
+        self.leaves_out = wanted is not self._order
 
     @property
     def is_reached(self) -> bool:
@@ -150,5 +148,5 @@ class ReadyList:
         self.entries.clear()
         self.sent = -1
         self.uncertain = 0
-        if self._wanted is not self._order:
+        if self.leaves_out:
             self._wait_for(self._order)

@@ -691,7 +691,8 @@ class Reducer:
                 if not (all_there or rest):
                     return
                 self._wiring.track.tell(BACKWARD, self.completed, run.next)
-                order.take_turn(run.next)
+                if order.turns.turn != order.key:
+                    order.take_turn(run.next)
                 if bucket.state is FREE:
                     bucket.send(run.outcome, complete=all_there and not ready.leaves_out)
                 ready.sent = len(ready.entries)

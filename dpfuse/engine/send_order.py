@@ -32,12 +32,14 @@ class SendOrder:
         number: of the wrapper in its group.
 
     Attributes:
+        turns: of all models of the group.
+        key: what `turns.turn` is while this model has the turn.
         told: a number for the order of all turns since the last report of this model; 0 before its first report.
         send_due: sends the buckets of this model for which the running backward has no more gradients. Its argument
             says whether that backward has ended.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_group", "_key", "_number", "_opened", "send_due", "told")
+    __slots__ = ("__weakref__", "_begun", "_number", "_opened", "key", "send_due", "told", "turns")
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
         self.told = 0
@@ -45,14 +47,14 @@ class SendOrder:
         self._number = number
         self._opened = 0
         self._begun = False
-        self._group = _groups.setdefault(group, _Group())
-        self._key = next(self._group.keys)
-        self._group.models.append(weakref.ref(self, self._group.models.remove))
+        self.turns = _groups.setdefault(group, Turns())
+        self.key = next(self.turns.keys)
+        self.turns.models.append(weakref.ref(self, self.turns.models.remove))
 
     @property
     def is_shared(self) -> bool:
         """Whether the group has another wrapped model."""
-        return len(self._group.models) > 1
+        return len(self.turns.models) > 1
 
     def begin(self) -> None:
         """Begin to count after a report. Copies of a model are not made at the same time, so the first one begins."""
@@ -60,31 +62,31 @@ class SendOrder:
 
     def open(self) -> None:
         """Note that a backward of this model begins, which other models of the group may share."""
-        self._opened = next(self._group.keys)
-        self._group.turn = 0
+        self._opened = next(self.turns.keys)
+        self.turns.turn = 0
 
     def take_turn(self, place: int, *, among_others: bool = True) -> None:
-        """Note that this model now sends its bucket at this place.
+        """Note that this model now sends its bucket at this place. The hot path calls it only where it has no turn.
 
         Args:
             place: of the bucket, in the order of the plan.
             among_others: whether other models that share the backward first send what is due.
         """
-        group = self._group
-        if group.turn == self._key:
+        group = self.turns
+        if group.turn == self.key:
             return
         if among_others:
             self.let_others_send(ended=False)
-        if group.last != self._key:  # else it was the last one in a backward before
+        if group.last != self.key:  # else it was the last one in a backward before
             for model in group.living():
                 if model._begun:
                     model.told = (model.told * FACTOR + self._number * 251 + place + 1) % PRIME
-            group.last = self._key
-        group.turn = self._key  # last, so that nothing is left out after an error
+            group.last = self.key
+        group.turn = self.key  # last, so that nothing is left out after an error
 
     def let_others_send(self, *, ended: bool) -> None:
         """Let the other models send what is due, in the order in which their backwards have begun."""
-        group = self._group
+        group = self.turns
         if group.sends or len(group.models) < 2:
             return
         group.sends = True
@@ -107,18 +109,26 @@ class SendOrder:
         )
 
 
-class _Group:
-    """What the models of one group share."""
+class Turns:
+    """What the models of one group share.
+
+    Attributes:
+        models: those that live.
+        keys: gives numbers that no model has had.
+        last: the key of the model that sent last: no reference, which would keep it alive.
+        turn: the same; 0 once a further model has begun a backward.
+        sends: whether models send what is due for another one.
+    """
 
     def __init__(self) -> None:
         self.models: list[weakref.ref[SendOrder]] = []
         self.keys = count(1)
-        self.last = 0  # the key of the model that sent last: no reference, which would keep it alive
-        self.turn = 0  # the same; 0 once a further model has begun a backward
-        self.sends = False  # whether models send what is due for another one
+        self.last = 0
+        self.turn = 0
+        self.sends = False
 
     def living(self) -> list[SendOrder]:
         return [model for reference in self.models if (model := reference()) is not None]
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Turns] = weakref.WeakKeyDictionary()
