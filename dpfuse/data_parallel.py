@@ -46,8 +46,8 @@ class DataParallel(SyncedModule):
             are fine). 0 sends every gradient alone, `inf` one bucket per dtype. "auto" begins with 25 and calls
             `dpfuse.autotune`, whose result is in `tuning`.
         last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
-        find_unused_parameters: True leaves out the warning that names parameters without gradient. Nothing is
-            searched, and nothing slows down.
+        find_unused_parameters: True leaves out the warning that names parameters without gradient. A
+            bucket then waits only for those that the graph of the backward reaches.
         group: process group; None is the default group. Without any process group the wrapper only
             passes calls through, and says so once.
         gradient_as_bucket_view: True makes `.grad` a view of the communication buffer, which saves a copy;

@@ -171,11 +171,11 @@ def share_lines(lines: Sequence[str], group: dist.ProcessGroup, source: int = 0)
 def order_tensors(
     order: Sequence[int], marks: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `agree_on_order` exchanges: ready order and number of ready marks, [parameters] each.
+    """Return what `agree_on_order` exchanges: ready order and numbers, [numbers] each.
 
     Args:
         order: parameter indices in the order in which they became ready here; may leave some out.
-        marks: ready marks of each parameter here.
+        marks: ready marks of each parameter here, and what other numbers are to be compared.
         group: the ranks.
     """
     device = collective.group_device(group)
@@ -187,7 +187,7 @@ def order_tensors(
 
 
 def agree_on_order(order: torch.Tensor, marks: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
-    """Overwrite the order with that of rank `source`, and each number of marks with the largest on any rank."""
+    """Overwrite the order with that of rank `source`, and each number with the largest on any rank."""
     collective.broadcast(order, group, source)
     collective.all_reduce_max(marks, group)
 

@@ -63,7 +63,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one. "auto" begins
             with these and calls `dpfuse.autotune`, whose result is in `tuning`.
         find_unused_parameters: True leaves out the warning that names unused parameters. They get the right mean
-            either way, and no graph is walked.
+            either way. A bucket then waits only for those that the graph of the backward reaches.
         check_reduction: deprecated in torch, ignored.
         gradient_as_bucket_view: True makes `.grad` a view of the communication buffer. False never overwrites a
             gradient that was kept, which costs a copy on a GPU.

@@ -17,7 +17,16 @@ from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
 
-__all__ = ["BackwardListener", "BackwardWatch", "ReadyHooks", "backward_is_nested", "backward_runs", "hooks_on"]
+__all__ = [
+    "BackwardListener",
+    "BackwardWatch",
+    "ReadyHooks",
+    "backward_is_nested",
+    "backward_runs",
+    "hooks_on",
+    "running_backward",
+    "unreached",
+]
 
 # What each backward that Python starts, and each backward of a user's autograd function, goes through.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -100,6 +109,50 @@ _all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()
 def backward_runs() -> bool:
     """Whether the autograd engine runs a backward in this thread, of this module or of another one."""
     return torch._C._current_graph_task_id() != -1
+
+
+def running_backward() -> int:
+    """Return a number of the innermost backward that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def unreached(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters into which the innermost backward that runs in this thread will not accumulate.
+
+    The graph of that backward tells, and it does not show what backwards inside of it reach, as those of reentrant
+    checkpoints. Where the graph cannot be asked, or nothing is accumulated at all, all parameters count as reached.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:  # compiled autograd, or no backward
+        return []
+    trainable = [param for param in params if param.requires_grad]
+    # Nodes are not kept: a node belongs to a stream and keeps its parameter from being swapped, and a parameter that
+    # was converted has another one.
+    with torch.enable_grad():
+        nodes = [node for node, _ in _leaves(*trainable).grad_fn.next_functions] if trainable else []
+    try:
+        answers = list(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # as in `_reaches_leaves`
+        return []
+    if not any(answers) and not _reaches_leaves(node):
+        return []
+    reached = {id(param) for param, answer in zip(trainable, answers, strict=True) if answer}
+    return [param for param in params if id(param) not in reached]
+
+
+class _Leaves(torch.autograd.Function):
+    """Has a node that leads to those of all its inputs: the fastest way to find many of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise AssertionError("this node is in no graph")
+
+
+_leaves: Callable[..., Any] = _Leaves.apply
 
 
 def backward_is_nested() -> bool:

@@ -28,6 +28,8 @@ class BucketSet:
         names: the names of the parameters, by registration index.
         report: what travels with the last bucket.
         ready: the ready list of each bucket.
+        hidden: whether gradients become ready that the graph of their backward does not show, as in reentrant
+            checkpoints.
         recorded: what became ready in a backward before there are ready lists, in that order.
     """
 
@@ -38,11 +40,13 @@ class BucketSet:
         buckets: Sequence[GradBucket],
         marks: Sequence[int] = (),
         seen: Sequence[Tensor] = (),
+        hidden: bool = False,
     ) -> None:
         report = buckets[-1].parts.report
         assert report is not None
         self.plan, self.params, self.buckets = plan, params, list(buckets)
         self.report = report
+        self.hidden = hidden
         self.marks = marks = marks or [1] * len(params)
         self.names = names_of(plan)
         self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], seen) for b in buckets]
@@ -60,7 +64,7 @@ class BucketSet:
             plan: their plan; None is the plan of this set.
             marks: how often each parameter becomes ready in a backward; empty is the marks of this set.
         """
-        return BucketSet(plan or self.plan, self.params, buckets, marks or self.marks, self.recorded)
+        return BucketSet(plan or self.plan, self.params, buckets, marks or self.marks, self.recorded, self.hidden)
 
     def index_of(self, param: Tensor) -> int:
         """Return the registration index of a parameter."""

@@ -39,7 +39,8 @@ def failed(
         return f"rank {rank} could not pack its gradients: {str(error).rstrip('.')}. {CONSEQUENCE}"
     return (
         f"on rank {rank} {_named(late)} became ready after its bucket was sent; expected "
-        "as many times in a backward as in the first synchronised one. Use it equally often in every "
+        "as many times in a backward as in the first synchronised one, and all of it through autograd. With "
+        "find_unused_parameters=True, pass use_reentrant=False to checkpoints. Use it equally often in every "
         f"step, or run such steps inside no_sync() and call dpfuse.fused_allreduce_gradients(). {CONSEQUENCE}"
     )
 

@@ -6,7 +6,7 @@ has a hook in Python: the one that came last so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from operator import is_
 from typing import Any
 
@@ -32,9 +32,25 @@ class ReadyList:
         uncertain: how many entries came before the backward was opened, so that they may be of an earlier backward.
         sentinel: the parameter whose hook checks whether the bucket is complete; None without parameters.
         held_up: number of backwards at whose end other buckets waited for this one.
+        due: the number of entries from which on the bucket may be complete.
+        leaves_out: whether the bucket does not wait for some parameters in this backward.
     """
 
-    __slots__ = ("_marks", "_misses", "_order", "_params", "entries", "held_up", "sent", "sentinel", "uncertain")
+    __slots__ = (
+        "_left_out",
+        "_marks",
+        "_misses",
+        "_order",
+        "_params",
+        "_wanted",
+        "due",
+        "entries",
+        "held_up",
+        "leaves_out",
+        "sent",
+        "sentinel",
+        "uncertain",
+    )
 
     def __init__(self, params: Sequence[Tensor], marks: Sequence[int], recorded: Sequence[Tensor] = ()) -> None:
         self.entries: list[Tensor] = []
@@ -45,6 +61,8 @@ class ReadyList:
         self._marks = [max(1, count) for count in marks]
         self._misses = 0
         self._order: list[Tensor] = []  # the entries of the last backward in which the bucket was complete
+        self._wanted = self._order  # those of them that this backward reaches
+        self._left_out: Set[int] = frozenset()  # ids of the others
         self.wait_for_all_but(frozenset())
         last = {id(param): place for place, param in enumerate(recorded)}
         self._order.sort(key=lambda param: last.get(id(param), -1))
@@ -55,18 +73,35 @@ class ReadyList:
         pairs = zip(self._params, self._marks, strict=True)
         # Before a backward was seen, gradients are expected in the reverse of the order of registration.
         self._order = [param for param, count in pairs if id(param) not in frozen for _ in range(count)][::-1]
+        self._wait_for(self._order)
+
+    def leave_out(self, ids: Set[int]) -> None:
+        """Do not wait for the parameters with these ids in this backward, which does not reach them."""
+        wanted = [param for param in self._order if id(param) not in ids]
+        self._wait_for(wanted if len(wanted) < len(self._order) else self._order)
+        self._left_out = ids
+
+    def _wait_for(self, wanted: list[Tensor]) -> None:
+        self._wanted, self.due, self._left_out = wanted, len(wanted), frozenset()
+        self.leaves_out = wanted is not self._order
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the bucket waits for any parameter in this backward."""
+        return bool(self._wanted)
 
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that the bucket waits for became ready as often as expected."""
-        entries, order = self.entries, self._order
+        entries, order = self.entries, self._wanted
         if len(entries) != len(order) or self.uncertain:
             return False
         if all(map(is_, entries, order)):
             return True
         if sorted(map(id, entries)) != sorted(map(id, order)):
             return False
-        self._order = list(entries)
+        if order is self._order:
+            self._order = self._wanted = list(entries)
         return True
 
     def early(self) -> list[Tensor]:
@@ -85,6 +120,10 @@ class ReadyList:
     def late(self) -> list[Tensor]:
         """Return the parameters that became ready after the bucket was sent."""
         return self.entries[self.sent :] if self.sent >= 0 else []
+
+    def unexpected(self) -> bool:
+        """Whether a parameter became ready that this backward was not to reach."""
+        return self.leaves_out and not self._left_out.isdisjoint(map(id, self.entries))
 
     def choose_sentinel(self) -> bool:
         """Choose another sentinel after a backward, if this one was not used, or was not the last several times.
@@ -109,3 +148,5 @@ class ReadyList:
         self.entries.clear()
         self.sent = -1
         self.uncertain = 0
+        if self.leaves_out:
+            self._wait_for(self._order)

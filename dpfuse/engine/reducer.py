@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine import messages
-from dpfuse.engine.autograd import backward_is_nested, backward_runs
+from dpfuse.engine.autograd import backward_is_nested, backward_runs, running_backward, unreached
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
@@ -22,6 +22,7 @@ from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
+from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
@@ -56,8 +57,8 @@ class Calls:
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
         open_at_end: called instead where only outputs tell what it is; must call `open` and `close` at its end if none
             has announced it.
-        rebuild: called after the first synchronised backward with the ready order and the marks of each parameter;
-            returns the error that every rank is to raise.
+        rebuild: called after the first synchronised backward with the ready order, the marks of each parameter, and
+            whether the graph had not shown all of it; returns the error that every rank is to raise.
         decline: called instead on a rank that cannot go on, so that the peers do not wait.
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
@@ -67,7 +68,7 @@ class Calls:
 
     open_backward: Callable[[], None]
     open_at_end: Callable[[], None]
-    rebuild: Callable[[list[int], list[int]], DPFuseError | None]
+    rebuild: Callable[[list[int], list[int], bool], DPFuseError | None]
     decline: Callable[[], None]
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
@@ -86,6 +87,8 @@ class Wiring:
         features: may grow while no backward runs.
         strict: whether to wait for the reports of the peers on a GPU, too.
         warn_unused: whether to warn, once, of parameters without a gradient.
+        asks_graph: whether to ask the graph of each backward which parameters it reaches.
+        order: the turns of this model among those of its group.
         calls: what it calls.
         rank, size: of this process and its group.
     """
@@ -96,6 +99,8 @@ class Wiring:
     features: list[Feature]
     strict: bool
     warn_unused: bool
+    asks_graph: bool
+    order: SendOrder
     calls: Calls
     rank: int
     size: int
@@ -111,6 +116,9 @@ class _Run:
     trains: bool = False  # whether one of them was in training mode: then only those decide
     uncounted: bool = False  # whether one in eval mode asked for one
     outputs_watched: bool = True
+    backward: int | None = None  # the engine's number of it, where another model of the group may share it
+    asks_graph: bool = False  # whether its graph may be asked which parameters it reaches
+    unreached: list[Tensor] = field(default_factory=list)  # what it has answered
     reading: Reading | None = None  # what the ranks have reported
     delivered: bool = False
     warnings: tuple[str, ...] = ()  # given after delivery: they may become errors
@@ -154,6 +162,7 @@ class Reducer:
         self._frozen: frozenset[int] = frozenset()
         self._in_use = in_use
         self._use(in_use)
+        wiring.order.send_due = self._send_due
         call_before_steps(self)
 
     # --- The buckets in use ---
@@ -227,7 +236,7 @@ class Reducer:
             writers = bucket.parts.writers if self._is_packed_early(order) else None
             eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
-            usual = noting(ready.entries.append if self._uses_ready_lists else self._record)
+            usual = noting(self._usual_hook(order, ready) if self._uses_ready_lists else self._record)
             hooks |= dict.fromkeys(bucket.plan.params, usual)
             if not self._uses_ready_lists:
                 continue
@@ -236,6 +245,19 @@ class Reducer:
                 if param is ready.sentinel or pack is not None:
                     hooks[index] = noting(self._hook(order, ready, pack, is_sentinel=param is ready.sentinel))
         return hooks
+
+    def _usual_hook(self, order: int, ready: ReadyList) -> ReadyHook:
+        """Return the hook of parameters that are neither packed early nor the sentinel."""
+        append, entries, examine = ready.entries.append, ready.entries, self._examine
+        if not self._wiring.asks_graph:
+            return append
+
+        def mark(param: Any) -> None:  # the bucket is sent at this place, whichever parameter came last before
+            append(param)
+            if len(entries) >= ready.due:
+                examine(order)
+
+        return mark
 
     def _use(self, buckets: BucketSet) -> None:
         same = buckets.params is self._in_use.params
@@ -269,7 +291,7 @@ class Reducer:
 
         if pack is None:
             return mark_sentinel
-        note, pack_now = mark_sentinel if is_sentinel else append, pack
+        note, pack_now = mark_sentinel if is_sentinel else self._usual_hook(order, ready), pack
 
         def mark_packed(param: Any) -> None:
             if self.phase is REDUCING and ready.sent < 0:
@@ -419,7 +441,9 @@ class Reducer:
                 raise DPFuseError(messages.captured_first(wiring.rank))
             else:
                 run.outcome.frozen = self._frozen
-                self._enter(CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING)
+                phase = CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING
+                self._look_at_graph(phase, announced=announced)
+                self._enter(phase)
         except BaseException:
             self.forget_forwards()  # this was their backward
             raise
@@ -472,7 +496,7 @@ class Reducer:
 
     def _close(self, reached_leaves: Callable[[], bool]) -> None:
         """Do all stages. After an exception it can be called again, and does not repeat what was done."""
-        run = self._run
+        run, order = self._run, self._wiring.order
         last = self._in_use.ready[-1]  # usually something in it is ready
         if not (run.next or last.entries or self._any_ready() or reached_leaves()):
             self._enter(IDLE)
@@ -480,12 +504,16 @@ class Reducer:
             return
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
+            # 0. All buckets but the last ones go first, also those of other models, as on ranks that miss no gradient.
+            if order.is_shared:
+                self._send_due(ended=True)
+                order.let_others_send(ended=True)
             # 1. Where this rank's model has changed: learn from the old buckets whether all have, and agree.
             if self.phase is CHANGED:
                 self._learn_of_change()
             # 2. Send what is left; the report goes with the last bucket.
             complete = self._note_stragglers()
-            self._send_next(rest=True, complete=complete)
+            self._send_next(rest=True, complete=complete, last=True)
             # 3. Wait for all buckets, deliver what does not depend on the report, and read it.
             run.reading = self._receive()
         # 4. If a rank has failed, raise on every rank.
@@ -509,6 +537,7 @@ class Reducer:
             ready.clear()
         texts = self._run.warnings
         self._wiring.window.begin()
+        self._wiring.order.begin()
         self._wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
         for feature in self._wiring.features:
@@ -607,17 +636,67 @@ class Reducer:
             self._wiring.calls.open_backward()
         return self.phase not in RESTING
 
-    def _send_next(self, *, rest: bool = False, complete: bool = False) -> None:
+    def _look_at_graph(self, phase: Phase, *, announced: bool) -> None:
+        """Note what the graph of a backward tells, at its beginning."""
+        run, wiring = self._run, self._wiring
+        if wiring.order.is_shared:
+            wiring.order.open()
+            run.backward = running_backward()
+        # One that no output has announced may be inside another one, whose graph reaches more.
+        run.asks_graph = announced and not self._in_use.hidden
+        if not announced:
+            return
+        if phase is not REDUCING:
+            run.unreached = unreached(self._in_use.params)
+        elif wiring.asks_graph:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Wait in this backward only for the parameters that its graph reaches, so that buckets are not held up.
+
+        A bucket is then sent where it is sent on a rank that uses other parameters of it: before other collectives of
+        the same backward, or behind them.
+        """
+        run, ready = self._run, self._in_use.ready
+        if not run.asks_graph:
+            return
+        run.asks_graph = False  # once
+        found = unreached(self._in_use.params)
+        if not found:
+            return
+        self._note_frozen(found)
+        ids = frozenset(map(id, found))
+        for one in ready:
+            one.leave_out(ids)
+        if not ready[0].is_reached:  # the first gradient that is ready sends the bucket
+            for one in ready:
+                one.due = 0
+
+    def _send_due(self, ended: bool) -> None:
+        """Send buckets for which this backward has no more gradients, since another model of the group sends now."""
+        run, in_use = self._run, self._in_use
+        if self.phase is not REDUCING or run.next >= len(in_use.buckets) - 1 or run.backward != running_backward():
+            return
+        if ended:
+            self._send_next(rest=True, complete=self._note_stragglers())
+            return
+        self._leave_out()
+        if any(map(_entries_of, in_use.ready)) or not any(one.is_reached for one in in_use.ready):
+            self._send_next()
+
+    def _send_next(self, *, rest: bool = False, complete: bool = False, last: bool = False) -> None:
         """Send the buckets that are complete, or all the `rest`, because backward has ended.
 
         Args:
             rest: whether backward has ended.
             complete: whether all of them are known to be complete.
+            last: whether the last bucket is sent, too.
         """
         # In plan order, not in the order of completion: collectives must match on all ranks. The last bucket is sent
         # when backward has ended, because its report says whether all went well. Its gradients arrive last anyway.
         run, in_use = self._run, self._in_use
-        end = len(in_use.buckets) if rest else len(in_use.buckets) - 1
+        order = self._wiring.order
+        end = len(in_use.buckets) if last else len(in_use.buckets) - 1
         try:
             while run.next < end:
                 ready, bucket = in_use.ready[run.next], in_use.buckets[run.next]
@@ -625,12 +704,14 @@ class Reducer:
                 if not (all_there or rest):
                     return
                 self._wiring.track.tell(BACKWARD, self.completed, run.next)
+                if order.turns.turn != order.key:
+                    order.take_turn(run.next)
                 if bucket.state is FREE:
-                    bucket.send(run.outcome, complete=all_there)
+                    bucket.send(run.outcome, complete=all_there and not ready.leaves_out)
                 ready.sent = len(ready.entries)
                 run.next += 1
         except Exception as error:
-            if rest or run.outcome.torn:
+            if last or run.outcome.torn:
                 raise
             run.outcome.error = run.outcome.error or error  # the rest is sent when backward has ended
 
@@ -639,6 +720,7 @@ class Reducer:
     def _send_empty(self, buckets: Sequence[GradBucket]) -> None:
         for order in range(self._run.next, len(buckets)):
             if not buckets[order].busy:
+                self._wiring.order.take_turn(order, among_others=False)
                 buckets[order].send_empty(self._run.outcome)
             self._run.next = order + 1
 
@@ -649,28 +731,37 @@ class Reducer:
             Whether all buckets that were not sent are complete.
         """
         run, in_use, ready = self._run, self._in_use, self._in_use.ready
-        for one in ready[: run.next]:
+        for one, bucket in zip(ready[: run.next], in_use.buckets, strict=False):
             if len(one.entries) > one.sent:
                 run.outcome.late += tuple(map(in_use.index_of, one.late()))
+            elif one.leaves_out:  # a program may have written gradients itself
+                params = in_use.params
+                run.outcome.late += tuple(index for index in bucket.missing if params[index].grad is not None)
+        in_use.hidden |= any(one.unexpected() for one in ready)
         if self.phase is REDUCING:
-            incomplete = [one for one in ready[run.next :] if not one.is_complete]
+            incomplete = [one for one in ready[run.next :] if one.leaves_out or not one.is_complete]
             if not incomplete:
                 return True
             missing = [param for one in incomplete for param in one.missing()]
         else:
             seen = set(map(id, in_use.recorded))
             missing = [param for param in in_use.params if id(param) not in seen]
-        frozen = {in_use.index_of(param) for param in missing if not param.requires_grad}
-        if not frozen <= self._frozen:
-            if self._wiring.window.is_open:
-                run.outcome.just_frozen |= frozen - self._frozen
-            self._freeze(self._frozen | frozen)
-            run.outcome.frozen = self._frozen
+        self._note_frozen(missing)
         if self.phase is REDUCING and run.next < len(ready) - 1 and in_use.waiting_for(run.next):
             blocking = ready[run.next]
             blocking.held_up += 1
             self._warn(self._unused.held_up(blocking.held_up, in_use.names_of(blocking.missing())))
         return False
+
+    def _note_frozen(self, missing: Iterable[Tensor]) -> None:
+        """Note which of the parameters that this backward does not reach are frozen."""
+        outcome = self._run.outcome
+        frozen = {self._in_use.index_of(param) for param in missing if not param.requires_grad}
+        if not frozen <= self._frozen:
+            if self._wiring.window.is_open:
+                outcome.just_frozen |= frozen - self._frozen
+            self._freeze(self._frozen | frozen)
+            outcome.frozen = self._frozen
 
     def _freeze(self, frozen: frozenset[int]) -> None:
         self._frozen = frozen
@@ -787,7 +878,9 @@ class Reducer:
         """Agree with the other ranks on buckets for the ready order of the first synchronised backward."""
         counts = self._in_use.recorded_marks()
         marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
-        error = self._wiring.calls.rebuild(list(counts), marks)
+        recorded = set(map(id, self._in_use.recorded))
+        hidden = any(id(param) in recorded for param in self._run.unreached)
+        error = self._wiring.calls.rebuild(list(counts), marks, hidden)
         if error is not None:
             self._reset()
             raise error
@@ -830,5 +923,6 @@ class Reducer:
 
     def _reset(self) -> None:
         self._wiring.window.begin()
+        self._wiring.order.begin()
         self._enter(IDLE)
         self._run = _Run()

@@ -24,6 +24,7 @@ class SyncSettings:
         strict: whether to wait in each backward for what the peers report.
         warn_unused: whether to warn, once, of parameters without a gradient.
         alone: whether another wrapper of the same parameters would break what this one does.
+        asks_graph: whether to ask the graph of each backward which parameters it reaches.
         stall_timeout: seconds.
     """
 
@@ -37,4 +38,5 @@ class SyncSettings:
     strict: bool = False
     warn_unused: bool = True
     alone: bool = False
+    asks_graph: bool = False
     stall_timeout: float = 60.0

@@ -26,6 +26,7 @@ from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
+from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
@@ -85,7 +86,8 @@ class GradSync:
         self._rank_count = group.size()
         self._agreed: BucketSet | None = None  # that all ranks have agreed on, until it is in use
         self._left: BaseException | None = None  # why this rank has left the group
-        compared = [_wrapper_field(settings.number), *fields, *window.fields()]
+        order = SendOrder(group, settings.number)
+        compared = [_wrapper_field(settings.number), *fields, *window.fields(), order.field()]
         self._assembly = Assembly(
             group,
             Surroundings(board_of(group), self.listening.observers, self._leave),
@@ -116,6 +118,8 @@ class GradSync:
             self._assembly.features,
             settings.strict,
             settings.warn_unused,
+            settings.asks_graph,
+            order,
             calls,
             group.rank(),
             group.size(),
@@ -224,12 +228,12 @@ class GradSync:
         self.reducer.accumulation.release()
         self.reducer.adopt(self._remade(self.reducer.in_use.plan))
 
-    def _rebuild(self, order: list[int], marks: list[int]) -> DPFuseError | None:
+    def _rebuild(self, order: list[int], marks: list[int], hidden: bool) -> DPFuseError | None:
         # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.
         # Gradients that are views keep the old buffers alive.
         group = self.group  # nothing may fail between the beginning of the vote and its first collective
         if self._agreed is None:
-            tensors = votes.order_tensors(order, marks, group)
+            tensors = votes.order_tensors(order, [*marks, hidden], group)
             try:
                 self._agreed = self._agree_on_buckets(*tensors, group)
             except DPFuseError as error:
@@ -247,18 +251,21 @@ class GradSync:
         """Return the buckets for the agreed ready order, with the agreed marks."""
 
         def build() -> BucketSet:
+            counts = marks.tolist()
+            self.reducer.in_use.hidden = bool(counts.pop())  # if they are on some rank
             if any(feature.keeps_buckets for feature in self._assembly.features):
-                return self.reducer.in_use.remade(self.reducer.buckets, marks=marks.tolist())
+                return self.reducer.in_use.remade(self.reducer.buckets, marks=counts)
             keeps = self.plan.tuned or self._assembly.settings.deterministic
             one_machine = (board := board_of(self.group)) is not None and board.one_machine
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
-            return self._remade(plan, marks.tolist())
+            return self._remade(plan, counts)
 
         votes.agree_on_order(order, marks, group, self.source)
         return votes.agree_on_success(build, group, BUCKETS)
 
     def _decline(self) -> None:
-        votes.agree_on_order(*votes.order_tensors([], [0] * len(self.params), self.group), self.group, self.source)
+        nothing = votes.order_tensors([], [0] * (len(self.params) + 1), self.group)
+        votes.agree_on_order(*nothing, self.group, self.source)
         error = DPFuseError("its backward was interrupted after the gradients were averaged")
         votes.report_failure(error, self.group, BUCKETS)
 

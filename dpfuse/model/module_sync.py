@@ -202,7 +202,7 @@ class ModuleSync:
             plan,
             params,
             group,
-            _settings_of(options, number),
+            _settings_of(options, number, module),
             window=self.window,
             features=features,
             fields=[self.factors.field()],
@@ -495,7 +495,9 @@ class _AfterDelivery(Feature):
             function()
 
 
-def _settings_of(options: SyncOptions, number: int) -> SyncSettings:
+def _settings_of(options: SyncOptions, number: int, module: nn.Module) -> SyncSettings:
+    # Its backward has collectives of its own, between which buckets must be sent at the same place on every rank.
+    between = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     return SyncSettings(
         number=number,
         scale=options.gradient_scale,
@@ -507,5 +509,6 @@ def _settings_of(options: SyncOptions, number: int) -> SyncSettings:
         strict=options.strict,
         warn_unused=not options.find_unused_parameters,
         alone=options.wants_params_alone,
+        asks_graph=options.find_unused_parameters or between,
         stall_timeout=options.common["stall_timeout"],
     )

@@ -145,3 +145,49 @@ def test_a_backward_that_reached_no_parameter_of_the_bucket_says_nothing_of_the_
         fill(ready)
         assert not ready.choose_sentinel()
     assert ready.sentinel is params[0]
+
+
+def test_parameters_that_a_backward_does_not_reach_are_left_out_of_this_one(params):
+    a, b, c = params
+    ready = ReadyList(params, [1, 2, 1])
+    assert ready.due == 4
+    ready.leave_out(frozenset({id(b)}))
+    assert (ready.due, ready.leaves_out, ready.is_reached) == (2, True, True)
+    ready.entries += [a]
+    assert not ready.is_complete
+    ready.entries += [c]
+    assert ready.is_complete
+    assert not ready.unexpected()
+    ready.entries += [b]  # reached all the same
+    assert not ready.is_complete
+    assert ready.unexpected()
+    fill(ready, a, c)  # in the next backward all are waited for
+    assert (ready.due, ready.leaves_out) == (4, False)
+    assert not ready.is_complete
+    fill(ready, a, b, c, b)
+    assert ready.is_complete
+
+
+def test_a_bucket_that_a_backward_does_not_reach_at_all_is_complete_and_empty(params):
+    ready = ReadyList(params, [1, 1, 1])
+    ready.leave_out(frozenset(map(id, params)))
+    assert ready.is_complete
+    assert not ready.is_reached
+    ready.uncertain = 1
+    assert not ready.is_complete
+
+
+def test_an_order_without_some_parameters_does_not_replace_the_whole_one(params):
+    a, b, c = params
+    ready = ReadyList(params, [1, 1, 1])
+    fill(ready, b, c, a)
+    assert ready.is_complete
+    ready.clear()
+    ready.leave_out(frozenset({id(b)}))
+    ready.entries += [c, a]
+    assert ready.is_complete
+    fill(ready, b, c, a)
+    assert ready.is_complete
+    ready.clear()
+    ready.leave_out(frozenset({0}))  # of another bucket
+    assert not ready.leaves_out

@@ -22,10 +22,15 @@ from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Feed
 from dpfuse.engine.reducer import Calls, Phase, Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
+from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 
 RANK, SIZE = 0, 2
+
+
+class Group:
+    """Stands for a process group."""
 
 
 class NotedReport:
@@ -151,6 +156,8 @@ class Bench:
             features=list(features),
             strict=strict,
             warn_unused=warn_unused,
+            asks_graph=False,
+            order=SendOrder(Group(), 0),
             calls=Calls(
                 open_backward=lambda: self.reducer.open(announced=False),
                 open_at_end=self.open_at_end,
@@ -188,7 +195,7 @@ class Bench:
         self.installed.append(set(hooks))
         self.hooks.update(hooks)
 
-    def rebuild(self, order, marks):
+    def rebuild(self, order, marks, hidden):
         self.seen.append((order, marks))
         if self.refuse_rebuild is not None:
             return self.refuse_rebuild
@@ -709,7 +716,7 @@ def test_an_abandoned_local_backward_needs_no_drain():
 def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
     bench = Bench()
 
-    def interrupted(order, marks):
+    def interrupted(order, marks, hidden):
         raise KeyboardInterrupt
 
     object.__setattr__(bench.reducer._wiring.calls, "rebuild", interrupted)
