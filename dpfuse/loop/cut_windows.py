@@ -6,40 +6,52 @@ import sys
 
 from torch.optim import Optimizer
 
+from dpfuse.engine.user_line import Place, user_place
 from dpfuse.loop.coming_averages import weights_may_be_averaged
-from dpfuse.loop.coming_code import Lines
 from dpfuse.loop.findings import CUT_WINDOW, findings
+from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["CutWindows"]
 
 WINDOWS = 8  # of the same length, which show how long a window is meant to be
 DROPS = 2  # of the same length, as far from each other as from the beginning: an epoch; others are skipped on purpose
+_Places = tuple[Place, Place]  # of a forward and of its backward
 
 
 class CutWindows:
     """Compares the lengths of windows: how many backwards have written a gradient before a step.
 
+    A program may zero the gradient of a batch on purpose, every few steps, such as when it logs a norm. That backward
+    stands at another place in its source than those of its windows. So places are noted once something was zeroed.
+
     Args:
         watched: a gradient of the optimizer.
-        made: the lines that ran when the model was made.
+        model: whose gradients are averaged.
     """
 
-    def __init__(self, watched: WatchedGradient, made: Lines) -> None:
+    def __init__(self, watched: WatchedGradient, model: Model) -> None:
         self._watched = watched
-        self._made = made
+        self._model = model
         self._length = 0  # of the last window that ended with an average
         self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
         self._between = 0  # such windows since the last drop
         self._drops = 0  # windows of one length that were zeroed, equally far from each other
         self._dropped = (0, 0)  # that length, and how many windows there were before each
+        self._notes = False  # whether places are noted
+        self._running: set[_Places] = set()  # of backwards since the last step, or since something was zeroed
+        self._zeroed: set[_Places] = set()  # of those that were zeroed then
+        self._usually: set[_Places] = set()  # of those before steps
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the window that ends with this step, and those that were zeroed since the last one."""
         watched = self._watched
         if watched.dropped:
             self._look_at_drops(optimizer)
+        if self._notes:
+            self._usually |= self._running
+            self._running, self._zeroed = set(), set()
         if watched.means and not watched.rest:
             self._between += 1
             if watched.length == self._length:
@@ -51,6 +63,28 @@ class CutWindows:
         elif watched.locals == watched.length < self._usual():
             self._look_at_step(optimizer)
 
+    def after_step(self, optimizer: Optimizer) -> None:
+        """As `Looking.after_step`."""
+
+    def backward_begins(self) -> None:
+        """Note the place of this backward, and of its forward."""
+        if self._watched.dropped and not self._watched.length and not self._zeroed:
+            self._zeroed, self._running = self._running, set()
+        self._running.add((self._model.forward_place, user_place()))
+
+    def _note_places(self) -> None:
+        if not self._notes:
+            self._notes = True
+            self._model.keeps_places += 1
+            self._model.looking.append(self)
+
+    def stop(self) -> None:
+        """Note no places any more."""
+        if self._notes:
+            self._notes = False
+            self._model.keeps_places -= 1
+            self._model.looking.remove(self)
+
     def _compare_bits(self) -> None:
         """Let the bits of gradients be copied from now on. On a GPU that takes a kernel each time."""
         if not self._compares:
@@ -61,7 +95,7 @@ class CutWindows:
         watched = self._watched
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
-        elif not watched.was_kept or weights_may_be_averaged(sys._getframe(), self._made):
+        elif not watched.was_kept or weights_may_be_averaged(sys._getframe(), self._model.made):
             self._same = 0  # it does, or averages weights
         else:
             findings.warn(
@@ -87,8 +121,9 @@ class CutWindows:
             self._drops += 1
         else:
             self._drops, self._dropped = 1, (length, self._between)
+            self._note_places()
         self._between = 0
-        if self._drops >= DROPS:
+        if self._drops >= DROPS and self._zeroed <= self._usually:
             findings.warn(
                 CUT_WINDOW,
                 f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "

@@ -20,6 +20,7 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
+from dpfuse.engine.user_line import user_place
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.coming_code import running_lines
@@ -95,7 +96,11 @@ class LoopCheck(Feature):
         try:
             if self._order is not None:
                 self._order.forward_begins(inputs)
-            if self._model is not None and self._model.due and self._comparison is not None:
+            if self._model is None:
+                return
+            if self._model.keeps_places:
+                self._model.forward_place = user_place()
+            if self._model.due and self._comparison is not None:
                 self._comparison.forward_begins(inputs)
         except Exception as error:
             self._fail(error)

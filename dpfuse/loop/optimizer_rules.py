@@ -30,6 +30,13 @@ class Rule(Protocol):
         """Say what it sees, if that is wrong."""
 
 
+class LastingRule(Protocol):
+    """Acts between steps, too."""
+
+    def stop(self) -> None:
+        """Act no more."""
+
+
 class OptimizerRules:
     """Chooses the gradient of one optimizer, and has the rules look at it.
 
@@ -46,9 +53,7 @@ class OptimizerRules:
         self._model = model
         self._raises = raises
         self._rules: Sequence[Rule] = ()
-        self._lasting: Sequence[
-            LocalSteps | EachAveraged | ChangedGradients
-        ] = ()  # those of them that act between steps
+        self._lasting: Sequence[LastingRule] = ()  # those of them that act between steps
         self._missed = 0  # steps without a gradient to look at
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
@@ -89,8 +94,9 @@ class OptimizerRules:
         self.stop()
         steps, averaged = LocalSteps(watched, self._model), EachAveraged(watched, self._model)
         rest, changed = LocalRest(watched, raises=self._raises), ChangedGradients(watched)
-        self._rules = rest, steps, CutWindows(watched, self._model.made), changed, averaged
-        self._lasting = steps, averaged, changed
+        cut = CutWindows(watched, self._model)
+        self._rules = rest, steps, cut, changed, averaged
+        self._lasting = steps, averaged, changed, cut
         return watched
 
 

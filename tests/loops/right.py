@@ -538,6 +538,71 @@ def norms_of_single_batches_for_a_log(rank, size):
                 optimizer.zero_grad()
 
 
+@quiet
+def norms_of_single_batches_every_five_windows(rank, size):
+    """The same, so seldom that it could be an epoch: its backward has a line of its own."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 60)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            if index % 10 == 9:
+                with model.no_sync():
+                    loss_of(model(x), y).backward()
+                optimizer.zero_grad()
+
+
+@quiet
+def gradient_noise_scale_with_the_backward_of_training(rank, size):
+    """Every six windows a callback measures one batch, averaged, with the function that the training calls."""
+
+    class Trainer:
+        def __init__(self):
+            self.model = dpfuse.DistributedDataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def backward(self, x, y, sync):
+            with self.model.no_sync(enabled=not sync):
+                loss_of(self.model(x), y).backward()
+
+        def step(self, number, micro_batches):
+            for place, (x, y) in enumerate(micro_batches):
+                self.backward(x, y, place == len(micro_batches) - 1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if number % 6 == 5:
+                self.on_log(*micro_batches[0])
+
+        def on_log(self, x, y):
+            self.backward(x, y, True)
+            torch.stack([param.grad.norm() for param in self.model.parameters()]).norm()
+            self.optimizer.zero_grad(set_to_none=False)
+
+    trainer, loader = Trainer(), batches(rank, 90)
+    for number in range(30):
+        trainer.step(number, [next(loader) for _ in range(3)])
+
+
+@quiet
+def saliency_of_one_forward_every_four_windows(rank, size):
+    """The logged gradient is that of one output of a forward whose loss is trained on, too."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for index, (x, y) in enumerate(batches(rank, 64)):
+        model.require_backward_grad_sync = index % 2 == 1
+        outputs = model(x)
+        if index % 8 == 0:
+            outputs[0, 0].backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss_of(outputs, y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # --- Gradients that are changed on purpose ---
 
 

@@ -12,7 +12,9 @@ from dpfuse.loop.changed_gradients import STEPS, ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.findings import findings
 from dpfuse.loop.local_rest import LocalRest
+from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
+from dpfuse.measure.communication_times import CommunicationTimes
 
 
 class Watching:
@@ -269,25 +271,39 @@ def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_oft
         assert len(looks) == len({1 << place for place in range(7) if 1 << place <= step}) + 1
 
 
-def dropped(lengths, between):
+def dropped(lengths, between, elsewhere=False):
     """The warnings where windows of these lengths were zeroed, each behind so many windows of 3 backwards."""
     findings.forget()
     seen = Watching()
-    cut, optimizer = CutWindows(seen.watched, {}), torch.optim.SGD([seen.param])
+    model = Model(dict, bool, 0, [], CommunicationTimes, {}, on_gpu=False)
+    cut, optimizer = CutWindows(seen.watched, model), torch.optim.SGD([seen.param])
+
+    def backward(elsewhere):
+        seen.watched.backward_begins(announced=True)
+        if elsewhere:
+            for rule in model.looking:
+                rule.backward_begins()
+        else:
+            for rule in model.looking:
+                rule.backward_begins()
+        seen.param.square().sum().backward()
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length, windows in zip(lengths, between, strict=True):
-            for _ in range(windows):
-                seen.backward()
-                seen.backward()
-                seen.backward(sync=True)
-                cut.before_step(optimizer)
-                seen.step()
+            for count in (*[3] * windows, length):
+                for place in range(count):
+                    backward(elsewhere and count == length)
+                    if place == 2:
+                        seen.watched.mean_ends()
+                    else:
+                        seen.watched.local_ends(announced=True)
+                if count == 3:
+                    cut.before_step(optimizer)
+                    seen.step()
                 seen.param.grad = None
-            for _ in range(length):
-                seen.backward()
-            seen.param.grad = None
-        seen.backward(sync=True)
+        backward(False)
+        seen.watched.mean_ends()
         cut.before_step(optimizer)
     return [each.message.code for each in caught]
 
@@ -305,3 +321,4 @@ def dropped(lengths, between):
 )
 def test_two_windows_of_one_length_that_are_as_far_from_each_other_are_lost(lengths, between, told):
     assert dropped(lengths, between) == ["DPF-L03"] * told
+    assert dropped(lengths, between, elsewhere=True) == []  # backwards of another line of the program

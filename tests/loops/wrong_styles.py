@@ -290,6 +290,32 @@ def rest_of_an_epoch_is_stepped_on_in_no_sync(rank, size):
                 optimizer.zero_grad()
 
 
+@named("DPF-L03")
+def rest_of_an_epoch_is_zeroed_by_a_trainer(rank, size):
+    """Averaged and other batches have a backward at two lines; each epoch begins with zeros."""
+
+    class Trainer:
+        def __init__(self):
+            self.model = dpfuse.DistributedDataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def train_one_epoch(self, loader):
+            self.model.train()
+            self.optimizer.zero_grad()
+            for index, (x, y) in enumerate(loader):
+                if (index + 1) % 3 == 0:
+                    loss_of(self.model(x), y).backward()
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                else:
+                    with self.model.no_sync():
+                        loss_of(self.model(x), y).backward()
+
+    trainer = Trainer()
+    for epoch in range(3):
+        trainer.train_one_epoch(batches(rank, 26, epoch))
+
+
 # --- DPF-L04: averaged, never stepped ---
 
 
