@@ -109,8 +109,7 @@ class LocalSteps:
             self._copies = self._copy_of(self._gradients), self._copy_of(self._weights)
 
     def _copy_of(self, pairs: list[tuple[Sample, Sample]]) -> HostCopy:
-        dtype = self._watched.param.dtype
-        return HostCopy(torch.stack([values_of(sample, dtype) for pair in pairs for sample in pair]).double())
+        return HostCopy(torch.stack([values_of(sample).double() for pair in pairs for sample in pair]))
 
     def _were_kept(self, gradients: HostCopy, weights: HostCopy) -> bool:
         tolerance = rounding_of(self._watched.param)

@@ -15,7 +15,7 @@ from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.coming_steps import may_step
 from dpfuse.loop.findings import NEVER_STEPPED, findings
 from dpfuse.loop.model import Model
-from dpfuse.loop.watched_gradient import Sample, is_plain, sample_of, values_of
+from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
 
 __all__ = ["NeverStepped"]
 
@@ -98,7 +98,7 @@ class NeverStepped:
             self.decided = True
             return
         self._compared = kept
-        same = [same_values(samples[id(param)], sample_of(param), param.dtype) for param in kept]
+        same = [same_values(samples[id(param)], sample_of(param)) for param in kept]
         moving = [param.grad.any() for param in kept if param.grad is not None]
         self._moving = HostCopy(torch.stack(same) & torch.stack(moving))
 
@@ -121,6 +121,9 @@ class NeverStepped:
         )
 
 
-def same_values(before: Sample, now: Sample, dtype: torch.dtype) -> Tensor:
-    """Return whether two samples are equal, [] bool, on their device, without waiting."""
-    return (values_of(before, dtype) == values_of(now, dtype)).all()
+def same_values(before: Sample, now: Sample) -> Tensor:
+    """Return whether two samples are equal, [] bool, on their device, without waiting; False for a converted tensor."""
+    values = values_of(now)
+    if not are_comparable(before, now):
+        return torch.zeros((), dtype=torch.bool, device=values.device)
+    return (values_of(before) == values).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import string_at
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -11,11 +12,19 @@ from torch import Tensor, nn
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.user_line import user_line
 
-__all__ = ["Sample", "WatchedGradient", "is_plain", "only_rescaled", "rounding_of", "sample_of", "values_of"]
+__all__ = [
+    "Sample", "WatchedGradient", "are_comparable", "is_plain", "only_rescaled", "rounding_of", "sample_of", "values_of",
+]  # fmt: skip
 
 ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
 TINY = 1e-30  # below which a product may have been rounded to nothing
-Sample = Tensor | bytes  # a copy of them: on a CPU their memory
+
+
+class Sample(NamedTuple):
+    """A copy of a few elements of a tensor, which the program may convert or move before the next copy."""
+
+    memory: Tensor | bytes  # on a CPU mostly bytes
+    dtype: torch.dtype
 
 
 class WatchedGradient:
@@ -47,7 +56,6 @@ class WatchedGradient:
     __slots__ = (
         "_count",
         "_look",
-        "_nbytes",
         "_seen",
         "_stepped",
         "bits",
@@ -72,8 +80,6 @@ class WatchedGradient:
         self.rank = rank
         self.keeps_bits = 0
         self.compares = self.touched = False
-        # Of a sample of its memory; 0 where the host must not read it.
-        self._nbytes = min(ELEMENTS, param.numel()) * param.element_size() if param.device.type == "cpu" else 0
         self._seen: ref[Tensor] | None = None
         self._count = 0
         self._look: HostCopy | None = None  # whether it was more than zeros, on a GPU, where other code has written it
@@ -121,11 +127,17 @@ class WatchedGradient:
 
     def _differs(self, grad: Tensor) -> bool:
         """Whether a sample of its memory shows that other code has written it, though it did not count."""
-        return self.compares and type(self.bits) is bytes and self.bits != sample_of(grad)
+        bits = self.bits
+        return self.compares and bits is not None and type(bits.memory) is bytes and bits != sample_of(grad)
+
+    @staticmethod
+    def _is_readable(grad: Tensor) -> bool:
+        """Whether the host need not wait for its values."""
+        return grad.is_cpu
 
     def _may_be_written(self, grad: Tensor) -> None:
         in_window = self.length > 0 and not self._stepped
-        if self._nbytes:
+        if self._is_readable(grad):
             if not grad.any():
                 self._zeroed()
             elif in_window:
@@ -139,10 +151,10 @@ class WatchedGradient:
     def _compared(self, grad: Tensor) -> Tensor:
         """Return whether the sample has changed, except to 0, [1] bool; False if there is nothing to compare with."""
         self.touched = True
-        if not self.compares or self.bits is None:
+        now = sample_of(grad)
+        if not self.compares or self.bits is None or not are_comparable(self.bits, now):
             return torch.zeros(1, dtype=torch.bool)
-        before, now = values_of(self.bits, grad.dtype), values_of(sample_of(grad), grad.dtype)
-        return changed_otherwise(before, now).view(1)
+        return changed_otherwise(values_of(self.bits), values_of(now)).view(1)
 
     def _zeroed(self) -> None:
         if not self._stepped:
@@ -166,12 +178,7 @@ class WatchedGradient:
                 self.rest += 1
                 self.rest_line = user_line()
         if self.rest or self.keeps_bits:
-            self._keep_bits(grad)
-
-    def _keep_bits(self, grad: Tensor) -> None:
-        # As in `sample_of`, in half the time. Torch lets a gradient have another dtype than its parameter.
-        plain = self._nbytes and grad.is_contiguous() and grad.dtype is self.param.dtype
-        self.bits = string_at(grad.data_ptr(), self._nbytes) if plain else sample_of(grad)
+            self.bits = sample_of(grad)
 
     def mean_ends(self) -> None:
         """Note the end of a synchronised backward."""
@@ -184,7 +191,7 @@ class WatchedGradient:
         self.rest = 0
         self.bits = None
         if self.compares and grad.layout is torch.strided:
-            self._keep_bits(grad)
+            self.bits = sample_of(grad)
 
     def _count_backward(self) -> None:
         if self._stepped:
@@ -214,8 +221,8 @@ class WatchedGradient:
         grad, bits = self.param.grad, self.bits
         if grad is None or bits is None:
             return False
-        before, now = (values_of(each, grad.dtype).cpu() for each in (bits, sample_of(grad)))
-        return only_rescaled(before, now)
+        now = sample_of(grad)
+        return are_comparable(bits, now) and only_rescaled(values_of(bits).cpu(), values_of(now).cpu())
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -225,15 +232,25 @@ def is_plain(tensor: Tensor) -> bool:
 
 def sample_of(tensor: Tensor) -> Sample:
     """Return a copy of some elements, at most 64, of a dense tensor. The host does not wait."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():  # ten times as fast as a copy by torch
-        return string_at(tensor.data_ptr(), min(ELEMENTS, tensor.numel()) * tensor.element_size())
+    if tensor.is_cpu and tensor.is_contiguous():  # ten times as fast as a copy by torch
+        nbytes = min(tensor.nbytes, ELEMENTS * tensor.itemsize)
+        return Sample(string_at(tensor.data_ptr(), nbytes), tensor.dtype)
     flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone()
+    return Sample(flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone(), tensor.dtype)
 
 
-def values_of(sample: Sample, dtype: torch.dtype) -> Tensor:
-    """Return the elements, [at most 64], of a sample of a tensor with this dtype, on its device."""
-    return sample if isinstance(sample, Tensor) else torch.frombuffer(bytearray(sample), dtype=dtype)
+def values_of(sample: Sample) -> Tensor:
+    """Return the elements, [at most 64], of a sample, on the device of its tensor."""
+    memory, dtype = sample
+    return memory if isinstance(memory, Tensor) else torch.frombuffer(bytearray(memory), dtype=dtype)
+
+
+def are_comparable(before: Sample, now: Sample) -> bool:
+    """Whether two samples of a tensor have as many elements, of one dtype, on one device."""
+    if before.dtype is not now.dtype or len(before.memory) != len(now.memory):
+        return False
+    devices = {each.memory.device.type if isinstance(each.memory, Tensor) else "cpu" for each in (before, now)}
+    return len(devices) == 1
 
 
 def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -> bool:

@@ -603,6 +603,60 @@ def saliency_of_one_forward_every_four_windows(rank, size):
             optimizer.zero_grad()
 
 
+# --- Models that are converted ---
+
+
+@quiet
+def bfloat16_after_the_first_backward(rank, size):
+    """The first batch was to find out what memory is needed."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    model.bfloat16()
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x.bfloat16()), y.bfloat16()).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def float64_in_the_middle_of_a_window(rank, size):
+    """A run that shows no progress is continued with more bits, gradients included."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        dtype = next(model.parameters()).dtype
+        model.require_backward_grad_sync = index % 3 == 2
+        loss_of(model(x.to(dtype)), y.to(dtype)).backward()
+        if index == 10:
+            model.double()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@quiet
+def local_steps_that_are_averaged_in_bfloat16_from_then_on(rank, size):
+    """Local SGD converts the model while nothing but its own averages has been seen."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for index, (x, y) in enumerate(batches(rank, 40)):
+            dtype = next(model.parameters()).dtype
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(x.to(dtype)), y.to(dtype)).backward()
+            optimizer.step()
+            if index == 8:
+                model.bfloat16()
+            if index % 4 == 3:
+                for param in model.parameters():
+                    dist.all_reduce(param.data)
+                    param.data /= size
+
+
 # --- Gradients that are changed on purpose ---
 
 

@@ -17,15 +17,21 @@ from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
 from dpfuse.measure.communication_times import CommunicationTimes
 
 
+class Late(WatchedGradient):
+    """As on a GPU."""
+
+    @staticmethod
+    def _is_readable(grad):
+        return False
+
+
 class Watching:
     """A parameter, its watched gradient, and backwards of it; `late` as on a GPU, whose values are not read."""
 
     def __init__(self, late=False, compares=False):
         self.param = nn.Parameter(torch.arange(12.0).view(3, 4))
-        self.watched = WatchedGradient(self.param, "weight", 0)
+        self.watched = (Late if late else WatchedGradient)(self.param, "weight", 0)
         self.watched.compares, self.watched.keeps_bits = compares, int(compares)
-        if late:
-            self.watched._nbytes = 0
 
     def backward(self, *, sync=False, announced=True):
         self.watched.backward_begins(announced=announced)
@@ -236,8 +242,8 @@ def test_what_was_added_behind_a_mean_was_kept_unless_it_was_averaged(late):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_sample_has_the_values_of_a_tensor_in_any_layout(dtype):
     tensor = torch.arange(200.0).view(20, 10).to(dtype)
-    assert torch.equal(values_of(sample_of(tensor), dtype), tensor.flatten()[:64])
-    turned = values_of(sample_of(tensor.T), dtype)
+    assert torch.equal(values_of(sample_of(tensor)), tensor.flatten()[:64])
+    turned = values_of(sample_of(tensor.T))
     assert len(turned) == 64
     assert torch.equal(turned, tensor.T.flatten()[::3][:64])
 
@@ -251,8 +257,21 @@ def test_a_gradient_of_another_dtype_than_its_parameter_has_a_sample_of_its_own_
     param.square().sum().backward()
     watched.local_ends(announced=True)
     assert param.grad.dtype is torch.bfloat16
-    assert torch.equal(values_of(watched.bits, torch.bfloat16), param.grad.flatten())
+    assert torch.equal(values_of(watched.bits), param.grad.flatten())
     assert watched.was_kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_conversion_between_two_backwards_is_no_change_and_no_error(late, dtype):
+    seen = Watching(late, compares=True)
+    seen.backward()
+    seen.param.data, seen.param.grad.data = seen.param.data.to(dtype), seen.param.grad.data.to(dtype)
+    assert not seen.watched.was_kept  # which is not known
+    seen.backward(sync=True)
+    assert seen.watched.bits.dtype is dtype
+    assert len(values_of(seen.watched.bits)) == 12
+    seen.step()
+    assert seen.watched.changes == 0
 
 
 def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_often(monkeypatch):

@@ -490,6 +490,23 @@ def unscaling_by_a_scaler_after_each_batch(rank, size):
 
 
 @named("DPF-L06")
+def clipping_after_each_batch_of_a_converted_model(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        dtype = next(model.parameters()).dtype
+        with model.no_sync(enabled=index % 3 != 2):
+            loss_of(model(x.to(dtype)), y.to(dtype)).backward()
+        if index == 0:
+            model.double()
+        if index > 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
 def clipping_of_values_after_each_batch(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(model.parameters())
