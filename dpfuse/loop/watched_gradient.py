@@ -48,14 +48,16 @@ class WatchedGradient:
         length: how many backwards have written it since the last step, or since it was zero.
         compares: whether values that other code may have written between two backwards are compared with that copy,
             of which there is one behind synchronised backwards, too.
-        changes: how often other code has changed it there, except to 0, since the last step.
+        changes: how often other code has changed it there, except to 0, before a backward that added to it, since the
+            last step.
         touched: whether other code may have written it there, at any time.
         dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
     """
 
     __slots__ = (
         "_count",
-        "_look",
+        "_looks",
+        "_pending",
         "_seen",
         "_stepped",
         "bits",
@@ -82,7 +84,7 @@ class WatchedGradient:
         self.compares = self.touched = False
         self._seen: ref[Tensor] | None = None
         self._count = 0
-        self._look: HostCopy | None = None  # whether it was more than zeros, on a GPU, where other code has written it
+        self._looks: list[HostCopy] = []  # on a GPU, where such changes are judged behind the step
         self.forget()
 
     def forget(self) -> None:
@@ -92,6 +94,8 @@ class WatchedGradient:
         self.rest_line = ""
         self.bits: Sample | None = None
         self._stepped = False
+        # Before and behind each write of other code that no backward has followed which adds to it.
+        self._pending: list[tuple[Sample, Sample]] = []
         self._mark()
 
     def _mark(self) -> None:
@@ -136,25 +140,38 @@ class WatchedGradient:
         return grad.is_cpu
 
     def _may_be_written(self, grad: Tensor) -> None:
-        in_window = self.length > 0 and not self._stepped
-        if self._is_readable(grad):
-            if not grad.any():
-                self._zeroed()
-            elif in_window:
-                self.changes += any(self._compared(grad).tolist())
-        else:
-            # Its values would have to be waited for. They are read after the next step.
-            if in_window and not capturing():
-                self._look = HostCopy(self._compared(grad))
-            self._restart()
+        is_readable = self._is_readable(grad)
+        if is_readable and not grad.any():
+            self._zeroed()
+            return
+        write = None
+        if self.length > 0 and not self._stepped and not capturing():
+            self.touched = True
+            now = sample_of(grad)
+            if self.compares and self.bits is not None and are_comparable(self.bits, now):
+                write = self.bits, now
+        if not is_readable:
+            self._restart()  # it may be zero
+        if write is not None:
+            self._pending.append(write)
 
-    def _compared(self, grad: Tensor) -> Tensor:
-        """Return whether the sample has changed, except to 0, [1] bool; False if there is nothing to compare with."""
-        self.touched = True
-        now = sample_of(grad)
-        if not self.compares or self.bits is None or not are_comparable(self.bits, now):
-            return torch.zeros(1, dtype=torch.bool)
-        return changed_otherwise(values_of(self.bits), values_of(now)).view(1)
+    def _count_changes(self, grad: Tensor) -> None:
+        """Count what other code has changed, if the backward that has ended has added to it: it may be of another loss.
+
+        On a GPU the values would have to be waited for. They are read after the next step.
+        """
+        end = sample_of(grad)
+        writes = [(before, now, end) for before, now in self._pending if are_comparable(now, end)]
+        if not writes:
+            return
+        values = torch.stack([values_of(sample).double() for write in writes for sample in write])
+        if self._is_readable(grad):
+            if not were_added_to(values[-2], values[-1]):
+                return
+            self.changes += were_changed(values)
+        else:
+            self._looks.append(HostCopy(values))
+        self._pending.clear()
 
     def _zeroed(self) -> None:
         if not self._stepped:
@@ -164,6 +181,7 @@ class WatchedGradient:
     def _restart(self) -> None:
         self.means = self.locals = self.rest = self.length = 0
         self.bits = None
+        self._pending.clear()
 
     def local_ends(self, *, announced: bool) -> None:
         """Note the end of a backward that was not averaged; `announced` says that it went through an output."""
@@ -171,6 +189,8 @@ class WatchedGradient:
         if grad is None or grad.layout is not torch.strided or self._is_as_marked(grad):
             return
         self._mark()
+        if self._pending:
+            self._count_changes(grad)
         self._count_backward()
         if announced:
             self.locals += 1
@@ -186,6 +206,8 @@ class WatchedGradient:
         grad = self.param.grad
         if self._seen is None or grad is None:
             return
+        if self._pending and grad.layout is torch.strided:
+            self._count_changes(grad)
         self._count_backward()
         self.means += 1
         self.rest = 0
@@ -208,9 +230,10 @@ class WatchedGradient:
         self._stepped = True
         self.changes = 0
         self.dropped.clear()
-        if self._look is not None:
-            look, self._look = self._look, None
-            self.changes += any(look.read())
+        self._pending.clear()
+        if self._looks:
+            looks, self._looks = self._looks, []
+            self.changes += sum(were_changed(torch.tensor(look.read(), dtype=torch.float64)) for look in looks)
 
     @property
     def was_kept(self) -> bool:
@@ -287,13 +310,21 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
     return bool((cut | (now == before)).all())
 
 
-def changed_otherwise(before: Tensor, now: Tensor) -> Tensor:
-    """Return whether a value has changed, except to 0, [] bool: a mask gives the same after each batch as at the end.
+def were_changed(values: Tensor) -> bool:
+    """Whether values have changed, except to 0, before a backward that has added to them.
 
     Args:
-        before, now: [n], on one device, for which nothing waits.
+        values: [3 * writes, n]: before other code has written them, behind it, and behind the backward.
     """
-    return ((before != now) & (now != 0)).any()
+    return any(
+        bool(((before != now) & (now != 0)).any()) and were_added_to(now, end)
+        for before, now, end in values.view(-1, 3, values.shape[-1])
+    )
+
+
+def were_added_to(now: Tensor, end: Tensor) -> bool:
+    """Whether a backward has added to values: they are others behind it. It may have zeroed those of frozen layers."""
+    return bool(end.any()) and not torch.equal(now, end)
 
 
 def rounding_of(tensor: Tensor) -> float:

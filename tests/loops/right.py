@@ -660,6 +660,63 @@ def local_steps_that_are_averaged_in_bfloat16_from_then_on(rank, size):
 # --- Gradients that are changed on purpose ---
 
 
+class Towers(nn.Module):
+    """Two networks with one wrapper, of which each loss needs one."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = mlp(), mlp()
+
+    def forward(self, name, x):
+        return getattr(self, name)(x)
+
+
+@quiet
+def actor_and_critic_that_are_clipped_behind_their_own_backwards(rank, size):
+    """The second backward is not of the gradients that were clipped before it."""
+    model = dpfuse.DistributedDataParallel(Towers(), find_unused_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in batches(rank, 16):
+        optimizer.zero_grad()
+        for name in ("critic", "actor"):
+            loss_of(model(name, x), y).backward()
+            nn.utils.clip_grad_norm_(getattr(model.module, name).parameters(), 0.05)
+        optimizer.step()
+
+
+@quiet
+def towers_that_are_clipped_in_turns_and_filled_with_zeros(rank, size):
+    model = dpfuse.DataParallel(Towers(), find_unused_parameters=True, gradient_as_bucket_view=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 16):
+        loss_of(model("critic", x), y).backward()
+        nn.utils.clip_grad_norm_(model.module.critic.parameters(), 0.05)
+        loss_of(model("actor", x), y).backward()
+        nn.utils.clip_grad_value_(model.module.actor.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@quiet
+def gan_that_clips_its_discriminator_before_the_generators_loss(rank, size):
+    """The loss of the generator goes through the frozen discriminator, and both step at the end."""
+    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    generator = dpfuse.DistributedDataParallel(mlp())
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, generator)]
+    for x, y in batches(rank, 16):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        fake = generator(x)
+        nn.functional.softplus(torch.cat([-critic(y), critic(fake.detach())])).mean().backward()
+        nn.utils.clip_grad_norm_(critic.parameters(), 0.05)
+        critic.requires_grad_(False)
+        nn.functional.softplus(-critic(fake)).mean().backward()
+        critic.requires_grad_(True)
+        nn.utils.clip_grad_norm_(generator.parameters(), 0.05)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 @quiet
 def clipping_after_each_batch_on_purpose(rank, size):
     model = dpfuse.DistributedDataParallel(mlp(), check_loop="off")

@@ -165,6 +165,25 @@ def test_without_a_copy_a_write_is_noted_and_not_judged(late):
     assert seen.watched.changes == 0
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_change_counts_once_a_backward_has_added_to_it(late, sync):
+    """Others may come in between, of a loss that does not need the parameter."""
+    seen = Watching(late, compares=True)
+    seen.backward()
+    change(seen.param.grad)
+    seen.watched.backward_begins(announced=True)
+    if sync:
+        seen.watched.mean_ends()
+    else:
+        seen.watched.local_ends(announced=True)
+    assert seen.watched.changes == 0
+    if not late:  # else it begins again behind each write
+        seen.backward()
+        assert seen.watched.changes == 1
+    seen.step()
+    assert seen.watched.changes == 0
+
+
 def clipped_between(seen, windows):
     """The warnings where a gradient is halved between the two backwards of so many windows."""
     findings.forget()
