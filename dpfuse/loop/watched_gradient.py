@@ -48,8 +48,8 @@ class WatchedGradient:
         length: how many backwards have written it since the last step, or since it was zero.
         compares: whether values that other code may have written between two backwards are compared with that copy,
             of which there is one behind synchronised backwards, too.
-        changes: how often other code has changed it there, except to 0, before a backward that added to it, since the
-            last step.
+        changes: how often other code has scaled or cut it there, before a backward that added to it, since the last
+            step.
         touched: whether other code may have written it there, at any time.
         dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
     """
@@ -84,7 +84,7 @@ class WatchedGradient:
         self.compares = self.touched = False
         self._seen: ref[Tensor] | None = None
         self._count = 0
-        self._looks: list[HostCopy] = []  # on a GPU, where such changes are judged behind the step
+        self._looks: list[tuple[HostCopy, float]] = []  # on a GPU, where such writes are judged behind the step
         self.forget()
 
     def forget(self) -> None:
@@ -168,9 +168,9 @@ class WatchedGradient:
         if self._is_readable(grad):
             if not were_added_to(values[-2], values[-1]):
                 return
-            self.changes += were_changed(values)
+            self.changes += were_rescaled(values, rounding_of(grad))
         else:
-            self._looks.append(HostCopy(values))
+            self._looks.append((HostCopy(values), rounding_of(grad)))
         self._pending.clear()
 
     def _zeroed(self) -> None:
@@ -233,7 +233,8 @@ class WatchedGradient:
         self._pending.clear()
         if self._looks:
             looks, self._looks = self._looks, []
-            self.changes += sum(were_changed(torch.tensor(look.read(), dtype=torch.float64)) for look in looks)
+            for look, tolerance in looks:
+                self.changes += were_rescaled(torch.tensor(look.read(), dtype=torch.float64), tolerance)
 
     @property
     def was_kept(self) -> bool:
@@ -310,16 +311,48 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
     return bool((cut | (now == before)).all())
 
 
-def were_changed(values: Tensor) -> bool:
-    """Whether values have changed, except to 0, before a backward that has added to them.
+def were_rescaled(values: Tensor, tolerance: float) -> bool:
+    """Whether other code has scaled or cut values before a backward that has added to them.
 
     Args:
-        values: [3 * writes, n]: before other code has written them, behind it, and behind the backward.
+        values: [3 * writes, n] float64: before other code has written them, behind it, and behind the backward.
+        tolerance: of a factor, relative.
     """
-    return any(
-        bool(((before != now) & (now != 0)).any()) and were_added_to(now, end)
-        for before, now, end in values.view(-1, 3, values.shape[-1])
+    writes = values.view(-1, 3, values.shape[-1])
+    return any(is_rescaled(before, now, tolerance) and were_added_to(now, end) for before, now, end in writes)
+
+
+def is_rescaled(before: Tensor, now: Tensor, tolerance: float) -> bool:
+    """Whether values were multiplied by one number, cut at one absolute value, or both, in this order.
+
+    An addition gives the same after each batch as at the end, and so does a mask. So zeros are left out.
+
+    Args:
+        before, now: [n] float64, on the CPU.
+        tolerance: of the factor, relative.
+
+    Example:
+        >>> import torch
+        >>> before = torch.tensor([1.0, -2.0, 4.0, 3.0], dtype=torch.float64)
+        >>> [is_rescaled(before, now, 1e-6) for now in (before / 3, (before / 2).clamp(-1, 1), before + 1, before)]
+        [True, True, False, False]
+    """
+    kept = now != 0
+    before, now = before[kept], now[kept]
+    sizes, new_sizes = before.abs(), now.abs()
+    if len(sizes.unique()) < 3 or not new_sizes.isfinite().all() or not torch.equal(before.sign(), now.sign()):
+        return False
+    below = new_sizes < new_sizes.max()
+    factor = 1.0
+    if len(new_sizes[below].unique()) > 1:  # of one value nothing is known but whether it was kept
+        place = int(new_sizes.where(below, 0).argmax())
+        factor = float(now[place] / before[place])
+    scaled = factor * sizes
+    fits = torch.where(
+        below, (new_sizes - scaled).abs() <= tolerance * scaled + TINY, new_sizes <= scaled * (1 + tolerance)
     )
+    shrunk = new_sizes < sizes * (1 - 2 * tolerance)
+    return bool(fits.all()) and (abs(factor - 1) > 2 * tolerance or int(shrunk.sum()) > 1)
 
 
 def were_added_to(now: Tensor, end: Tensor) -> bool:

@@ -660,6 +660,88 @@ def local_steps_that_are_averaged_in_bfloat16_from_then_on(rank, size):
 # --- Gradients that are changed on purpose ---
 
 
+@quiet
+def weight_decay_by_hand_after_each_batch(rank, size):
+    """What is added to a sum may be added at any time."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 2 != 0):
+            loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad.add_(param.detach(), alpha=0.01)
+        if (index + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def elastic_weights_whose_penalty_is_added_by_hand(rank, size):
+    """EWC: each micro-batch has its share of the penalty, computed beside the wrapper."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    params = list(model.parameters())
+    old = [param.detach() + 0.1 for param in params]
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        penalty = sum((param - other).square().sum() for param, other in zip(params, old, strict=True)) / 2
+        for param, grad in zip(params, torch.autograd.grad(penalty, params), strict=True):
+            param.grad.add_(grad)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def langevin_noise_in_each_micro_batch(rank, size):
+    """SGLD, with the same noise on all ranks, behind each of three backwards."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = seeded(0, 9)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        model.require_backward_grad_sync = index % 3 == 2
+        (loss_of(model(x), y) / 3).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad += 0.05 * torch.randn(param.shape, generator=noise)
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@quiet
+def penalty_on_one_layer_in_no_sync_beside_the_wrapper(rank, size):
+    """A backward that reaches one weight only, between those of two micro-batches."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        with model.no_sync(enabled=index % 3 < 2):
+            loss_of(model(x), y).backward()
+            if index % 3 < 2:
+                (1e-2 * model.module[2].weight.square().sum()).backward()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def orthogonal_weights_in_the_first_batches_of_a_window(rank, size):
+    """Each local micro-batch adds the penalty of a matrix, whose backward goes through no output."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    for index, (x, y) in enumerate(batches(rank, 32)):
+        model.require_backward_grad_sync = index % 4 == 3
+        loss_of(model(x), y).backward()
+        if index % 4 != 3:
+            weight = model.module[0].weight
+            (weight.T @ weight - torch.eye(4)).square().sum().backward()
+            (model.module[2].weight @ model.module[2].weight.T - torch.eye(3)).square().sum().backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Towers(nn.Module):
     """Two networks with one wrapper, of which each loss needs one."""
 

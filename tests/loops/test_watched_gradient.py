@@ -123,14 +123,22 @@ def mask(grad):
     grad[:, 1:] *= 0
 
 
+def add(grad):
+    grad += torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def cut(grad):
+    grad.clamp_(-5, 5)
+
+
 def zero(grad):
     grad.zero_()
 
 
 @pytest.mark.parametrize(
-    ("write", "counts"), [(change, 1), (change_without_a_count, 1), (keep, 0), (mask, 0), (zero, 0)]
+    ("write", "counts"), [(change, 1), (change_without_a_count, 1), (cut, 1), (keep, 0), (mask, 0), (add, 0), (zero, 0)]
 )
-def test_a_change_inside_a_window_counts_unless_it_is_to_zero(write, counts):
+def test_a_factor_or_a_limit_inside_a_window_counts_and_an_addition_does_not(write, counts):
     seen = Watching(compares=True)
     seen.backward()
     write(seen.param.grad)
@@ -142,7 +150,7 @@ def test_a_change_inside_a_window_counts_unless_it_is_to_zero(write, counts):
     assert seen.watched.changes == 0
 
 
-@pytest.mark.parametrize(("write", "counts"), [(change, 1), (keep, 0), (mask, 0), (zero, 0)])
+@pytest.mark.parametrize(("write", "counts"), [(change, 1), (cut, 1), (keep, 0), (mask, 0), (add, 0), (zero, 0)])
 def test_on_a_gpu_a_change_is_read_behind_the_step(write, counts):
     seen = Watching(late=True, compares=True)
     seen.backward()

@@ -507,6 +507,21 @@ def clipping_after_each_batch_of_a_converted_model(rank, size):
 
 
 @named("DPF-L06")
+def unscaling_and_clipping_of_values_after_each_batch(rank, size):
+    """What was scaled is cut as well, so neither one factor nor one limit tells of all values."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            (256 * loss_of(model(x), y)).backward()
+        torch._foreach_mul_([param.grad for param in model.parameters()], 1 / 256)
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
 def clipping_of_values_after_each_batch(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(model.parameters())
