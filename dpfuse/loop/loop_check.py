@@ -14,7 +14,7 @@ from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
-from dpfuse.engine.plan import Bucket
+from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
@@ -82,7 +82,7 @@ class LoopCheck(Feature):
         self._of: dict[ref[Optimizer], OptimizerRules] = {}
         self._steps = 0
         self._order: RepeatedOrder | None = RepeatedOrder()  # until it has decided
-        self._never_stepped: NeverStepped | None = None  # until it has decided
+        self._never_stepped: NeverStepped | None = None
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
         call_before_steps(self)
@@ -90,6 +90,21 @@ class LoopCheck(Feature):
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
         return None if report is None else _Tell(self, bucket, buffer, report)
+
+    def planned(self, plan: BucketPlan) -> None:
+        """As `Feature.planned`."""
+        if self._never_stepped is not None and self._never_stepped.misses_names(names_of(plan)):
+            self._look_at_rest()
+
+    def thawed(self, params: Sequence[Tensor]) -> None:
+        """As `Feature.thawed`."""
+        if self._never_stepped is not None and self._never_stepped.misses(params):
+            self._look_at_rest()
+
+    def _look_at_rest(self) -> None:
+        """Look from now on for parameters that no optimizer steps on."""
+        if self._model is not None:
+            self._never_stepped = NeverStepped(self._model)
 
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
         """Note the arguments of a forward that may have a backward."""
@@ -183,10 +198,8 @@ class LoopCheck(Feature):
             model = self._model
             if model is None or (model.on_gpu and capturing()):
                 return
-            if self._never_stepped is not None:
+            if self._never_stepped is not None and not self._never_stepped.decided:
                 self._never_stepped.before_step(optimizer)
-                if self._never_stepped.decided:
-                    self._never_stepped = None
             if self._order is not None and self._order.decided:
                 self._order.tell(model.rank)
                 self._order = None
@@ -253,7 +266,7 @@ class LoopCheck(Feature):
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]
         self._watched = list(self._spares)
-        self._never_stepped = NeverStepped(model)
+        self._look_at_rest()
         self._comparison = Comparison(self._module, model, grads.params[0].device.type, grads.group.size())
         return model
 

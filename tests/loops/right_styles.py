@@ -24,6 +24,47 @@ def average_weights(module):
 
 
 @quiet
+def backbone_that_is_unfrozen_with_a_group_of_its_own(rank, size):
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    optimizer = torch.optim.Adam(net[2].parameters())
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        if step == 5:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters(), "lr": 1e-4})
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def backbone_that_the_optimizer_had_while_it_was_frozen(rank, size):
+    """It is frozen and trained in turns, and its optimizer steps on the rest meanwhile."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 60)):
+        model.module[0].requires_grad_(step % 25 > 4)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def adapter_that_is_added_with_a_new_optimizer(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        if step == 5:
+            torch.manual_seed(5)
+            model.module.append(nn.Linear(3, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
 def local_sgd_with_a_long_period(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -320,6 +320,49 @@ def rest_of_an_epoch_is_zeroed_by_a_trainer(rank, size):
 
 
 @named("DPF-L04")
+def backbone_that_is_unfrozen_without_a_group(rank, size):
+    """The head is trained first. The optimizer was made of what required gradients then."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    optimizer = torch.optim.Adam(filter(lambda param: param.requires_grad, net.parameters()))
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step == 1:
+            net[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def backbone_that_is_frozen_behind_the_wrapping_and_unfrozen(rank, size):
+    """As the callbacks of fastai and Lightning do it, with an optimizer of the head alone."""
+    model = dpfuse.DistributedDataParallel(mlp(), find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.module[2].parameters())
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if step == 0:
+            model.module[0].requires_grad_(True)
+
+
+@named("DPF-L04")
+def adapter_that_is_added_without_a_group(rank, size):
+    """A layer comes in after the first step, on all ranks, and the optimizer is not told."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step == 1:
+            torch.manual_seed(5)
+            model.module.append(nn.Linear(3, 3))
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
 def optimizer_over_a_deepcopy(rank, size):
     module = mlp()
     model = dpfuse.DistributedDataParallel(module)
