@@ -24,6 +24,46 @@ def average_weights(module):
 
 
 @quiet
+def stages_that_keep_their_wrappers(rank, size):
+    """The hooks of the first wrapper average what is local for the second one, so that rest is none."""
+    net, stages = mlp(), []
+    for stage in range(2):
+        model = dpfuse.DataParallel(net)
+        stages.append(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in batches(rank, 12, stage):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            if stage:
+                with model.no_sync():
+                    loss_of(model(x), y).backward()
+                means = net[0].weight.grad.clone()
+                dist.all_reduce(means)
+                torch.testing.assert_close(net[0].weight.grad, means / size)
+            optimizer.step()
+
+
+@quiet
+def wrapper_that_is_held_by_a_cycle_while_the_next_one_accumulates(rank, size):
+    """A trainer refers to itself, so the garbage collector has not freed it when the module is wrapped again."""
+    net = mlp()
+    for stage in range(2):
+
+        class Trainer:
+            pass
+
+        trainer = Trainer()
+        trainer.itself, trainer.model = trainer, dpfuse.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for index, (x, y) in enumerate(batches(rank, 24, stage)):
+            with trainer.model.no_sync(enabled=index % 2 == 0):
+                loss_of(trainer.model(x), y).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@quiet
 def backbone_that_is_unfrozen_with_a_group_of_its_own(rank, size):
     net = mlp()
     net[0].requires_grad_(False)
