@@ -24,6 +24,21 @@ def average_weights(module):
 
 
 @quiet
+def r_drop_with_epochs(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 40 * size))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank)
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            first, second = model(x), model(x)
+            (loss_of(first, y) + loss_of(second, y) + loss_of(first, second)).backward()
+            optimizer.step()
+
+
+@quiet
 def stages_that_keep_their_wrappers(rank, size):
     """The hooks of the first wrapper average what is local for the second one, so that rest is none."""
     net, stages = mlp(), []

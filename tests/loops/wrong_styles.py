@@ -656,6 +656,42 @@ def batch_sampler_over_a_sampler_without_epochs(rank, size):
 
 
 @named("DPF-L11")
+def r_drop_without_epochs(rank, size):
+    """Each batch has two forwards, whose outputs are compared."""
+    data = TensorDataset(*batch(seeded(0), 40 * size))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=size, rank=rank))
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            first, second = model(x), model(x)
+            (loss_of(first, y) + loss_of(second, y) + loss_of(first, second)).backward()
+            optimizer.step()
+
+
+@named("DPF-L11")
+def sharpness_aware_steps_without_epochs(rank, size):
+    """SAM: the second forward of a batch is that of weights a small way up."""
+    data = TensorDataset(*batch(seeded(0), 40 * size))
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+            loss_of(model(x), y).backward()
+            ways = [0.05 * param.grad for param in model.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), ways)
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), ways)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L11")
 def endless_iterator_without_epochs(rank, size):
     data = TensorDataset(*batch(seeded(0), 38 * size))
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=size, rank=rank))
