@@ -89,7 +89,11 @@ class OptimizerRules:
         if not fitting:
             return self.watched
         own = {spare.name: spare for spare in spares if spare.name in fitting}
-        name, param = best_of({name: fitting[name] for name in own or fitting})[-1]
+        best = best_of({name: fitting[name] for name in own or fitting})
+        if own:  # a head may be in one loss of several, so the parameter that most backwards have written tells most
+            most = max(own[name].length for name, _ in best)
+            best = [(name, param) for name, param in best if own[name].length == most]
+        name, param = best[-1]
         watched = self.watched = own[name] if own else WatchedGradient(param, name, self._model.rank)
         self.stop()
         steps, averaged = LocalSteps(watched, self._model), EachAveraged(watched, self._model)

@@ -39,6 +39,31 @@ def r_drop_with_epochs(rank, size):
 
 
 @quiet
+def two_heads_whose_average_comes_last(rank, size):
+    """The auxiliary loss is accumulated on this rank, and the backward of the main one averages both."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.trunk, self.main, self.auxiliary = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x, main):
+            hidden = self.trunk(x).tanh()
+            return self.auxiliary(hidden), self.main(hidden) if main else None
+
+    model = dpfuse.DistributedDataParallel(Heads(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x, False)[0], y).backward()
+        auxiliary, main = model(x, True)
+        (loss_of(main, y) + 0.1 * loss_of(auxiliary, y)).backward()
+        optimizer.step()
+
+
+@quiet
 def stages_that_keep_their_wrappers(rank, size):
     """The hooks of the first wrapper average what is local for the second one, so that rest is none."""
     net, stages = mlp(), []

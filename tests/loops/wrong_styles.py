@@ -120,6 +120,45 @@ def discriminator_with_its_second_backward_in_no_sync(rank, size):
         optimizer.step()
 
 
+class Heads(nn.Module):
+    """A trunk, and two heads in either order."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 3) for name in names})
+
+    def forward(self, x, name):
+        return self.heads[name](self.trunk(x).tanh())
+
+
+@named("DPF-L01")
+def auxiliary_head_in_no_sync(rank, size):
+    """The second loss needs another forward, and its head is not that of the first one. Both need the trunk."""
+    model = dpfuse.DistributedDataParallel(Heads(["auxiliary", "main"]), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 12):
+        optimizer.zero_grad()
+        loss_of(model(x, "main"), y).backward()
+        with model.no_sync():
+            loss_of(model(x, "auxiliary"), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L01")
+def auxiliary_head_in_no_sync_that_is_registered_last(rank, size):
+    model = dpfuse.DataParallel(Heads(["main", "auxiliary"]), find_unused_parameters=True, check_weights="off")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in batches(rank, 12):
+        loss_of(model(x, "main"), y).backward()
+        model.require_backward_grad_sync = False
+        loss_of(model(x, "auxiliary"), y).backward()
+        model.require_backward_grad_sync = True
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @named("DPF-L01")
 def scaled_loss_with_the_switch_behind_the_forward(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
