@@ -63,6 +63,16 @@ class CutWindows:
         elif watched.locals == watched.length < self._usual():
             self._look_at_step(optimizer)
 
+    @property
+    def settled(self) -> bool:
+        """Whether another window that ends with an average, and has this length, changes nothing but numbers."""
+        return not self._notes and (self._length == 1 or self._same >= WINDOWS)
+
+    def skipped(self, count: int) -> None:
+        """Note so many of these windows, of which it was not told."""
+        self._between += count
+        self._same += count
+
     def after_step(self, optimizer: Optimizer) -> None:
         """As `Looking.after_step`."""
 

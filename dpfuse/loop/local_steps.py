@@ -56,6 +56,16 @@ class LocalSteps:
             self._count(optimizer)
         self._before = means, others
 
+    @property
+    def settled(self) -> bool:
+        """Whether a step on a mean changes nothing but what `skipped` notes."""
+        return self._decided or not (self._looks or self._steps)
+
+    def skipped(self, means: int, others: int) -> None:
+        """Note how many backwards there had been at the last of some steps on means, of which it was not told."""
+        if not self._decided:
+            self._before = means, others
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Copy some elements of weight and gradient behind the step, which may itself average."""
         own = self._optimizer is not None and self._optimizer() is optimizer

@@ -29,7 +29,7 @@ from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
-from dpfuse.loop.rank_words import is_due
+from dpfuse.loop.rank_words import is_due, next_change
 from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
@@ -55,6 +55,7 @@ class LoopCheck(Feature):
 
     Attributes:
         failed: whether a rule has failed, so that the check is off.
+        hears_forwards: whether `forward_begins` has anything to note.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class LoopCheck(Feature):
         self._made = running_lines(sys._getframe())
         self._rank = rank
         self.failed = False
+        self.hears_forwards = True
+        self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: Comparison | None = None
@@ -124,7 +127,7 @@ class LoopCheck(Feature):
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
         try:
             model = self._model
-            if model is None or not model.due or self._window.without_inputs or self._comparison is None:
+            if model is None or self._window.without_inputs or self._comparison is None:
                 return
 
             def params() -> dict[str, Tensor]:
@@ -174,12 +177,16 @@ class LoopCheck(Feature):
             return
         try:
             self._runs = False
-            model = self._model
+            model, comparison = self._model, self._comparison
             assert model is not None
-            assert self._comparison is not None
+            assert comparison is not None
             model.averages += 1
-            self._comparison.delivered()
-            model.due = is_due(model.averages)
+            if comparison.waits:
+                comparison.delivered()
+            if model.averages == self._next_change:
+                model.due = is_due(model.averages)
+                self.hears_forwards = self._order is not None or model.due or model.keeps_places > 0
+                self._next_change = next_change(model.averages)
             for watched in self._watched:
                 watched.mean_ends()
         except Exception as error:
@@ -205,8 +212,9 @@ class LoopCheck(Feature):
                 self._order = None
             if self._runs:
                 return
-            if self._comparison is not None:
-                self._comparison.before_step(optimizer)
+            comparison = self._comparison
+            if comparison is not None and (comparison.heard or model.due):
+                comparison.before_step(optimizer)
             rules = self._of.get(ref(optimizer))
             if rules is None:
                 self._forget_freed()
@@ -216,6 +224,7 @@ class LoopCheck(Feature):
             if self._spares or rules.watched is not before:
                 self._choose_watched()
             if model.looking:
+                self.hears_forwards = True
                 call_after_steps(self)
         except Exception as error:
             self._fail(error)
@@ -239,7 +248,7 @@ class LoopCheck(Feature):
         """
         if isinstance(error, (DPFuseError, LoopWarning)):
             raise error
-        self.failed = True
+        self.failed, self.hears_forwards = True, False
         findings.log_failure(self._rank, error)
         for rules in self._of.values():
             rules.stop()
@@ -289,4 +298,6 @@ class _Tell(PackStep):
         self._report = report
 
     def after(self, arguments: PackArguments) -> None:
-        self._check.tell(self._report, self._buffer.report, self._bucket)
+        model = self._check._model
+        if model is not None and model.due:
+            self._check.tell(self._report, self._buffer.report, self._bucket)

@@ -52,6 +52,7 @@ class WatchedGradient:
             step.
         touched: whether other code may have written it there, at any time.
         dropped: how many backwards had written it each time it was zeroed without a step, since the last step.
+        odd: whether anything was seen since the last step but backwards that add up, the synchronised one last.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class WatchedGradient:
         "locals",
         "means",
         "name",
+        "odd",
         "param",
         "rank",
         "rest",
@@ -94,6 +96,7 @@ class WatchedGradient:
         self.rest_line = ""
         self.bits: Sample | None = None
         self._stepped = False
+        self.odd = True
         # Before and behind each write of other code that no backward has followed which adds to it.
         self._pending: list[tuple[Sample, Sample]] = []
         self._mark()
@@ -105,12 +108,6 @@ class WatchedGradient:
         else:
             self._seen, self._count = ref(grad), grad._version
 
-    def _is_as_marked(self, grad: Tensor) -> bool:
-        return self._seen is not None and self._seen() is grad and grad._version == self._count
-
-    def _is_another(self, grad: Tensor) -> bool:
-        return self._seen is None or self._seen() is not grad
-
     def backward_begins(self, *, announced: bool) -> None:
         """Look what other code has done since the last backward.
 
@@ -118,21 +115,22 @@ class WatchedGradient:
         """
         grad = self.param.grad
         if grad is None:
-            if self.means or self.length:
+            if self.length or self.means:
                 self._zeroed()
             self._seen = None
-        elif self._is_another(grad):
+        elif self._seen is None or self._seen() is not grad:
+            self.odd = True
             self._restart()  # of which nothing is known
             self._mark()
         # `grad.data` can be written without a count. So behind a step, where most programs zero, values decide.
-        elif announced and (self._stepped or grad._version != self._count or self._differs(grad)):
+        elif announced and (self._stepped or grad._version != self._count or (self.compares and self._differs(grad))):
             self._may_be_written(grad)
             self._mark()
 
     def _differs(self, grad: Tensor) -> bool:
         """Whether a sample of its memory shows that other code has written it, though it did not count."""
         bits = self.bits
-        return self.compares and bits is not None and type(bits.memory) is bytes and bits != sample_of(grad)
+        return bits is not None and type(bits.memory) is bytes and bits != sample_of(grad)
 
     @staticmethod
     def _is_readable(grad: Tensor) -> bool:
@@ -146,7 +144,7 @@ class WatchedGradient:
             return
         write = None
         if self.length > 0 and not self._stepped and not capturing():
-            self.touched = True
+            self.touched = self.odd = True
             now = sample_of(grad)
             if self.compares and self.bits is not None and are_comparable(self.bits, now):
                 write = self.bits, now
@@ -176,7 +174,11 @@ class WatchedGradient:
     def _zeroed(self) -> None:
         if not self._stepped:
             self.dropped.append(self.length)
-        self._restart()
+            self.odd = True
+        self.means = self.locals = self.rest = self.length = 0
+        self.bits = None
+        if self._pending:
+            self._pending.clear()
 
     def _restart(self) -> None:
         self.means = self.locals = self.rest = self.length = 0
@@ -186,39 +188,47 @@ class WatchedGradient:
     def local_ends(self, *, announced: bool) -> None:
         """Note the end of a backward that was not averaged; `announced` says that it went through an output."""
         grad = self.param.grad
-        if grad is None or grad.layout is not torch.strided or self._is_as_marked(grad):
+        if grad is None or grad.layout is not torch.strided:
             return
-        self._mark()
+        if self._seen is None or self._seen() is not grad:
+            self._mark()
+        elif grad._version == self._count:
+            return
+        else:
+            self._count = grad._version
         if self._pending:
             self._count_changes(grad)
-        self._count_backward()
+        if self._stepped:
+            self._stepped, self.length = False, 1
+        else:
+            self.length += 1
         if announced:
             self.locals += 1
             if self.means:
                 self.rest += 1
+                self.odd = True
                 self.rest_line = user_line()
         if self.rest or self.keeps_bits:
             self.bits = sample_of(grad)
 
     def mean_ends(self) -> None:
         """Note the end of a synchronised backward."""
-        self._mark()
         grad = self.param.grad
-        if self._seen is None or grad is None:
+        if grad is None or grad.is_inference():
+            self._seen = None
             return
+        self._seen, self._count = ref(grad), grad._version
         if self._pending and grad.layout is torch.strided:
             self._count_changes(grad)
-        self._count_backward()
+        if self._stepped:
+            self._stepped, self.length = False, 1
+        else:
+            self.length += 1
         self.means += 1
         self.rest = 0
         self.bits = None
         if self.compares and grad.layout is torch.strided:
             self.bits = sample_of(grad)
-
-    def _count_backward(self) -> None:
-        if self._stepped:
-            self._stepped, self.length = False, 0
-        self.length += 1
 
     @property
     def is_new(self) -> bool:
@@ -235,6 +245,20 @@ class WatchedGradient:
             looks, self._looks = self._looks, []
             for look, tolerance in looks:
                 self.changes += were_rescaled(torch.tensor(look.read(), dtype=torch.float64), tolerance)
+        self.odd = self.changes > 0
+
+    def stepped_as_before(self, length: int) -> bool:
+        """Note such a step, if its window has one average, behind `length - 1` others, and nothing else was seen.
+
+        Returns:
+            Whether that is so. Else `stepped` notes the step.
+        """
+        if self.odd or self._stepped or self.length != length or self.means != 1 or self.param.grad is None:
+            return False
+        if self.rest or self.locals != length - 1:
+            return False
+        self._stepped = True
+        return True
 
     @property
     def was_kept(self) -> bool:

@@ -270,7 +270,7 @@ class ModuleSync:
         window.forward_begins(counts=idle and self._module.training)
         if self.before_collectives is not None:
             self.before_collectives()
-        if self.loop is not None and idle:
+        if self.loop is not None and self.loop.hears_forwards and idle:
             self.loop.forward_begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
         self.buffers.forward_begins(due=own_tensors and self.buffers.due)
