@@ -28,7 +28,7 @@ SUITES = {
     "forward": 120,
     "checks": 240,
     "weights": 400,
-    "loop": 180,
+    "loop": 400,
     "accumulate": 300,
     "health": 120,
     "clip": 150,

@@ -113,8 +113,8 @@ def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[C
 
 
 CASES: dict[str, tuple[Callable[[], Workload], Effort, int]] = {
-    "10 parameters": (partial(chain, 10), Effort(10, 7, 0), 1),
-    "10 parameters, 4 backwards": (partial(chain, 10), Effort(6, 5, 0), 4),
+    "10 parameters": (partial(chain, 10), Effort(6, 5, 0), 1),
+    "10 parameters, 4 backwards": (partial(chain, 10), Effort(3, 3, 0), 4),
     "1000 parameters": (partial(chain, 1000), Effort(1, 3, 0), 1),
 }
 QUICK = Effort(1, 1, 0)

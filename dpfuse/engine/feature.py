@@ -65,6 +65,9 @@ class Feature:
     def opened(self, *, sync: bool, announced: bool) -> None:
         """Note that a backward begins. An error raised here comes before anything is sent."""
 
+    def thawed(self, params: Sequence[Tensor]) -> None:
+        """Note that these parameters were frozen, and require gradients from the backward on that begins now."""
+
     def left(self, *, added: bool) -> None:
         """Note that a backward has ended without averaging. `added` says whether it has added to gradients."""
 

@@ -434,7 +434,10 @@ class Reducer:
                 feature.opened(sync=sync, announced=announced)
             params = self._in_use.params
             if self._frozen and any(params[index].requires_grad for index in self._frozen):
-                self._freeze(frozenset(index for index in self._frozen if not params[index].requires_grad))
+                thawed = frozenset(index for index in self._frozen if params[index].requires_grad)
+                self._freeze(self._frozen - thawed)
+                for feature in wiring.features:
+                    feature.thawed([params[index] for index in thawed])
             if not sync:
                 self._enter(LOCAL)
             elif not self._uses_ready_lists and self._in_use.report.unreadable:

@@ -36,6 +36,11 @@ class ChangedGradients:
         self._watched.compares = True
         self._watched.keeps_bits += 1
 
+    @property
+    def settled(self) -> bool:
+        """Whether a window without a write of other code changes nothing."""
+        return not self._left and (self._decided or not self._watched.touched)
+
     def stop(self) -> None:
         """Compare values no more."""
         if self._left:

@@ -32,6 +32,10 @@ class Comparison:
         model: whose gradients are averaged.
         device: of the parameters, such as "cpu".
         size: number of ranks.
+
+    Attributes:
+        waits: whether the next average is to be told of.
+        heard: whether a rule has heard something since the last step.
     """
 
     def __init__(self, module: nn.Module, model: Model, device: str, size: int) -> None:
@@ -42,7 +46,7 @@ class Comparison:
         self._batches = SameBatches(model.rank, self._own)
         self._modes = SameModes(module, device, model.rank)
         self._rates = SameRates(model)
-        self._heard = False  # whether a rule has heard something since the last step
+        self.waits = self.heard = False
 
     def forward_begins(self, inputs: Any) -> None:
         """Note a forward, whose backward may be compared."""
@@ -58,6 +62,7 @@ class Comparison:
             packed: [numel], where they go.
             params: returns the parameters, by name, behind whose gradients the report is packed.
         """
+        self.waits = True
         words: dict[str, Word] = {"there": [1.0], **self._modes.words(), **self._rates.words()}
         if self._inputs.known and not self._batches.decided:
             words |= {"hashed": [1.0], "inputs": self._inputs.word()}
@@ -70,16 +75,17 @@ class Comparison:
         """Hand what is known by now to the rules."""
         self._own.delivered()
         sums = self._words.delivered()
+        self.waits = self._words.waits
         if sums is None or not sums.all_set("there"):
             return
-        self._heard = True
+        self.heard = True
         for rule in (self._batches, self._modes, self._rates):
             rule.heard(sums)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Say what the rules have found, and note what this step uses."""
-        if self._heard:
-            self._heard = False
+        if self.heard:
+            self.heard = False
             for rule in (self._batches, self._modes, self._rates):
                 rule.tell()
         if self._model.due:

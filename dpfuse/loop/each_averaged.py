@@ -56,6 +56,11 @@ class EachAveraged:
         elif self._steps == COUNTED + MEASURED:
             self._say(optimizer)
 
+    @property
+    def settled(self) -> bool:
+        """Whether another window of the same backwards changes nothing."""
+        return self._length < 2
+
     def stop(self) -> None:
         """Measure no more."""
         if self._times is not None:

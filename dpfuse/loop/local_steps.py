@@ -57,6 +57,16 @@ class LocalSteps:
             self._count(optimizer)
         self._before = means, others
 
+    @property
+    def settled(self) -> bool:
+        """Whether a step on a mean changes nothing but what `skipped` notes."""
+        return self._decided or not (self._looks or self._steps)
+
+    def skipped(self, means: int, others: int) -> None:
+        """Note how many backwards there had been at the last of some steps on means, of which it was not told."""
+        if not self._decided:
+            self._before = means, others
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Copy some elements of weight and gradient behind the step, which may itself average."""
         own = self._optimizer is not None and self._optimizer() is optimizer
@@ -113,8 +123,7 @@ class LocalSteps:
         return self._model.averages_weights(frame) or average_may_come(frame, self._model.made)
 
     def _copy_of(self, pairs: list[tuple[Sample, Sample]]) -> HostCopy:
-        dtype = self._watched.param.dtype
-        return HostCopy(torch.stack([values_of(sample, dtype) for pair in pairs for sample in pair]).double())
+        return HostCopy(torch.stack([values_of(sample).double() for pair in pairs for sample in pair]))
 
     def _were_kept(self, gradients: HostCopy, weights: HostCopy) -> bool:
         tolerance = rounding_of(self._watched.param)

@@ -14,12 +14,13 @@ from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
-from dpfuse.engine.plan import Bucket
+from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
+from dpfuse.engine.user_line import user_place
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.coming_code import running_lines
@@ -28,7 +29,7 @@ from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
-from dpfuse.loop.rank_words import is_due
+from dpfuse.loop.rank_words import is_due, next_change
 from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
@@ -54,6 +55,7 @@ class LoopCheck(Feature):
 
     Attributes:
         failed: whether a rule has failed, so that the check is off.
+        hears_forwards: whether `forward_begins` has anything to note.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class LoopCheck(Feature):
         self._made = running_lines(sys._getframe())
         self._rank = rank
         self.failed = False
+        self.hears_forwards = True
+        self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: Comparison | None = None
@@ -81,7 +85,7 @@ class LoopCheck(Feature):
         self._of: dict[ref[Optimizer], OptimizerRules] = {}
         self._steps = 0
         self._order: RepeatedOrder | None = RepeatedOrder()  # until it has decided
-        self._never_stepped: NeverStepped | None = None  # until it has decided
+        self._never_stepped: NeverStepped | None = None
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
         call_before_steps(self)
@@ -90,12 +94,31 @@ class LoopCheck(Feature):
         """As `Feature.step`."""
         return None if report is None else _Tell(self, bucket, buffer, report)
 
+    def planned(self, plan: BucketPlan) -> None:
+        """As `Feature.planned`."""
+        if self._never_stepped is not None and self._never_stepped.misses_names(names_of(plan)):
+            self._look_at_rest()
+
+    def thawed(self, params: Sequence[Tensor]) -> None:
+        """As `Feature.thawed`."""
+        if self._never_stepped is not None and self._never_stepped.misses(params):
+            self._look_at_rest()
+
+    def _look_at_rest(self) -> None:
+        """Look from now on for parameters that no optimizer steps on."""
+        if self._model is not None:
+            self._never_stepped = NeverStepped(self._model)
+
     def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
         """Note the arguments of a forward that may have a backward."""
         try:
             if self._order is not None:
                 self._order.forward_begins(inputs)
-            if self._model is not None and self._model.due and self._comparison is not None:
+            if self._model is None:
+                return
+            if self._model.keeps_places:
+                self._model.forward_place = user_place()
+            if self._model.due and self._comparison is not None:
                 self._comparison.forward_begins(inputs)
         except Exception as error:
             self._fail(error)
@@ -104,7 +127,7 @@ class LoopCheck(Feature):
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
         try:
             model = self._model
-            if model is None or not model.due or self._window.without_inputs or self._comparison is None:
+            if model is None or self._window.without_inputs or self._comparison is None:
                 return
 
             def params() -> dict[str, Tensor]:
@@ -154,12 +177,16 @@ class LoopCheck(Feature):
             return
         try:
             self._runs = False
-            model = self._model
+            model, comparison = self._model, self._comparison
             assert model is not None
-            assert self._comparison is not None
+            assert comparison is not None
             model.averages += 1
-            self._comparison.delivered()
-            model.due = is_due(model.averages)
+            if comparison.waits:
+                comparison.delivered()
+            if model.averages == self._next_change:
+                model.due = is_due(model.averages)
+                self.hears_forwards = self._order is not None or model.due or model.keeps_places > 0
+                self._next_change = next_change(model.averages)
             for watched in self._watched:
                 watched.mean_ends()
         except Exception as error:
@@ -178,17 +205,16 @@ class LoopCheck(Feature):
             model = self._model
             if model is None or (model.on_gpu and capturing()):
                 return
-            if self._never_stepped is not None:
+            if self._never_stepped is not None and not self._never_stepped.decided:
                 self._never_stepped.before_step(optimizer)
-                if self._never_stepped.decided:
-                    self._never_stepped = None
             if self._order is not None and self._order.decided:
                 self._order.tell(model.rank)
                 self._order = None
             if self._runs:
                 return
-            if self._comparison is not None:
-                self._comparison.before_step(optimizer)
+            comparison = self._comparison
+            if comparison is not None and (comparison.heard or model.due):
+                comparison.before_step(optimizer)
             rules = self._of.get(ref(optimizer))
             if rules is None:
                 self._forget_freed()
@@ -198,6 +224,7 @@ class LoopCheck(Feature):
             if self._spares or rules.watched is not before:
                 self._choose_watched()
             if model.looking:
+                self.hears_forwards = True
                 call_after_steps(self)
         except Exception as error:
             self._fail(error)
@@ -221,7 +248,7 @@ class LoopCheck(Feature):
         """
         if isinstance(error, (DPFuseError, LoopWarning)):
             raise error
-        self.failed = True
+        self.failed, self.hears_forwards = True, False
         findings.log_failure(self._rank, error)
         for rules in self._of.values():
             rules.stop()
@@ -248,7 +275,7 @@ class LoopCheck(Feature):
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]
         self._watched = list(self._spares)
-        self._never_stepped = NeverStepped(model)
+        self._look_at_rest()
         self._comparison = Comparison(self._module, model, grads.params[0].device.type, grads.group.size())
         return model
 
@@ -271,4 +298,6 @@ class _Tell(PackStep):
         self._report = report
 
     def after(self, arguments: PackArguments) -> None:
-        self._check.tell(self._report, self._buffer.report, self._bucket)
+        model = self._check._model
+        if model is not None and model.due:
+            self._check.tell(self._report, self._buffer.report, self._bucket)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.protocols import BucketObserver
+from dpfuse.engine.user_line import Place
 from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.coming_code import Lines
 
@@ -53,6 +54,8 @@ class Model:
         others: how many were not, and went through an output of the wrapper.
         due: whether words travel with the next synchronised backward.
         looking: what is to be told of each backward, and of the end of each step.
+        keeps_places: how many rules want to know the place of the forward.
+        forward_place: where the user's code was in the last forward, if one of them does.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Model:
         self.averages = self.others = 0
         self.due = False
         self.looking: list[Looking] = []
+        self.keeps_places = 0
+        self.forward_place: Place = ()
         self._averages_weights = False
 
     def averages_weights(self, frame: FrameType | None) -> bool:

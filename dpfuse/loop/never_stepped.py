@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,7 @@ from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.coming_steps import may_step
 from dpfuse.loop.findings import NEVER_STEPPED, findings
 from dpfuse.loop.model import Model
-from dpfuse.loop.watched_gradient import Sample, is_plain, sample_of, values_of
+from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
 
 __all__ = ["NeverStepped"]
 
@@ -28,18 +28,23 @@ NAMED = 5  # parameters
 class NeverStepped:
     """Notes which parameters optimizers step on, and looks at the rest once: in the first steps of a model.
 
+    Another one looks again when a layer was added, or trains again that was frozen, if no optimizer had it by then.
+
     Of a parameter that other code updates, such as from a copy in float32, the weight changes. A parameter that the
     loss does not need has no gradient, or zeros.
 
     Args:
         model: whose gradients are averaged.
+
+    Attributes:
+        decided: whether there is nothing more to see.
     """
 
     def __init__(self, model: Model) -> None:
         self.decided = False
         self._model = model
-        self._params = model.params()
-        self._names = {id(param): name for name, param in self._params.items()}
+        self._params: Mapping[str, Tensor] = {}  # known in the first step, as is what follows
+        self._names: dict[int, str] = {}
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many each had when it was looked at
         self._owned: set[int] = set()  # ids of parameters of the model
         self._foreign: set[torch.dtype] = set()  # dtypes of other parameters that are stepped on
@@ -50,6 +55,9 @@ class NeverStepped:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what it steps on; say what was found."""
+        if not self._params:
+            self._params = self._model.params()
+            self._names = {id(param): name for name, param in self._params.items()}
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._groups[optimizer] = len(optimizer.param_groups)
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -61,6 +69,14 @@ class NeverStepped:
             self._compare()
         elif self._model.averages >= BEGIN and not self._samples:
             self._begin()
+
+    def misses(self, params: Iterable[Tensor]) -> bool:
+        """Whether no optimizer that has stepped had one of these parameters."""
+        return any(id(param) not in self._owned for param in params)
+
+    def misses_names(self, names: Iterable[str]) -> bool:
+        """Whether one of these parameters was not there."""
+        return bool(self._params) and not self._params.keys() >= set(names)
 
     def _begin(self) -> None:
         self._first = self._model.averages
@@ -101,7 +117,7 @@ class NeverStepped:
             self.decided = True
             return
         self._compared = kept
-        same = [same_values(samples[id(param)], sample_of(param), param.dtype) for param in kept]
+        same = [same_values(samples[id(param)], sample_of(param)) for param in kept]
         moving = [param.grad.any() for param in kept if param.grad is not None]
         self._moving = HostCopy(torch.stack(same) & torch.stack(moving))
 
@@ -124,6 +140,9 @@ class NeverStepped:
         )
 
 
-def same_values(before: Sample, now: Sample, dtype: torch.dtype) -> Tensor:
-    """Return whether two samples are equal, [] bool, on their device, without waiting."""
-    return (values_of(before, dtype) == values_of(now, dtype)).all()
+def same_values(before: Sample, now: Sample) -> Tensor:
+    """Return whether two samples are equal, [] bool, on their device, without waiting; False for a converted tensor."""
+    values = values_of(now)
+    if not are_comparable(before, now):
+        return torch.zeros((), dtype=torch.bool, device=values.device)
+    return (values_of(before) == values).all()

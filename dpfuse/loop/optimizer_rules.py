@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,29 @@ __all__ = ["OptimizerRules", "best_of"]
 SMALL = 8  # elements, of which fewer can hardly tell how they have changed
 
 
-class Rule(Protocol):
-    """Looks at a gradient before each step of one optimizer."""
+class _Rules(NamedTuple):
+    """Look at a gradient before each step of one optimizer, in this order."""
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Say what it sees, if that is wrong."""
+    rest: LocalRest
+    steps: LocalSteps
+    cut: CutWindows
+    changed: ChangedGradients
+    averaged: EachAveraged
+
+    @property
+    def settled(self) -> bool:
+        """Whether another window like the last one, which ended with an average, tells them nothing."""
+        return self.steps.settled and self.cut.settled and self.changed.settled and self.averaged.settled
+
+    def skipped(self, count: int, means: int, others: int) -> None:
+        """Note so many of these windows, and how many backwards of the model there were at the last of them."""
+        self.steps.skipped(means, others)
+        self.cut.skipped(count)
+
+    def stop(self) -> None:
+        """Let none act between steps any more."""
+        for rule in (self.steps, self.cut, self.changed, self.averaged):
+            rule.stop()
 
 
 class OptimizerRules:
@@ -45,11 +63,12 @@ class OptimizerRules:
         self.watched: WatchedGradient | None = None
         self._model = model
         self._raises = raises
-        self._rules: Sequence[Rule] = ()
-        self._lasting: Sequence[
-            LocalSteps | EachAveraged | ChangedGradients
-        ] = ()  # those of them that act between steps
+        self._rules: _Rules | None = None
         self._missed = 0  # steps without a gradient to look at
+        self._settled = False  # whether another window like the last one tells the rules nothing
+        self._length = 0  # of that one
+        self._skipped = 0  # such windows, of which no rule was told
+        self._counts = 0, 0  # averages, and other backwards, at the last of them
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
         """Have the rules look.
@@ -62,6 +81,10 @@ class OptimizerRules:
             DPFuseError: the gradients are not the mean over the ranks.
         """
         watched = self.watched
+        if self._settled and watched is not None and watched.stepped_as_before(self._length):
+            self._skipped += 1
+            self._counts = self._model.averages, self._model.others
+            return
         if watched is None or watched.param.grad is None:
             self._missed += 1
             if self._missed & (self._missed - 1):  # searching takes time, so it is done at powers of two
@@ -69,14 +92,21 @@ class OptimizerRules:
             watched = self._choose(optimizer, spares)
         if watched is None or not watched.is_new:
             return
-        for rule in self._rules:
+        rules = self._rules
+        assert rules is not None
+        if self._skipped:
+            rules.skipped(self._skipped, *self._counts)
+            self._skipped = 0
+        for rule in rules:
             rule.before_step(optimizer)
         watched.stepped()
+        self._settled = watched.means == 1 and not watched.odd and rules.settled
+        self._length = watched.length
 
     def stop(self) -> None:
         """Let no rule act between steps any more."""
-        for rule in self._lasting:
-            rule.stop()
+        if self._rules is not None:
+            self._rules.stop()
 
     def _choose(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> WatchedGradient | None:
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -84,13 +114,21 @@ class OptimizerRules:
         if not fitting:
             return self.watched
         own = {spare.name: spare for spare in spares if spare.name in fitting}
-        name, param = best_of({name: fitting[name] for name in own or fitting})[-1]
+        best = best_of({name: fitting[name] for name in own or fitting})
+        if own:  # a head may be in one loss of several, so the parameter that most backwards have written tells most
+            most = max(own[name].length for name, _ in best)
+            best = [(name, param) for name, param in best if own[name].length == most]
+        name, param = best[-1]
         watched = self.watched = own[name] if own else WatchedGradient(param, name, self._model.rank)
         self.stop()
-        steps, averaged = LocalSteps(watched, self._model), EachAveraged(watched, self._model)
-        rest, changed = LocalRest(watched, raises=self._raises), ChangedGradients(watched)
-        self._rules = rest, steps, CutWindows(watched, self._model), changed, averaged
-        self._lasting = steps, averaged, changed
+        self._settled, self._skipped = False, 0
+        self._rules = _Rules(
+            LocalRest(watched, raises=self._raises),
+            LocalSteps(watched, self._model),
+            CutWindows(watched, self._model),
+            ChangedGradients(watched),
+            EachAveraged(watched, self._model),
+        )
         return watched
 
 

@@ -73,7 +73,7 @@ def has_strides(grad: Tensor | None) -> bool:
 def sample_in(param: Tensor) -> Tensor:
     """Return a copy of some elements of a gradient, [n] float32."""
     grad: Any = param.grad
-    return values_of(sample_of(grad), grad.dtype).float()
+    return values_of(sample_of(grad)).float()
 
 
 def drops(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfuse.engine.report import Report
 from dpfuse.engine.streams import HostCopy, capturing
 
-__all__ = ["LOOP_NUMBERS", "RankWords", "Sums", "Word", "bits_of", "is_due"]
+__all__ = ["LOOP_NUMBERS", "RankWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
 
 Word = Sequence[float] | Tensor
 WIDTHS = {
@@ -43,6 +43,20 @@ def is_due(averages: int) -> bool:
         [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 128, 129, 256, 257]
     """
     return FIRST <= averages < LAST or (averages >= EVERY and averages % EVERY < RUNNING)
+
+
+def next_change(averages: int) -> int:
+    """Return the next number of averages for which `is_due` is other than for this one.
+
+    Example:
+        >>> next_change(0), next_change(3), next_change(127), next_change(128)
+        (3, 20, 128, 130)
+    """
+    for edge in (FIRST, LAST, EVERY):
+        if averages < edge:
+            return edge
+    place = averages % EVERY
+    return averages - place + (RUNNING if place < RUNNING else EVERY)
 
 
 class Sums:
@@ -105,6 +119,11 @@ class RankWords:
         report.write_extras(packed, torch.tensor(own, dtype=torch.float64))
         if self._on_gpu is not None:
             report.write_extras(packed, self._on_gpu, PLACES["inputs"])
+
+    @property
+    def waits(self) -> bool:
+        """Whether sums are on their way."""
+        return self._copy is not None or self._report is not None
 
     def delivered(self) -> Sums | None:
         """Return sums that have become known, if there are any. To be called behind each synchronised backward."""

@@ -19,6 +19,7 @@ __all__ = ["RepeatedOrder"]
 
 BATCHES = 8  # in a row, that came in the same order before
 BYTES = 64  # of the first input, that are compared
+FORWARDS = 16  # of one batch in a row, of which more show that it is repeated on purpose
 
 
 class RepeatedOrder:
@@ -37,6 +38,8 @@ class RepeatedOrder:
         self._first: list[bytes] = []
         self._batch_size = 0
         self._count = 0  # batches so far
+        self._last = b""  # of the batch before
+        self._again = 0  # forwards that it has had beyond the first
         self._same = 0  # in a row that are those of the beginning
         self._repeats = False
 
@@ -50,6 +53,11 @@ class RepeatedOrder:
             self.decided = True
             return
         key, first = some_bytes(tensor), self._first
+        if key == self._last:  # a batch may have several forwards, as in R-Drop and SAM
+            self._again += 1
+            self.decided = self._again == FORWARDS
+            return
+        self._last, self._again = key, 0
         self._count += 1
         if not first:
             self._batch_size = tensor.shape[0] if tensor.ndim else 1

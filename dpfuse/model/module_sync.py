@@ -279,7 +279,7 @@ class ModuleSync:
             self._forward_follows(self._failed, inputs)
         if self.before_collectives is not None:
             self.before_collectives()
-        if self.loop is not None and idle:
+        if self.loop is not None and self.loop.hears_forwards and idle:
             self.loop.forward_begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
         self.buffers.forward_begins(due=own_tensors and self.buffers.due(counts=counts), counts=counts)

@@ -538,7 +538,265 @@ def norms_of_single_batches_for_a_log(rank, size):
                 optimizer.zero_grad()
 
 
+@quiet
+def norms_of_single_batches_every_five_windows(rank, size):
+    """The same, so seldom that it could be an epoch: its backward has a line of its own."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 60)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            if index % 10 == 9:
+                with model.no_sync():
+                    loss_of(model(x), y).backward()
+                optimizer.zero_grad()
+
+
+@quiet
+def gradient_noise_scale_with_the_backward_of_training(rank, size):
+    """Every six windows a callback measures one batch, averaged, with the function that the training calls."""
+
+    class Trainer:
+        def __init__(self):
+            self.model = dpfuse.DistributedDataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def backward(self, x, y, sync):
+            with self.model.no_sync(enabled=not sync):
+                loss_of(self.model(x), y).backward()
+
+        def step(self, number, micro_batches):
+            for place, (x, y) in enumerate(micro_batches):
+                self.backward(x, y, place == len(micro_batches) - 1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if number % 6 == 5:
+                self.on_log(*micro_batches[0])
+
+        def on_log(self, x, y):
+            self.backward(x, y, True)
+            torch.stack([param.grad.norm() for param in self.model.parameters()]).norm()
+            self.optimizer.zero_grad(set_to_none=False)
+
+    trainer, loader = Trainer(), batches(rank, 90)
+    for number in range(30):
+        trainer.step(number, [next(loader) for _ in range(3)])
+
+
+@quiet
+def saliency_of_one_forward_every_four_windows(rank, size):
+    """The logged gradient is that of one output of a forward whose loss is trained on, too."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for index, (x, y) in enumerate(batches(rank, 64)):
+        model.require_backward_grad_sync = index % 2 == 1
+        outputs = model(x)
+        if index % 8 == 0:
+            outputs[0, 0].backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss_of(outputs, y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- Models that are converted ---
+
+
+@quiet
+def bfloat16_after_the_first_backward(rank, size):
+    """The first batch was to find out what memory is needed."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    model.bfloat16()
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x.bfloat16()), y.bfloat16()).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def float64_in_the_middle_of_a_window(rank, size):
+    """A run that shows no progress is continued with more bits, gradients included."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        dtype = next(model.parameters()).dtype
+        model.require_backward_grad_sync = index % 3 == 2
+        loss_of(model(x.to(dtype)), y.to(dtype)).backward()
+        if index == 10:
+            model.double()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@quiet
+def local_steps_that_are_averaged_in_bfloat16_from_then_on(rank, size):
+    """Local SGD converts the model while nothing but its own averages has been seen."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.no_sync():
+        for index, (x, y) in enumerate(batches(rank, 40)):
+            dtype = next(model.parameters()).dtype
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(x.to(dtype)), y.to(dtype)).backward()
+            optimizer.step()
+            if index == 8:
+                model.bfloat16()
+            if index % 4 == 3:
+                for param in model.parameters():
+                    dist.all_reduce(param.data)
+                    param.data /= size
+
+
 # --- Gradients that are changed on purpose ---
+
+
+@quiet
+def weight_decay_by_hand_after_each_batch(rank, size):
+    """What is added to a sum may be added at any time."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=(index + 1) % 2 != 0):
+            loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad.add_(param.detach(), alpha=0.01)
+        if (index + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def elastic_weights_whose_penalty_is_added_by_hand(rank, size):
+    """EWC: each micro-batch has its share of the penalty, computed beside the wrapper."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    params = list(model.parameters())
+    old = [param.detach() + 0.1 for param in params]
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        penalty = sum((param - other).square().sum() for param, other in zip(params, old, strict=True)) / 2
+        for param, grad in zip(params, torch.autograd.grad(penalty, params), strict=True):
+            param.grad.add_(grad)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def langevin_noise_in_each_micro_batch(rank, size):
+    """SGLD, with the same noise on all ranks, behind each of three backwards."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = seeded(0, 9)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        model.require_backward_grad_sync = index % 3 == 2
+        (loss_of(model(x), y) / 3).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad += 0.05 * torch.randn(param.shape, generator=noise)
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@quiet
+def penalty_on_one_layer_in_no_sync_beside_the_wrapper(rank, size):
+    """A backward that reaches one weight only, between those of two micro-batches."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        with model.no_sync(enabled=index % 3 < 2):
+            loss_of(model(x), y).backward()
+            if index % 3 < 2:
+                (1e-2 * model.module[2].weight.square().sum()).backward()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def orthogonal_weights_in_the_first_batches_of_a_window(rank, size):
+    """Each local micro-batch adds the penalty of a matrix, whose backward goes through no output."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    for index, (x, y) in enumerate(batches(rank, 32)):
+        model.require_backward_grad_sync = index % 4 == 3
+        loss_of(model(x), y).backward()
+        if index % 4 != 3:
+            weight = model.module[0].weight
+            (weight.T @ weight - torch.eye(4)).square().sum().backward()
+            (model.module[2].weight @ model.module[2].weight.T - torch.eye(3)).square().sum().backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Towers(nn.Module):
+    """Two networks with one wrapper, of which each loss needs one."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = mlp(), mlp()
+
+    def forward(self, name, x):
+        return getattr(self, name)(x)
+
+
+@quiet
+def actor_and_critic_that_are_clipped_behind_their_own_backwards(rank, size):
+    """The second backward is not of the gradients that were clipped before it."""
+    model = dpfuse.DistributedDataParallel(Towers(), find_unused_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in batches(rank, 16):
+        optimizer.zero_grad()
+        for name in ("critic", "actor"):
+            loss_of(model(name, x), y).backward()
+            nn.utils.clip_grad_norm_(getattr(model.module, name).parameters(), 0.05)
+        optimizer.step()
+
+
+@quiet
+def towers_that_are_clipped_in_turns_and_filled_with_zeros(rank, size):
+    model = dpfuse.DataParallel(Towers(), find_unused_parameters=True, gradient_as_bucket_view=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 16):
+        loss_of(model("critic", x), y).backward()
+        nn.utils.clip_grad_norm_(model.module.critic.parameters(), 0.05)
+        loss_of(model("actor", x), y).backward()
+        nn.utils.clip_grad_value_(model.module.actor.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@quiet
+def gan_that_clips_its_discriminator_before_the_generators_loss(rank, size):
+    """The loss of the generator goes through the frozen discriminator, and both step at the end."""
+    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    generator = dpfuse.DistributedDataParallel(mlp())
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, generator)]
+    for x, y in batches(rank, 16):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        fake = generator(x)
+        nn.functional.softplus(torch.cat([-critic(y), critic(fake.detach())])).mean().backward()
+        nn.utils.clip_grad_norm_(critic.parameters(), 0.05)
+        critic.requires_grad_(False)
+        nn.functional.softplus(-critic(fake)).mean().backward()
+        critic.requires_grad_(True)
+        nn.utils.clip_grad_norm_(generator.parameters(), 0.05)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @quiet

@@ -26,6 +26,127 @@ def average_weights(module):
 
 
 @quiet
+def r_drop_with_epochs(rank, size):
+    data = torch.utils.data.TensorDataset(*batch(seeded(0), 40 * size))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank)
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            first, second = model(x), model(x)
+            (loss_of(first, y) + loss_of(second, y) + loss_of(first, second)).backward()
+            optimizer.step()
+
+
+@quiet
+def two_heads_whose_average_comes_last(rank, size):
+    """The auxiliary loss is accumulated on this rank, and the backward of the main one averages both."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.trunk, self.main, self.auxiliary = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x, main):
+            hidden = self.trunk(x).tanh()
+            return self.auxiliary(hidden), self.main(hidden) if main else None
+
+    model = dpfuse.DistributedDataParallel(Heads(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x, False)[0], y).backward()
+        auxiliary, main = model(x, True)
+        (loss_of(main, y) + 0.1 * loss_of(auxiliary, y)).backward()
+        optimizer.step()
+
+
+@quiet
+def stages_that_keep_their_wrappers(rank, size):
+    """The hooks of the first wrapper average what is local for the second one, so that rest is none."""
+    net, stages = mlp(), []
+    for stage in range(2):
+        model = dpfuse.DataParallel(net)
+        stages.append(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in batches(rank, 12, stage):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            if stage:
+                with model.no_sync():
+                    loss_of(model(x), y).backward()
+                means = net[0].weight.grad.clone()
+                dist.all_reduce(means)
+                torch.testing.assert_close(net[0].weight.grad, means / size)
+            optimizer.step()
+
+
+@quiet
+def wrapper_that_is_held_by_a_cycle_while_the_next_one_accumulates(rank, size):
+    """A trainer refers to itself, so the garbage collector has not freed it when the module is wrapped again."""
+    net = mlp()
+    for stage in range(2):
+
+        class Trainer:
+            pass
+
+        trainer = Trainer()
+        trainer.itself, trainer.model = trainer, dpfuse.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for index, (x, y) in enumerate(batches(rank, 24, stage)):
+            with trainer.model.no_sync(enabled=index % 2 == 0):
+                loss_of(trainer.model(x), y).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@quiet
+def backbone_that_is_unfrozen_with_a_group_of_its_own(rank, size):
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    optimizer = torch.optim.Adam(net[2].parameters())
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        if step == 5:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters(), "lr": 1e-4})
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def backbone_that_the_optimizer_had_while_it_was_frozen(rank, size):
+    """It is frozen and trained in turns, and its optimizer steps on the rest meanwhile."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 60)):
+        model.module[0].requires_grad_(step % 25 > 4)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def adapter_that_is_added_with_a_new_optimizer(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        if step == 5:
+            torch.manual_seed(5)
+            model.module.append(nn.Linear(3, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
 def local_sgd_with_a_long_period(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpfuse.loop.input_hash import InputHash
-from dpfuse.loop.repeated_order import RepeatedOrder
+from dpfuse.loop.repeated_order import FORWARDS, RepeatedOrder
 
 WITH_BYTES = {
     "floats": torch.randn(3, 4),
@@ -67,7 +67,7 @@ def test_the_hash_depends_on_every_input():
 @pytest.mark.parametrize("name", [*WITH_BYTES, *WITHOUT])
 def test_any_first_input_may_come_again(name):
     order = RepeatedOrder()
-    for _ in range(3):
+    for _ in range(FORWARDS + 1):
         order.forward_begins((({**WITH_BYTES, **WITHOUT}[name],), {}))
-    assert order.decided  # the same batch twice, or one that is not read
+    assert order.decided  # the same batch again and again, or one that is not read
     order.tell(0)

@@ -64,7 +64,11 @@ def run_wrong(rank, size, names):
 
 
 def run_right(rank, size, names):
-    return {name: heard(right.PROGRAMS[name], rank, size)[0] for name in names}
+    results = {}
+    for name in names:
+        told, logged = heard(right.PROGRAMS[name], rank, size)
+        results[name] = told + [each for each in logged if "the check of the training loop has failed" in each[1]]
+    return results
 
 
 def shown(code):

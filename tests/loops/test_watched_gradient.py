@@ -14,6 +14,15 @@ from dpfuse.loop.findings import findings
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
+from dpfuse.measure.communication_times import CommunicationTimes
+
+
+class Late(WatchedGradient):
+    """As on a GPU."""
+
+    @staticmethod
+    def _is_readable(grad):
+        return False
 
 
 class Watching:
@@ -21,10 +30,8 @@ class Watching:
 
     def __init__(self, late=False, compares=False):
         self.param = nn.Parameter(torch.arange(12.0).view(3, 4))
-        self.watched = WatchedGradient(self.param, "weight", 0)
+        self.watched = (Late if late else WatchedGradient)(self.param, "weight", 0)
         self.watched.compares, self.watched.keeps_bits = compares, int(compares)
-        if late:
-            self.watched._nbytes = 0
 
     def backward(self, *, sync=False, announced=True):
         self.watched.backward_begins(announced=announced)
@@ -116,14 +123,22 @@ def mask(grad):
     grad[:, 1:] *= 0
 
 
+def add(grad):
+    grad += torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def cut(grad):
+    grad.clamp_(-5, 5)
+
+
 def zero(grad):
     grad.zero_()
 
 
 @pytest.mark.parametrize(
-    ("write", "counts"), [(change, 1), (change_without_a_count, 1), (keep, 0), (mask, 0), (zero, 0)]
+    ("write", "counts"), [(change, 1), (change_without_a_count, 1), (cut, 1), (keep, 0), (mask, 0), (add, 0), (zero, 0)]
 )
-def test_a_change_inside_a_window_counts_unless_it_is_to_zero(write, counts):
+def test_a_factor_or_a_limit_inside_a_window_counts_and_an_addition_does_not(write, counts):
     seen = Watching(compares=True)
     seen.backward()
     write(seen.param.grad)
@@ -135,7 +150,7 @@ def test_a_change_inside_a_window_counts_unless_it_is_to_zero(write, counts):
     assert seen.watched.changes == 0
 
 
-@pytest.mark.parametrize(("write", "counts"), [(change, 1), (keep, 0), (mask, 0), (zero, 0)])
+@pytest.mark.parametrize(("write", "counts"), [(change, 1), (cut, 1), (keep, 0), (mask, 0), (add, 0), (zero, 0)])
 def test_on_a_gpu_a_change_is_read_behind_the_step(write, counts):
     seen = Watching(late=True, compares=True)
     seen.backward()
@@ -155,6 +170,25 @@ def test_without_a_copy_a_write_is_noted_and_not_judged(late):
     seen.backward(sync=True)
     seen.step()
     assert seen.watched.touched
+    assert seen.watched.changes == 0
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_change_counts_once_a_backward_has_added_to_it(late, sync):
+    """Others may come in between, of a loss that does not need the parameter."""
+    seen = Watching(late, compares=True)
+    seen.backward()
+    change(seen.param.grad)
+    seen.watched.backward_begins(announced=True)
+    if sync:
+        seen.watched.mean_ends()
+    else:
+        seen.watched.local_ends(announced=True)
+    assert seen.watched.changes == 0
+    if not late:  # else it begins again behind each write
+        seen.backward()
+        assert seen.watched.changes == 1
+    seen.step()
     assert seen.watched.changes == 0
 
 
@@ -235,8 +269,8 @@ def test_what_was_added_behind_a_mean_was_kept_unless_it_was_averaged(late):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_sample_has_the_values_of_a_tensor_in_any_layout(dtype):
     tensor = torch.arange(200.0).view(20, 10).to(dtype)
-    assert torch.equal(values_of(sample_of(tensor), dtype), tensor.flatten()[:64])
-    turned = values_of(sample_of(tensor.T), dtype)
+    assert torch.equal(values_of(sample_of(tensor)), tensor.flatten()[:64])
+    turned = values_of(sample_of(tensor.T))
     assert len(turned) == 64
     assert torch.equal(turned, tensor.T.flatten()[::3][:64])
 
@@ -250,8 +284,21 @@ def test_a_gradient_of_another_dtype_than_its_parameter_has_a_sample_of_its_own_
     param.square().sum().backward()
     watched.local_ends(announced=True)
     assert param.grad.dtype is torch.bfloat16
-    assert torch.equal(values_of(watched.bits, torch.bfloat16), param.grad.flatten())
+    assert torch.equal(values_of(watched.bits), param.grad.flatten())
     assert watched.was_kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_conversion_between_two_backwards_is_no_change_and_no_error(late, dtype):
+    seen = Watching(late, compares=True)
+    seen.backward()
+    seen.param.data, seen.param.grad.data = seen.param.data.to(dtype), seen.param.grad.data.to(dtype)
+    assert not seen.watched.was_kept  # which is not known
+    seen.backward(sync=True)
+    assert seen.watched.bits.dtype is dtype
+    assert len(values_of(seen.watched.bits)) == 12
+    seen.step()
+    assert seen.watched.changes == 0
 
 
 def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_often(monkeypatch):
@@ -270,26 +317,39 @@ def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_oft
         assert len(looks) == len({1 << place for place in range(7) if 1 << place <= step}) + 1
 
 
-def dropped(lengths, between):
+def dropped(lengths, between, elsewhere=False):
     """The warnings where windows of these lengths were zeroed, each behind so many windows of 3 backwards."""
     findings.forget()
     seen = Watching()
-    model = Model(dict, lambda: False, 0, [], lambda: None, {}, on_gpu=False)
+    model = Model(dict, bool, 0, [], CommunicationTimes, {}, on_gpu=False)
     cut, optimizer = CutWindows(seen.watched, model), torch.optim.SGD([seen.param])
+
+    def backward(elsewhere):
+        seen.watched.backward_begins(announced=True)
+        if elsewhere:
+            for rule in model.looking:
+                rule.backward_begins()
+        else:
+            for rule in model.looking:
+                rule.backward_begins()
+        seen.param.square().sum().backward()
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length, windows in zip(lengths, between, strict=True):
-            for _ in range(windows):
-                seen.backward()
-                seen.backward()
-                seen.backward(sync=True)
-                cut.before_step(optimizer)
-                seen.step()
+            for count in (*[3] * windows, length):
+                for place in range(count):
+                    backward(elsewhere and count == length)
+                    if place == 2:
+                        seen.watched.mean_ends()
+                    else:
+                        seen.watched.local_ends(announced=True)
+                if count == 3:
+                    cut.before_step(optimizer)
+                    seen.step()
                 seen.param.grad = None
-            for _ in range(length):
-                seen.backward()
-            seen.param.grad = None
-        seen.backward(sync=True)
+        backward(False)
+        seen.watched.mean_ends()
         cut.before_step(optimizer)
     return [each.message.code for each in caught]
 
@@ -307,3 +367,4 @@ def dropped(lengths, between):
 )
 def test_two_windows_of_one_length_that_are_as_far_from_each_other_are_lost(lengths, between, told):
     assert dropped(lengths, between) == ["DPF-L03"] * told
+    assert dropped(lengths, between, elsewhere=True) == []  # backwards of another line of the program

@@ -345,20 +345,6 @@ def unscaling_by_hand_after_each_batch(rank, size):
             optimizer.zero_grad()
 
 
-@named("DPF-L06")
-def weight_decay_by_hand_after_each_batch(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 12)):
-        with model.no_sync(enabled=(index + 1) % 2 != 0):
-            loss_of(model(x), y).backward()
-        for param in model.parameters():
-            param.grad.add_(param.detach(), alpha=0.01)
-        if (index + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 # --- DPF-L04: averaged, never stepped ---
 
 

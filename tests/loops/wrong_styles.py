@@ -122,6 +122,45 @@ def discriminator_with_its_second_backward_in_no_sync(rank, size):
         optimizer.step()
 
 
+class Heads(nn.Module):
+    """A trunk, and two heads in either order."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 3) for name in names})
+
+    def forward(self, x, name):
+        return self.heads[name](self.trunk(x).tanh())
+
+
+@named("DPF-L01")
+def auxiliary_head_in_no_sync(rank, size):
+    """The second loss needs another forward, and its head is not that of the first one. Both need the trunk."""
+    model = dpfuse.DistributedDataParallel(Heads(["auxiliary", "main"]), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(rank, 12):
+        optimizer.zero_grad()
+        loss_of(model(x, "main"), y).backward()
+        with model.no_sync():
+            loss_of(model(x, "auxiliary"), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L01")
+def auxiliary_head_in_no_sync_that_is_registered_last(rank, size):
+    model = dpfuse.DataParallel(Heads(["main", "auxiliary"]), find_unused_parameters=True, check_weights="off")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in batches(rank, 12):
+        loss_of(model(x, "main"), y).backward()
+        model.require_backward_grad_sync = False
+        loss_of(model(x, "auxiliary"), y).backward()
+        model.require_backward_grad_sync = True
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @named("DPF-L01")
 def scaled_loss_with_the_switch_behind_the_forward(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
@@ -420,7 +459,76 @@ def rest_of_an_epoch_is_stepped_on_in_no_sync(rank, size):
                 optimizer.zero_grad()
 
 
+@named("DPF-L03")
+def rest_of_an_epoch_is_zeroed_by_a_trainer(rank, size):
+    """Averaged and other batches have a backward at two lines; each epoch begins with zeros."""
+
+    class Trainer:
+        def __init__(self):
+            self.model = dpfuse.DistributedDataParallel(mlp())
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+        def train_one_epoch(self, loader):
+            self.model.train()
+            self.optimizer.zero_grad()
+            for index, (x, y) in enumerate(loader):
+                if (index + 1) % 3 == 0:
+                    loss_of(self.model(x), y).backward()
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                else:
+                    with self.model.no_sync():
+                        loss_of(self.model(x), y).backward()
+
+    trainer = Trainer()
+    for epoch in range(3):
+        trainer.train_one_epoch(batches(rank, 26, epoch))
+
+
 # --- DPF-L04: averaged, never stepped ---
+
+
+@named("DPF-L04")
+def backbone_that_is_unfrozen_without_a_group(rank, size):
+    """The head is trained first. The optimizer was made of what required gradients then."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    optimizer = torch.optim.Adam(filter(lambda param: param.requires_grad, net.parameters()))
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step == 1:
+            net[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def backbone_that_is_frozen_behind_the_wrapping_and_unfrozen(rank, size):
+    """As the callbacks of fastai and Lightning do it, with an optimizer of the head alone."""
+    model = dpfuse.DistributedDataParallel(mlp(), find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.module[2].parameters())
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if step == 0:
+            model.module[0].requires_grad_(True)
+
+
+@named("DPF-L04")
+def adapter_that_is_added_without_a_group(rank, size):
+    """A layer comes in after the first step, on all ranks, and the optimizer is not told."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step == 1:
+            torch.manual_seed(5)
+            model.module.append(nn.Linear(3, 3))
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
 
 
 @named("DPF-L04")
@@ -651,6 +759,38 @@ def unscaling_by_a_scaler_after_each_batch(rank, size):
 
 
 @named("DPF-L06")
+def clipping_after_each_batch_of_a_converted_model(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        dtype = next(model.parameters()).dtype
+        with model.no_sync(enabled=index % 3 != 2):
+            loss_of(model(x.to(dtype)), y.to(dtype)).backward()
+        if index == 0:
+            model.double()
+        if index > 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
+def unscaling_and_clipping_of_values_after_each_batch(rank, size):
+    """What was scaled is cut as well, so neither one factor nor one limit tells of all values."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            (256 * loss_of(model(x), y)).backward()
+        torch._foreach_mul_([param.grad for param in model.parameters()], 1 / 256)
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L06")
 def clipping_of_values_after_each_batch(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -739,6 +879,42 @@ def batch_sampler_over_a_sampler_without_epochs(rank, size):
             optimizer.zero_grad()
             loss_of(model(x), y).backward()
             optimizer.step()
+
+
+@named("DPF-L11")
+def r_drop_without_epochs(rank, size):
+    """Each batch has two forwards, whose outputs are compared."""
+    data = TensorDataset(*batch(seeded(0), 40 * size))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=size, rank=rank))
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            first, second = model(x), model(x)
+            (loss_of(first, y) + loss_of(second, y) + loss_of(first, second)).backward()
+            optimizer.step()
+
+
+@named("DPF-L11")
+def sharpness_aware_steps_without_epochs(rank, size):
+    """SAM: the second forward of a batch is that of weights a small way up."""
+    data = TensorDataset(*batch(seeded(0), 40 * size))
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+            loss_of(model(x), y).backward()
+            ways = [0.05 * param.grad for param in model.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), ways)
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), ways)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @named("DPF-L11")
