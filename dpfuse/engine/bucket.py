@@ -125,6 +125,8 @@ class GradBucket:
         several_streams = parts.writers is not None and parts.writers.precede()
         grads: list[Tensor | None] = []
         try:
+            if outcome.frozen:
+                self._keep_frozen(outcome)
             grads = [param.grad for param in buffer.params]
             if parts.delivery.prepares:
                 parts.delivery.prepare(grads, complete=complete)
@@ -253,13 +255,30 @@ class GradBucket:
         """Whether the bucket was sent, and neither delivered nor discarded since."""
         return self.state is not FREE
 
+    def _left_out(self, outcome: Outcome) -> frozenset[int]:
+        """Return the frozen parameters for which zeros are sent, whatever is in their `.grad`.
+
+        What an open window has accumulated before they were frozen is averaged. A rank that has accumulated nothing for
+        such a parameter still takes part: the report tells whether another one has.
+        """
+        return outcome.frozen - outcome.just_frozen - self.parts.feed.held
+
+    def _keep_frozen(self, outcome: Outcome) -> None:
+        """Move gradients of frozen parameters out of the buffer, where zeros will be: an optimizer may still want them.
+
+        A discriminator has gradients of its own loss, and is frozen while the generator's loss goes through it.
+        """
+        buffer, frozen = self.parts.buffer, self._left_out(outcome)
+        low, high = buffer.table.storage_range
+        for index, param in zip(buffer.indices, buffer.params, strict=True):
+            grad = param.grad if index in frozen else None
+            if type(grad) is Tensor and grad.layout is torch.strided and low <= grad.data_ptr() < high:
+                param.grad = grad.clone()
+
     def _without_missing(self, grads: list[Tensor | None], outcome: Outcome) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""
         indices, held = self.parts.buffer.indices, self.parts.feed.held
-        # What an open window has accumulated before they were frozen is averaged. A rank that has accumulated nothing
-        # for such a parameter still takes part: the report tells whether another one has. What else is left in the
-        # `.grad` of a frozen parameter is not averaged.
-        frozen = self._frozen = outcome.frozen - outcome.just_frozen - held
+        frozen = self._frozen = self._left_out(outcome)
         grads = [None if index in frozen else grad for index, grad in zip(indices, grads, strict=True)]
         self.missing = [
             index

@@ -16,7 +16,8 @@ class BufferSchedule(Feature, Companion):
     """Sends buffers beside the last bucket of each backward that synchronises, so that they are the same after it.
 
     A forward in training mode sends them first only if no such backward has done so since the one before. One in eval
-    mode sends none and counts as none, since a rank may run it alone. What follows one that raised is another attempt.
+    mode counts as none, since a rank may run it alone. Only the first of all sends in either mode: a rank may have left
+    its model in eval mode, and its peers send then. What follows a forward that raised is another attempt.
 
     Args:
         buffers: to send.
@@ -37,6 +38,7 @@ class BufferSchedule(Feature, Companion):
         self._buffers = buffers
         self._source = source
         self._fresh = False  # whether a backward has sent them since the last forward
+        self._begun = False  # whether they were sent, or a forward that counts has begun
         self._in_place = False  # whether the last forward raised, with the buffers that it was to have
 
     @property
@@ -48,13 +50,15 @@ class BufferSchedule(Feature, Companion):
         """Whether the next forward sends buffers first. `counts` says that every rank runs it."""
         if not self.before_forward or self._in_place:
             return False
-        return self.hook is not None or (counts and not self._fresh)
+        return self.hook is not None or ((counts or not self._begun) and not self._fresh)
 
     def forward_begins(self, *, due: bool, counts: bool = True) -> None:
         """Send the buffers if they are due: on this rank, or for a rank without input, on the others."""
         if due:
             self.send()
+            self._fresh = self._begun = True
         if counts:
+            self._begun = True
             self._fresh = self._in_place = False
 
     def forward_failed(self) -> None:
@@ -91,4 +95,4 @@ class BufferSchedule(Feature, Companion):
         """As `Companion.finish`."""
         if self.in_backward:
             self._buffers.finish(self._source())
-            self._fresh = True
+            self._fresh = self._begun = True

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpfuse.loop import cut_windows, local_steps, optimizer_rules
+from dpfuse.loop import model as model_module
+from dpfuse.loop import optimizer_rules
 from dpfuse.loop.changed_gradients import STEPS
 from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model
@@ -100,8 +101,7 @@ def run(length, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_windows_that_no_rule_is_told_of_change_nothing(monkeypatch, length, seed):
     monkeypatch.setattr(optimizer_rules, "fits", lambda param: True)
-    for module in (cut_windows, local_steps):
-        monkeypatch.setattr(module, "weights_may_be_averaged", lambda frame, made: False)
+    monkeypatch.setattr(model_module, "weights_may_be_averaged", lambda frame, made: False)
     skipped = []
     as_before = WatchedGradient.stepped_as_before
 
