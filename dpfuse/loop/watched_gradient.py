@@ -358,7 +358,7 @@ def is_rescaled(before: Tensor, now: Tensor, tolerance: float) -> bool:
     Example:
         >>> import torch
         >>> before = torch.tensor([1.0, -2.0, 4.0, 3.0], dtype=torch.float64)
-        >>> [is_rescaled(before, now, 1e-6) for now in (before / 3, (before / 2).clamp(-1, 1), before + 1, before)]
+        >>> [is_rescaled(before, now, 1e-6) for now in (before / 3, (before / 2).clamp(-1.2, 1.2), before + 1, before)]
         [True, True, False, False]
     """
     kept = now != 0
@@ -380,8 +380,8 @@ def is_rescaled(before: Tensor, now: Tensor, tolerance: float) -> bool:
 
 
 def were_added_to(now: Tensor, end: Tensor) -> bool:
-    """Whether a backward has added to values: they are others behind it. It may have zeroed those of frozen layers."""
-    return bool(end.any()) and not torch.equal(now, end)
+    """Whether a backward has added to values: they are others behind it."""
+    return not torch.equal(now, end)
 
 
 def rounding_of(tensor: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 
 import torch.distributed as dist
+from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.protocols import Delivery
@@ -56,6 +57,12 @@ class ShardedDelivery(Delivery):
         self.grads = [found[place] for place in range(len(buffer.params))]
         self._hooks = Hooks(buffer.params)
         self._handed_out = False
+        self._kept: list[tuple[Tensor, Tensor]] = []  # parts of gradients from a backward before, and their values
+
+    def prepare(self, grads: list[Tensor | None], *, complete: bool) -> None:
+        """Keep what the backward before has left of parameters that are frozen now: zeros will be sent there."""
+        left = [grad.own for grad in grads if isinstance(grad, ShardedGradient)]
+        self._kept = [(own, own.clone()) for own in left]
 
     def hand_out_early(self, missing: Set[int]) -> None:
         self._handed_out = self._hooks.are_ours
@@ -68,9 +75,13 @@ class ShardedDelivery(Delivery):
             self._hand_out(untouched)
         elif missing:
             self._hand_out(set(indices).difference(missing).union(untouched))
+        for own, values in self._kept:
+            own.copy_(values)
+        self._kept = []
         return not untouched or untouched.isdisjoint(indices)
 
     def discard(self) -> None:
+        self._kept = []
         for param, grad in zip(self.buffer.params, self.grads, strict=True):
             if param.grad is grad:
                 param.grad = None
