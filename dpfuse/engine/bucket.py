@@ -273,7 +273,7 @@ class GradBucket:
         for index, param in zip(buffer.indices, buffer.params, strict=True):
             grad = param.grad if index in frozen else None
             if type(grad) is Tensor and grad.layout is torch.strided and low <= grad.data_ptr() < high:
-                param.grad = grad.clone()
+                grad.data = grad.detach().clone()  # the same tensor: a program may have it, too
 
     def _without_missing(self, grads: list[Tensor | None], outcome: Outcome) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""

@@ -45,7 +45,7 @@ def observed(folder: Path, wrapper: str, model: str, before: str = GROUP, inside
     return SimpleNamespace(code=done.returncode, said=done.stdout, error=done.stderr, files=files, facts=facts)
 
 
-@pytest.mark.parametrize("wrapper", ["torch", "dpfuse"])
+@pytest.mark.parametrize("wrapper", ["dpfuse", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["DistributedDataParallel(net)", "Derived(net)", "net"])
 def test_each_run_ends_after_its_steps_whatever_wraps_the_model(model, wrapper, tmp_path):
     found = observed(tmp_path, wrapper, model)
