@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.torch_private import leave_untraced
 
-__all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps", "is_part_of_another"]
+__all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps", "leave_steps_untold"]
 
 _parts: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps no user is told of
 
@@ -85,6 +85,6 @@ def call_after_steps(user: AfterStep) -> None:
     _after.add(user)
 
 
-def is_part_of_another(optimizer: Optimizer) -> None:
+def leave_steps_untold(optimizer: Optimizer) -> None:
     """Call no user at the steps of this optimizer: it does a part of what another one does, or is only tried out."""
     _parts.add(optimizer)

@@ -162,7 +162,6 @@ class Reducer:
         self._frozen: frozenset[int] = frozenset()
         self._in_use = in_use
         self._use(in_use)
-        wiring.order.send_due = self._send_due
         call_before_steps(self)
 
     # --- The buckets in use ---
@@ -643,7 +642,7 @@ class Reducer:
         """Note what the graph of a backward tells, at its beginning."""
         run, wiring = self._run, self._wiring
         if wiring.order.is_shared:
-            wiring.order.open()
+            wiring.order.open(self._send_due)
             run.backward = running_backward()
         # One that no output has announced may be inside another one, whose graph reaches more.
         run.asks_graph = announced and not self._in_use.hidden

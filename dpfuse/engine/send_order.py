@@ -35,15 +35,13 @@ class SendOrder:
         turns: of all models of the group.
         key: what `turns.turn` is while this model has the turn.
         told: a number for the order of all turns since the last report of this model; 0 before its first report.
-        send_due: sends the buckets of this model for which the running backward has no more gradients. Its argument
-            says whether that backward has ended.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_number", "_opened", "key", "send_due", "told", "turns")
+    __slots__ = ("__weakref__", "_begun", "_number", "_opened", "_send_due", "key", "told", "turns")
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
         self.told = 0
-        self.send_due: Callable[[bool], None] = lambda ended: None
+        self._send_due: Callable[[bool], None] | None = None  # while a backward is open that others may share
         self._number = number
         self._opened = 0
         self._begun = False
@@ -58,11 +56,16 @@ class SendOrder:
 
     def begin(self) -> None:
         """Begin to count after a report. Copies of a model are not made at the same time, so the first one begins."""
-        self.told, self._begun = 0, True
+        self.told, self._begun, self._send_due = 0, True, None
 
-    def open(self) -> None:
-        """Note that a backward of this model begins, which other models of the group may share."""
-        self._opened = next(self.turns.keys)
+    def open(self, send_due: Callable[[bool], None]) -> None:
+        """Note that a backward of this model begins, which other models of the group may share.
+
+        Args:
+            send_due: sends the buckets of this model for which that backward has no more gradients. Its argument says
+                whether the backward has ended.
+        """
+        self._opened, self._send_due = next(self.turns.keys), send_due
         self.turns.turn = 0
 
     def take_turn(self, place: int, *, among_others: bool = True) -> None:
@@ -92,8 +95,8 @@ class SendOrder:
         group.sends = True
         try:
             for model in sorted(group.living(), key=lambda model: model._opened):
-                if model is not self:
-                    model.send_due(ended)
+                if model is not self and model._send_due is not None:
+                    model._send_due(ended)
         finally:
             group.sends = False
 

@@ -13,8 +13,15 @@ from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.user_line import user_line
 
 __all__ = [
-    "Sample", "WatchedGradient", "are_comparable", "is_plain", "only_rescaled", "rounding_of", "sample_of", "values_of",
-]  # fmt: skip
+    "Sample",
+    "WatchedGradient",
+    "are_comparable",
+    "is_plain",
+    "only_rescaled",
+    "rounding_of",
+    "sample_of",
+    "values_of",
+]
 
 ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
 TINY = 1e-30  # below which a product may have been rounded to nothing

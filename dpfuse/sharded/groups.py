@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpfuse.engine.optimizer_step_hook import is_part_of_another
+from dpfuse.engine.optimizer_step_hook import leave_steps_untold
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.owners import muon_cost
 from dpfuse.sharded.trial import keeps_elsewhere, needs_whole_tensors
@@ -49,7 +49,7 @@ class Trainer:
         No user of the hooks on all optimizers hears of its steps, but of those of the sharded optimizer.
         """
         made = self.kind(groups, **self._keywords)
-        is_part_of_another(made)
+        leave_steps_untold(made)
         return made
 
     def completed(self, groups: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -87,7 +87,7 @@ def test_steps_of_a_part_of_another_optimizer_are_not_told(hooks):
     calls = []
     user = User(calls.append)
     part, whole = sgd(), sgd()
-    optimizer_step_hook.is_part_of_another(part)
+    optimizer_step_hook.leave_steps_untold(part)
     part.step()
     whole.step()
     assert calls == [whole]

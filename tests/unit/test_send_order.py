@@ -19,9 +19,8 @@ class Model:
 
     def __init__(self, group, number, log, *, due=True):
         self.order = SendOrder(group, number)
-        self.order.send_due = self.send_due
         self.order.begin()
-        self.order.open()
+        self.order.open(self.send_due)
         self.number, self.log, self.due = number, log, due
 
     def send_due(self, ended):
@@ -108,7 +107,7 @@ def test_a_model_counts_nothing_before_its_first_report():
 
 def test_others_first_send_what_is_due_in_the_order_in_which_their_backwards_began():
     (a, b, c), log = models(3)
-    b.order.open()  # later than c
+    b.order.open(b.send_due)  # later than c
     a.due = False
     a.send(0)
     assert log == [(2, 0, False), (1, 0, False), (0, 0, False)]
@@ -117,7 +116,7 @@ def test_others_first_send_what_is_due_in_the_order_in_which_their_backwards_beg
     b.due = True
     a.send(2)
     assert log == [(0, 1, False), (0, 2, False)]  # it still has its turn
-    c.order.open()
+    c.order.open(c.send_due)
     a.send(3)
     assert log[2:] == [(1, 0, False), (0, 3, False)]
     b.due = c.due = True
