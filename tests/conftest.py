@@ -11,18 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, pools_by_size
 from tests.warm import warm_python
 
 
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.ask_to_end()
-    for pool in pools.values():
-        pool.close()
+    yield from pools_by_size()
 
 
 @pytest.fixture

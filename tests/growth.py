@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -25,7 +27,7 @@ class Size:
 
     Args:
         resident: bytes of memory.
-        files: open descriptors.
+        files: what the open descriptors stand for.
         threads: of Python and of others.
         hooks: in torch's tables for all modules and all optimizers.
         ours: objects of dpfuse's classes.
@@ -33,7 +35,7 @@ class Size:
     """
 
     resident: int
-    files: int
+    files: tuple[str, ...] = field(repr=False)
     threads: int
     hooks: int
     ours: int
@@ -52,7 +54,7 @@ class Size:
         ]
         return cls(
             resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
-            files=len(os.listdir("/proc/self/fd")),
+            files=tuple(_open_files()),
             threads=len(os.listdir("/proc/self/task")),
             hooks=sum(map(len, tables)),
             ours=sum(str(type(each).__module__).startswith(OURS) for each in objects),
@@ -79,7 +81,7 @@ class Size:
     @property
     def counts(self) -> tuple[int, ...]:
         """What must not be more by one."""
-        return self.files, self.threads, self.hooks
+        return len(self.files), self.threads, self.hooks
 
     def assert_not_grown(self, before: Size, megabytes: int, objects: int, ours: int = 0) -> None:
         """Fail if more is held than before.
@@ -91,7 +93,16 @@ class Size:
             ours: as many objects of dpfuse may come and go.
         """
         more = [here > there for here, there in zip(self.counts, before.counts, strict=True)]
-        assert not any(more), f"descriptors, threads or hooks: {before} became {self}"
+        opened = Counter(self.files) - Counter(before.files)
+        assert not any(more), f"descriptors, threads or hooks: {before.counts} became {self.counts}, opened: {opened}"
         assert self.ours - before.ours <= ours, f"objects of dpfuse: {before} became {self}"
         assert self.resident - before.resident < megabytes * MB, f"memory: {before} became {self}"
         assert self.objects - before.objects <= objects, f"objects: {before} became {self}"
+
+
+def _open_files() -> list[str]:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(links)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import inf
 from multiprocessing import Pipe, current_process
@@ -26,7 +26,7 @@ from tests.distributed.processes import ROOT
 from tests.patience import patience
 from tests.warm import warm_python
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["RankError", "RankPool", "pools_by_size"]
 
 
 class RankError(AssertionError):
@@ -180,6 +180,16 @@ class RankPool:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=patience(20))
         self.kill()
+
+
+def pools_by_size() -> Iterator[dict[int, RankPool]]:
+    """Give one place for pools, by their number of ranks, and end those that it then has: the body of a fixture."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.ask_to_end()
+    for pool in pools.values():
+        pool.close()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 import dpfuse
 from tests.clients.everything_on import OPTIONS
 from tests.growth import Size
+from tests.ranks import RankPool, pools_by_size
 
 FACES = {"dp": dpfuse.DataParallel, "ddp": dpfuse.DistributedDataParallel}
 WAYS = {
@@ -19,6 +22,12 @@ WAYS = {
     "narrow": {"wire_dtype": torch.bfloat16, "error_feedback": True},
     "deterministic": {"deterministic": True},
 }
+
+
+@pytest.fixture(scope="module")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    """Processes for these tests alone: what other tests have left there may open and close files at any time."""
+    yield from pools_by_size()
 
 
 def net():
