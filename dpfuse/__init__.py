@@ -6,6 +6,7 @@ from dpfuse.checkpoint import load_checkpoint, save_checkpoint
 from dpfuse.data_parallel import DataParallel
 from dpfuse.ddp import DistributedDataParallel
 from dpfuse.ddp.patch import patch
+from dpfuse.ddp.replicate import replicate
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import Bucket, BucketPlan, plan_buckets
 from dpfuse.errors import DPFuseError, DPFuseWarning, LoopWarning, WeightsWarning
@@ -47,6 +48,7 @@ __all__ = [
     "patch",
     "plan_buckets",
     "reduce_replicas",
+    "replicate",
     "save_checkpoint",
     "spawn",
     "time_communication",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -134,7 +134,7 @@ class SyncedModule(nn.Module):
         if group is None:
             return
         if fresh:
-            _warn_of_wrappers_inside(self.module)
+            _warn_of_wrappers_inside(self.module, self._options.ignored)
             self._agreed_buffers = agree_on_model(self.module, plan, self._options, group)
         if self._number is None:
             self._number = _counted.setdefault(group, 0)
@@ -639,10 +639,18 @@ class SyncedModule(nn.Module):
         return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"
 
 
-def _warn_of_wrappers_inside(module: nn.Module) -> None:
-    """Warn if a wrapper averages the gradients of `module`, or of a part of it, already."""
+def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> None:
+    """Warn if something averages the gradients of `module`, or of a part of it, already.
+
+    Args:
+        module: what is wrapped now.
+        ignored: parameters that its wrapper leaves alone.
+    """
     for name, inner in module.named_modules():
-        if isinstance(inner, (SyncedModule, nn.parallel.DistributedDataParallel)):
+        averages = isinstance(inner, (SyncedModule, nn.parallel.DistributedDataParallel))
+        if not averages and not hasattr(type(inner), "replicated_by"):
+            continue
+        if any(param not in ignored for param, _ in inner.named_parameters(prefix=name)):
             where = f"its part {name!r}" if name else "it"
             warn_at_user(
                 f"the module is wrapped twice: got a {type(module).__name__}, of which {where} is a "

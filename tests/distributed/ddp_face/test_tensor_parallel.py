@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import dpfuse
 from dpfuse import DistributedDataParallel
 
 
@@ -55,6 +56,25 @@ def train(rank, size, views):
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
     for theirs, ours in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(local(ours), local(theirs))
+
+
+def train_replicated(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net, gradients = Mlp(), []
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+    for around in (
+        lambda module: TorchDDP(module, device_mesh=mesh["dp"]),
+        lambda module: dpfuse.replicate(module, mesh=mesh["dp"]),
+    ):
+        mine = parallelize_module(copy.deepcopy(net), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = around(mine)
+        model(x).square().sum().backward()
+        gradients.append([local(param.grad) for param in mine.parameters()])
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*gradients, strict=True))
+
+
+def test_replicate_goes_with_tensor_parallel(ranks):
+    ranks(train_replicated, size=4)
 
 
 def test_a_sliced_mesh_goes_with_tensor_parallel(ranks):
