@@ -105,7 +105,7 @@ class ModuleFollower:
         grads.reducer.accumulation.release()  # buckets may be replaced
         if self._may_have_changed is not None:
             self._may_have_changed()
-        text = self._signature.change()
+        text = self._signature.change(window_is_open=self._window.is_open)
         self._buffers.look_again()
         kept = None if text else grads.plan
         if text is None and self._wish:
@@ -130,7 +130,7 @@ class ModuleFollower:
             )
             return ModelChange([], {}, refusal), None
         try:
-            ours = set(map(id, grads.params))
+            ours = set(map(id, (*grads.params, *grads.reducer.in_use.params)))  # also of an earlier, pending change
             plan = kept or check_module(self._module, self._options, grads.group, ours, self._signature.kept())
             buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
         except Exception as error:  # the peers hear of it when the ranks agree

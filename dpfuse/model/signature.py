@@ -65,6 +65,7 @@ class ModelSignature:
         self._ignored = ignored
         self.looks = 0  # how often it was looked at: what was found out since the last time holds while `unchanged`
         self._take_turns = False  # whether parameters that were frozen in a change were unfrozen in another one
+        self._accumulated: set[int] = set()  # ids of frozen parameters, of which an open window may have gradients
         self._agreed = _Agreed({}, set())
         self._now = self._look()
         self.agree()
@@ -72,13 +73,14 @@ class ModelSignature:
     def agree(self) -> None:
         """What was last looked at is from now on the model that changes are told from."""
         now, kept, before = self._now, self.kept(), self._agreed.known
-        self._take_turns = self._take_turns or bool(kept)
+        self._take_turns = self._take_turns or bool(kept - self._accumulated)
         known = {}
         for key, each in now.known.items():
             trainable = each.trainable or key in kept
             trained = trainable or (key in before and before[key].trained)
             known[key] = each._replace(trainable=trainable, trained=trained)
         self._agreed = _Agreed(known, now.names)
+        self._accumulated = set()
         self._let_unfreeze()
 
     def _let_unfreeze(self) -> None:
@@ -91,7 +93,8 @@ class ModelSignature:
         """Return the ids of the parameters, frozen or not, that keep their place in a plan for what was looked at last.
 
         Parameters that are frozen when the module changes lose their place, so that they do not travel. But some are
-        unfrozen again, as where parts of a model take turns. Then all keep it, or each turn would be a change.
+        unfrozen again, as where parts of a model take turns. Then all keep it, or each turn would be a change. And
+        what an open window has accumulated before they were frozen is still to be averaged.
         """
         known, before = self._now.known, self._agreed.known
         comes_back = (
@@ -99,8 +102,8 @@ class ModelSignature:
             for key, each in known.items()
         )
         if not (self._take_turns or any(comes_back)):
-            return set()
-        return {key for key in known if key in before and before[key].trainable}
+            return self._accumulated
+        return self._accumulated | {key for key in known if key in before and before[key].trainable}
 
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
@@ -117,13 +120,20 @@ class ModelSignature:
         """Whether a parameter was frozen since the module was looked at, which may undo a change."""
         return any(known.trainable and not known.param.requires_grad for known in self._now.known.values())
 
-    def change(self) -> str | None:
+    def change(self, *, window_is_open: bool = False) -> str | None:
         """Look, and say in words what differs from the agreed model; None if nothing does.
 
         A parameter that was frozen or removed since is no change, it just takes no part any more; nor is another
         place for a parameter, or another module without any.
+
+        Args:
+            window_is_open: whether gradients were accumulated since the last synchronised backward.
         """
+        trained = {key for key, each in self._now.known.items() if each.trainable}
         self._now = self._look()
+        if window_is_open:
+            frozen = {key for key, each in self._now.known.items() if not each.trainable}
+            self._accumulated = (self._accumulated | trained) & frozen
         for key, now in self._now.known.items():
             before = self._agreed.known.get(key)
             if before is None:

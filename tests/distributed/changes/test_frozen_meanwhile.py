@@ -199,3 +199,56 @@ def test_a_model_that_is_unfrozen_layer_by_layer_and_frozen_again_is_followed(ra
         right_step(model, rank, size, step)
     names = [name for name, _ in module.named_parameters()]
     assert [spec.name for spec in model._sync.grads.plan.specs] == names
+
+
+def local_mean(model, param, rank, step):
+    """Run a local backward, and return the mean of what it left in the gradient of `param`."""
+    with model.no_sync():
+        model(batch(rank, step)).square().sum().backward()
+    mean = param.grad / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean
+
+
+@pytest.mark.parametrize("when", ["change first", "change last", "new one frozen"])
+def test_what_a_window_accumulated_is_averaged_although_it_was_frozen_beside_a_change(rank, size, when):
+    model = dpfuse.DataParallel(net("AB"), check_loop="off")
+    for step in range(3):
+        right_step(model, rank, size, step)
+    model.zero_grad()
+    param = model.module["A"].bias
+    if when != "change last":
+        model.module["B"] = nn.Linear(4, 4)
+    if when == "new one frozen":
+        with model.no_sync():
+            model(batch(rank, 3)).square().sum().backward()
+        param = model.module["B"].bias
+        param.grad = None
+    mean = local_mean(model, param, rank, 4)
+    if when == "change last":
+        model.module["B"] = nn.Linear(4, 4)
+    param.requires_grad_(False)
+    model(batch(rank, 5)).square().sum().backward()
+    torch.testing.assert_close(param.grad, mean)
+    right_step(model, rank, size, 6)
+
+
+@pytest.mark.parametrize("option", [{"accumulate_in_buckets": True}, {"gradient_scale": 1.0}], ids=str)
+def test_a_pending_change_may_change_again(rank, size, option):
+    """Parameters of the first change have hooks already, which are not those of another wrapper."""
+    model = dpfuse.DataParallel(net("AB"), check_loop="off", **option)
+    for step in range(3):
+        model(batch(rank, step)).square().sum().backward()
+    model.module["C"] = nn.Linear(4, 4)
+    evaluate(model)
+    model.module["A"].bias.requires_grad_(False)
+    model.module["D"] = nn.Linear(4, 4)
+    model.zero_grad()
+    bare = copy.deepcopy(model.module)
+    for module in (bare, model):
+        module(batch(rank, 4)).square().sum().backward()
+    for got, local in zip(model.parameters(), bare.parameters(), strict=True):
+        if got.requires_grad:
+            dist.all_reduce(local.grad)
+            scale = 1 if "gradient_scale" in option else size
+            torch.testing.assert_close(got.grad, local.grad / scale)
