@@ -67,7 +67,7 @@ def check(wheel: Path, folder: Path) -> list[str]:
     if not all(Path(place).is_relative_to(folder.resolve()) for place in places):
         raise RuntimeError(f"dpfuse was imported from {places}, expected the environment {folder}")
     program = PROGRAMS / "language_model.py"
-    launcher = [python, "-m", "torch.distributed.run", "--nproc_per_node", 2]
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     under_torch = LINE.findall(run_outside(*launcher, program, cwd=folder))
     under_ours = LINE.findall(run_outside(python.parent / "dpfuse", "run", "--ranks", 2, program, cwd=folder))
     if len(under_ours) != 2 or sorted(under_ours) != sorted(under_torch):

@@ -35,7 +35,7 @@ def test_a_script_of_accelerate_ends_the_same(script, tmp_path):
     done = {}
     for way, more in {"torch": {}, "dpfuse": variables}.items():
         files = ("--redirects", 1, "--log-dir", tmp_path / way)  # else lines of both ranks would mix
-        command = ("-m", "torch.distributed.run", "--nproc_per_node", 2, *files, "-m")
+        command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *files, "-m")
         done[way] = python(*command, f"accelerate.test_utils.scripts.{script}", timeout=400, **environ, **more)
     assert [each.returncode for each in done.values()] == [0, 0], done["dpfuse"].stderr
     assert said(tmp_path / "dpfuse") == said(tmp_path / "torch")

@@ -30,7 +30,7 @@ def test_two_wrappers_settings_and_another_folder(gan_settings):
     assert_same(plain, ours, "Sequential")
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", 2)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)  # its port is not that of other tests
 
 
 @pytest.mark.slow
