@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse.engine.bucket import GradBucket
-from dpfuse.engine.reducer import IDLE, Reducer
+from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.square_sum import MeasuredDelivery, SquareSum
 from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm
@@ -263,7 +263,13 @@ class GradientReader:
 
 
 def refuse_running(reducer: Reducer, rank: int) -> None:
-    """Raise DPFuseError unless gradients can be read now."""
+    """Raise DPFuseError unless gradients can be read now, for their norm or for a step of a sharded optimizer."""
+    if reducer.phase is ABANDONED:
+        raise DPFuseError(
+            f"rank {rank}: the gradients are needed for their norm or for a step, and the last backward raised an "
+            "exception, expected one that has returned. They are those of a part of a backward: call zero_grad(), and "
+            "go on with the next batch."
+        )
     if reducer.phase is not IDLE:
         raise DPFuseError(
             f"rank {rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, expected "

@@ -33,6 +33,33 @@ def test_a_norm_in_the_middle_of_a_backward_is_refused(rank, size):
     check(model)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_of_a_backward_that_raised_are_refused(rank, size, sharded):
+    """By a norm, and by the step of a sharded optimizer, which reads them. The next batch is trained."""
+    model = dpfuse.DataParallel(Net())
+    optimizer = (dpfuse.ShardedOptimizer if sharded else lambda _, kind, **how: kind(model.parameters(), **how))(
+        model, torch.optim.SGD, lr=0.1
+    )
+    model(rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def fail(grad):
+        raise ValueError("a bad batch")
+
+    loss = model(rank)
+    handle = model.module.first.register_hook(fail)
+    with pytest.raises(ValueError, match="a bad batch"):
+        loss.backward()
+    handle.remove()
+    for need in (model.grad_norm, *([optimizer.step] if sharded else [])):
+        with pytest.raises(dpfuse.DPFuseError, match=rf"rank {rank}: the gradients are needed for .* call zero_grad"):
+            need()
+    optimizer.zero_grad()
+    model(rank).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
