@@ -1,0 +1,1 @@
+"""Training programs made at random, whose gradients are averaged by hand beside."""

@@ -1,0 +1,509 @@
+"""Training programs made at random: each acts on a wrapped module, and on a plain one that is averaged by hand.
+
+The rule of averaging is that of the documents: a backward that synchronises gives each parameter the mean of what the
+ranks have accumulated in its gradient since the last one, if any rank has accumulated something. A backward inside
+`no_sync()` synchronises if a forward before it, outside, has had no backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dpfuse
+
+__all__ = ["Program", "run"]
+
+OPTIONS: list[dict[str, Any]] = [
+    {"small": True},  # stands for the options of sizes, which the two classes call differently
+    {"buffers": True},
+    {"views": False},
+    {"deterministic": True},
+    {"find_unused_parameters": True},
+    {"check_finite": "raise"},
+    {"check_loop": "off"},
+    {"accumulate_in_buckets": True},
+    {"metrics": True},
+    {"grad_norm_in_backward": True},
+]
+WITH_WHOLE_GRADIENTS = 3  # the last ones, which a sharded optimizer excludes
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, float]]] = [
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    (torch.optim.Adam, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.05}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+]
+
+
+class PlannedError(RuntimeError):
+    """An error that a program makes on purpose."""
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise PlannedError("in backward")
+
+
+class Net(nn.Module):
+    """A trunk with branches that a forward may use or not, perhaps with a tied head and a parameter without use.
+
+    Args:
+        shared: random numbers, the same on all ranks.
+    """
+
+    def __init__(self, shared: random.Random) -> None:
+        super().__init__()
+        self.width = width = shared.choice([3, 5, 8])
+        self.stem = nn.Linear(4, width)
+        self.branches = nn.ModuleList([self.branch(shared.choice([2, 7, 16])) for _ in range(shared.randint(1, 4))])
+        self.norm = nn.BatchNorm1d(width) if shared.random() < 0.4 else nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(3)) if shared.random() < 0.3 else None
+        self.head = nn.Linear(width, 2)
+        self.tied = nn.Linear(width, 2) if shared.random() < 0.3 else None
+        if self.tied is not None:
+            self.tied.weight = self.head.weight
+        self.double()
+
+    def branch(self, middle: int) -> nn.Module:
+        """Return a new branch."""
+        return nn.Sequential(nn.Linear(self.width, middle), nn.Tanh(), nn.Linear(middle, self.width)).double()
+
+    def forward(self, x: Tensor, use: Sequence[int] = (), recompute: str = "", fail: str = "") -> dict[str, Tensor]:
+        hidden = self.stem(x).tanh()
+        for index, branch in enumerate(self.branches):
+            if index in use:
+                more = (
+                    checkpoint(branch, hidden, use_reentrant=recompute == "reentrant") if recompute else branch(hidden)
+                )
+                hidden = hidden + more
+        if fail == "forward":
+            raise PlannedError("in forward")
+        hidden = self.norm(hidden) * self.scale
+        if fail == "backward":
+            hidden = _RaisesInBackward.apply(hidden)
+        out = self.head(hidden)
+        if self.tied is not None:
+            out = out + self.tied(hidden * hidden)
+        return {"out": out, "hidden": hidden}
+
+
+LOSSES: list[Callable[[dict[str, Tensor]], Tensor]] = [
+    lambda outputs: outputs["out"].square().mean(),
+    lambda outputs: outputs["out"].sum() + outputs["hidden"].square().sum(),
+    lambda outputs: outputs["hidden"].sum(),  # without the heads
+    lambda outputs: outputs["out"][0, 0] * 2,
+]
+
+
+class Program:
+    """One program. What it does is the same on all ranks; batches, and sometimes the branches in use, are not.
+
+    Args:
+        rank, size: of this process and the default group.
+        seed: of all choices.
+        sharded: whether a `ShardedOptimizer` steps. Then weights are compared, and no gradients.
+
+    Attributes:
+        log: what it is and what it has done, in words.
+    """
+
+    def __init__(self, rank: int, size: int, seed: int, *, sharded: bool) -> None:
+        self.rank, self.size, self.sharded = rank, size, sharded
+        self.log: list[str] = []
+        self._shared, self._own = random.Random(seed), random.Random(1000 * seed + rank)
+        self._batches = torch.Generator().manual_seed(77 * seed + rank)
+        torch.manual_seed(seed)
+        self.net = Net(self._shared)
+        self.plain = copy.deepcopy(self.net)
+        self._wrap()
+        self._accumulated: set[str] = set()  # names of parameters with gradients that were not averaged
+        self._owes = False  # whether a forward that synchronises has had no backward
+        self._used_up = False  # whether a sharded optimizer holds what `.grad` was
+        self._broken = False  # whether the last backward raised
+        self._buffers_agree = False  # whether buffers were sent and not changed since
+        self._make_optimizers()
+
+    def run(self, length: int) -> None:
+        """Do so many things, and compare after each; raises AssertionError on every rank."""
+        names, weights = list(WEIGHTS), list(WEIGHTS.values())
+        for number in range(length):
+            name = self._shared.choices(names, weights)[0]
+            self.log.append(f"{number}: {name}")
+            error = ""
+            try:
+                self.log[-1] += f" {getattr(self, name)() or ''}"
+            except BaseException:
+                error = traceback.format_exc(limit=-3)
+            waiting = not error and self._any_accumulated()
+            if not error:
+                error = self._difference(waiting=waiting)
+            errors: list[str] = [""] * self.size
+            dist.all_gather_object(errors, error)
+            assert not any(errors), "\n".join(dict.fromkeys(errors))
+
+    # --- What it is made of ---
+
+    def _wrap(self) -> None:
+        shared = self._shared
+        face = shared.choice(["DataParallel", "DataParallel", "DistributedDataParallel", "replicate"])
+        possible = OPTIONS[:-WITH_WHOLE_GRADIENTS] if self.sharded else OPTIONS
+        chosen: dict[str, Any] = {}
+        for _ in range(shared.randint(0, 3)):
+            chosen |= shared.choice(possible)
+        self.options = {key: value for key, value in chosen.items() if key not in ("small", "buffers", "views")}
+        self._sends_buffers = "buffers" in chosen
+        if face == "DataParallel":
+            self.options["broadcast_buffers"] = self._sends_buffers
+            if "small" in chosen:
+                self.options |= {"comm_buffer_size": 3e-4, "last_comm_buffer_size": 1e-4}
+            self.call = self.model = dpfuse.DataParallel(self.net, **self.options)
+        else:
+            self.options |= {
+                "forward_sync_buffers": self._sends_buffers,
+                "gradient_as_bucket_view": "views" not in chosen,
+            }
+            if "small" in chosen:
+                self.options["bucket_cap_mb"] = 3e-4
+            if face == "replicate":
+                self.call = dpfuse.replicate(self.net, **self.options)
+                self.model = self.call.replicated_by
+            else:
+                self.call = self.model = dpfuse.DistributedDataParallel(self.net, **self.options)
+        self.log.append(f"{face} {self.options}\n{self.net}")
+
+    def _make_optimizers(self) -> None:
+        kind, settings = self._shared.choice(OPTIMIZERS)
+        ours: torch.optim.Optimizer
+        if self.sharded:
+            gather = self._shared.choice(["step", "forward"])
+            ours = dpfuse.ShardedOptimizer(self.model, kind, gather=gather, **settings)
+        else:
+            ours = kind(self.net.parameters(), **settings)
+        self._optimizers = [ours, kind(self.plain.parameters(), **settings)]
+        self.log.append(f"{ours}")
+
+    def _triples(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        named = zip(self.net.named_parameters(), self.plain.parameters(), strict=True)
+        return [(name, ours, plain) for (name, ours), plain in named]
+
+    def _batch(self) -> Tensor:
+        return torch.randn(self._shared.choice([2, 3, 6]), 4, generator=self._batches, dtype=torch.float64)
+
+    def _branches(self, *, same: bool) -> tuple[int, ...]:
+        chance = self._shared if same else self._own
+        return tuple(index for index in range(len(self.net.branches)) if chance.random() < 0.7)
+
+    def _any_accumulated(self) -> bool:
+        found = torch.tensor(float(len(self._accumulated)))
+        dist.all_reduce(found)
+        return bool(found)
+
+    def _on_both(self, act: Callable[[Any, Any], object]) -> None:
+        for module, optimizer in zip((self.net, self.plain), self._optimizers, strict=True):
+            act(module, optimizer)
+
+    # --- The rule, by hand ---
+
+    def _plain_backward(self, loss: Tensor, *, twice: bool = False) -> None:
+        before = {name: None if plain.grad is None else plain.grad.clone() for name, _, plain in self._triples()}
+        if twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        for name, _, plain in self._triples():
+            old = before[name]
+            if plain.grad is not None and (old is None or not torch.equal(old, plain.grad)):
+                self._accumulated.add(name)
+
+    def _average(self) -> None:
+        for name, _, plain in self._triples():
+            wanted = torch.tensor(float(name in self._accumulated))
+            dist.all_reduce(wanted)
+            if wanted:
+                mean = (torch.zeros_like(plain) if plain.grad is None else plain.grad) / self.size
+                dist.all_reduce(mean)
+                if plain.grad is None:
+                    plain.grad = mean.detach()
+                else:
+                    plain.grad.copy_(mean)
+        self._accumulated.clear()
+        self._owes = self._broken = False
+        self._used_up = self.sharded
+        if self._sends_buffers:
+            for buffer in self.plain.buffers():
+                dist.broadcast(buffer, 0)
+            self._buffers_agree = True
+
+    def _difference(self, *, waiting: bool) -> str:
+        """Compare the two modules, and return how they differ; `waiting` tells that some gradients are not averaged."""
+        for name, ours, plain in self._triples():
+            if not torch.allclose(ours, plain, rtol=1e-7, atol=1e-7):
+                return f"weight {name} differs by {(ours - plain).abs().max()}"
+            if self.sharded or (waiting and "accumulate_in_buckets" in self.options):
+                continue
+            one, other = (torch.zeros_like(each) if each.grad is None else each.grad for each in (ours, plain))
+            if not torch.allclose(one, other, rtol=1e-8, atol=1e-8):
+                return f"gradient of {name} differs by {(one - other).abs().max()}"
+        agree, self._buffers_agree = self._buffers_agree, False
+        if self.rank == 0 or agree or not self._sends_buffers:
+            for (name, here), there in zip(self.net.named_buffers(), self.plain.buffers(), strict=True):
+                if not torch.allclose(here, there, rtol=1e-8, atol=1e-8):
+                    return f"buffer {name} differs: {here} and {there}"
+        return ""
+
+    # --- What it does ---
+
+    def _backward(self, *, sync: bool = True) -> str:
+        shared = self._shared
+        self._zero_if_used_up()
+        same, forwards = shared.random() < 0.6, shared.choice([1, 1, 1, 2])
+        recompute, loss_of = shared.choice(["", "", "reentrant", "newer"]), shared.choice([LOSSES[0], *LOSSES])
+        if recompute and "find_unused_parameters" in self.options:
+            recompute = "newer"  # the other kind is refused there
+        if recompute == "reentrant":  # a second use makes more marks in a backward, which is refused
+            forwards = 1
+        twice = shared.random() < 0.15 and not (self._owes or self.sharded or recompute == "reentrant")
+        twice = twice and isinstance(self.net.norm, nn.LayerNorm)
+        uses = [self._branches(same=same) for _ in range(forwards)]
+        batches = [self._batch().requires_grad_(recompute == "reentrant") for _ in range(forwards)]
+
+        def loss(call: Callable[..., dict[str, Tensor]]) -> Tensor:
+            losses = [loss_of(call(x, use, recompute)) for x, use in zip(batches, uses, strict=True)]
+            return torch.stack(losses).sum()
+
+        plain = loss(self.plain)
+        if plain.requires_grad:
+            self._plain_backward(plain, twice=twice)
+            with nullcontext() if sync else self.model.no_sync():
+                ours = loss(self.call)
+                if twice:
+                    ours.backward(retain_graph=True)
+                ours.backward()
+            if sync or self._owes:
+                self._average()
+        return (
+            f"{forwards} forwards, branches {uses}, {recompute}, {'' if sync else 'local'} {'twice' if twice else ''}"
+        )
+
+    def train(self) -> str:
+        return self._backward()
+
+    def train_locally(self) -> str:
+        return self._backward(sync=False)
+
+    def train_in_a_window(self) -> str:
+        return "; ".join([*(self._backward(sync=False) for _ in range(self._shared.randint(1, 3))), self._backward()])
+
+    def step(self) -> str:
+        if self._broken or self._any_accumulated():  # else it would be a wrong program
+            return "not now"
+        self._on_both(lambda module, optimizer: optimizer.step())
+        return ""
+
+    def zero(self) -> None:
+        self._used_up = False
+        if "accumulate_in_buckets" in self.options:
+            self.model.discard_accumulated()
+        to_none = self.sharded or self._shared.random() < 0.5
+        self._on_both(lambda module, optimizer: optimizer.zero_grad(set_to_none=to_none))
+        self._accumulated.clear()
+
+    def _zero_if_used_up(self) -> None:
+        if self._used_up:
+            self.zero()
+
+    def evaluate(self) -> None:
+        x, use = self._batch(), self._branches(same=False)
+        for module in (self.model, self.call, self.plain):
+            module.eval()
+        with torch.set_grad_enabled(self._shared.random() < 0.4):
+            self.call(x, use)
+            self.plain(x, use)
+        for module in (self.model, self.call, self.plain):
+            module.train()
+
+    def evaluate_on_one_rank(self) -> None:
+        if self.rank == self._shared.randrange(self.size):
+            self.model.eval()
+            with torch.no_grad():
+                self.call(torch.ones(2, 4, dtype=torch.float64), (0,))
+            self.model.train()
+
+    def run_a_forward_alone(self) -> None:
+        x, use = self._batch(), self._branches(same=True)
+        self.call(x, use)
+        self.plain(x, use)
+        self._owes = True
+
+    def ask_for_an_input_gradient(self) -> None:
+        x, use = self._batch().requires_grad_(), self._branches(same=True)
+        found = [torch.autograd.grad(call(x, use)["out"].sum(), x)[0] for call in (self.call, self.plain)]
+        torch.testing.assert_close(*found)
+        self._owes = True
+
+    def freeze_or_unfreeze(self) -> str:
+        names = [name for name, *_ in self._triples() if name != "stem.weight"]  # one parameter trains
+        chosen = self._shared.sample(names, min(len(names), self._shared.randint(1, 4)))
+        trains = self._shared.random() < 0.5
+        for name, ours, plain in self._triples():
+            if name in chosen:
+                ours.requires_grad_(trains)
+                plain.requires_grad_(trains)
+        return f"{'un' * trains}freezes {chosen}"
+
+    def edit_a_gradient(self) -> str:
+        names = [name for name, *_ in self._triples()]
+        how, name = self._shared.choice(["remove", "multiply", "copy"]), self._shared.choice(names)
+        if self.sharded or self._any_accumulated():
+            return "not now"
+        for module in (self.net, self.plain):
+            param = module.get_parameter(name)
+            if param.grad is not None:
+                param.grad = {"remove": None, "multiply": param.grad.mul_(0.5), "copy": param.grad.clone()}[how]
+        return f"{how} {name}"
+
+    def clip(self) -> str:
+        if self._broken or self._any_accumulated() or (self.sharded and not self._used_up):
+            return "not now"
+        theirs = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
+        torch.testing.assert_close(self.model.clip_grad_norm_(0.1), theirs)
+        return f"norm {theirs:.3g}"
+
+    def load(self) -> None:
+        state = {
+            key: value * 0.9 if value.is_floating_point() else value for key, value in self.plain.state_dict().items()
+        }
+        self._on_both(lambda module, optimizer: module.load_state_dict(state))
+
+    def load_the_optimizer(self) -> None:
+        self._on_both(lambda module, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
+
+    def go_on_with_a_copy(self) -> str:
+        if self.sharded or self.call is not self.model or self._any_accumulated():
+            return "not now"
+        self.call = self.model = copy.deepcopy(self.model)
+        self.net = self.model.module
+        self._owes = False
+        for _, ours, plain in self._triples():
+            plain.grad = None if ours.grad is None else ours.grad.clone()
+        self._make_optimizers()
+        return ""
+
+    def fail_in_a_forward(self) -> None:
+        x = self._batch()
+        for call in (self.call, self.plain):
+            try:
+                call(x, (), "", "forward")
+            except PlannedError:
+                continue
+            raise AssertionError("nothing was raised")
+
+    def fail_in_a_backward(self) -> str:
+        if self._any_accumulated():
+            return "not now"
+        self._zero_if_used_up()
+        x = self._batch()
+        try:
+            self.call(x, (), "", "backward")["out"].sum().backward()
+        except PlannedError:
+            self.plain(x)  # changes the buffers
+            self._broken, self._owes = True, False
+            self.zero()
+            return ""
+        raise AssertionError("nothing was raised")
+
+    def train_with_a_penalty(self) -> str:
+        if not isinstance(self.net.norm, nn.LayerNorm):
+            return "not now"
+        self._zero_if_used_up()
+        x, use = self._batch().requires_grad_(), self._branches(same=True)
+
+        def loss(call: Callable[..., dict[str, Tensor]]) -> Tensor:
+            out = call(x, use)["out"].sum()
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            return out * 0.1 + grad.square().sum()
+
+        self._plain_backward(loss(self.plain))
+        loss(self.call).backward()
+        self._average()
+        return ""
+
+    def train_with_weights_in_the_loss(self) -> None:
+        self._zero_if_used_up()
+        x, use = self._batch(), self._branches(same=True)
+
+        def loss(call: Callable[..., dict[str, Tensor]], module: Net) -> Tensor:
+            return call(x, use)["out"].sum() * module.scale + 0.01 * module.stem.weight.square().sum()
+
+        self._plain_backward(loss(self.plain, self.plain))
+        loss(self.call, self.net).backward()
+        self._average()
+
+    def grow(self) -> str:
+        if self._any_accumulated():
+            return "not now"
+        new = self.net.branch(4)
+        for tensor in new.parameters():  # the same on all ranks
+            nn.init.uniform_(tensor, generator=torch.Generator().manual_seed(self._shared.randrange(10**6)))
+
+        def act(module: Net, optimizer: torch.optim.Optimizer) -> None:
+            branch = copy.deepcopy(new)
+            module.branches.append(branch)
+            optimizer.add_param_group({"params": list(branch.parameters())})
+
+        self._on_both(act)
+        return ""
+
+
+WEIGHTS = {
+    "train": 6.0,
+    "step": 5.0,
+    "train_in_a_window": 3.0,
+    "zero": 3.0,
+    "freeze_or_unfreeze": 2.0,
+    "edit_a_gradient": 1.0,
+    "clip": 1.0,
+    "train_locally": 1.0,
+    "train_with_a_penalty": 1.0,
+    "train_with_weights_in_the_loss": 1.0,
+    "evaluate": 1.0,
+    "evaluate_on_one_rank": 1.0,
+    "run_a_forward_alone": 1.0,
+    "ask_for_an_input_gradient": 1.0,
+    "load": 1.0,
+    "load_the_optimizer": 0.5,
+    "go_on_with_a_copy": 1.0,
+    "fail_in_a_forward": 1.0,
+    "fail_in_a_backward": 0.7,
+    "grow": 0.7,
+}
+
+
+def run(rank: int, size: int, seeds: Sequence[int], *, sharded: bool = False, length: int = 14) -> None:
+    """Run one program for each seed; raises AssertionError, with what the first wrong program has done."""
+    for seed in seeds:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for kind in (dpfuse.LoopWarning, dpfuse.WeightsWarning):  # the programs are right
+                warnings.simplefilter("error", kind)
+            program = Program(rank, size, seed, sharded=sharded)
+            try:
+                program.run(length)
+            except AssertionError as error:
+                raise AssertionError("\n".join([f"seed {seed}", *program.log, str(error)])) from None
