@@ -495,14 +495,20 @@ WEIGHTS = {
 }
 
 
-def run(rank: int, size: int, seeds: Sequence[int], *, sharded: bool = False, length: int = 14) -> None:
-    """Run one program for each seed; raises AssertionError, with what the first wrong program has done."""
+def run(seeds: Sequence[int], make: Callable[[int], Any], length: int = 14) -> None:
+    """Run one program for each seed; raises AssertionError, with what the first wrong program has done.
+
+    Args:
+        seeds: of the programs.
+        make: makes the program of a seed.
+        length: how many things each does.
+    """
     for seed in seeds:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for kind in (dpfuse.LoopWarning, dpfuse.WeightsWarning):  # the programs are right
                 warnings.simplefilter("error", kind)
-            program = Program(rank, size, seed, sharded=sharded)
+            program = make(seed)
             try:
                 program.run(length)
             except AssertionError as error:

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+
 import pytest
 
 from tests.random_programs import program
 from tests.random_programs.program import Program, run
+from tests.random_programs.several_models import SeveralModels
 
-MANY = [pytest.mark.slow]
-NIGHT = [pytest.mark.slow, pytest.mark.nightly]
+KINDS = {
+    "whole": partial(Program, sharded=False),
+    "sharded": partial(Program, sharded=True),
+    "several models": SeveralModels,
+}
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize(
-    "seeds",
-    [range(16), pytest.param(range(16, 150), marks=MANY), pytest.param(range(150, 3000), marks=NIGHT)],
-    ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
-)
+def cases(few, many, night):
+    """So many seeds for `make test`, as many more for `make test-all`, and for the night."""
+    marks = [[], [pytest.mark.slow], [pytest.mark.slow, pytest.mark.nightly]]
+    ends = [0, few, few + many, few + many + night]
+    parts = [pytest.param(range(*pair), marks=each) for pair, each in zip(pairwise(ends), marks, strict=True)]
+    return pytest.mark.parametrize("seeds", parts, ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@cases(16, 134, 2850)
 @pytest.mark.ranks(timeout=1800)
-def test_two_ranks(rank, size, seeds, sharded):
-    run(rank, size, seeds, sharded=sharded)
+def test_two_ranks(rank, size, seeds, kind):
+    run(seeds, partial(KINDS[kind], rank, size))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize(
-    "seeds",
-    [pytest.param(range(40), marks=MANY), pytest.param(range(40, 1000), marks=NIGHT)],
-    ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
-)
+@pytest.mark.parametrize("kind", KINDS)
+@cases(2, 38, 960)
 @pytest.mark.ranks(size=3, timeout=1800)
-def test_three_ranks(rank, size, seeds, sharded):
-    run(rank, size, seeds, sharded=sharded)
+def test_three_ranks(rank, size, seeds, kind):
+    run(seeds, partial(KINDS[kind], rank, size))
 
 
 def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatch):
@@ -43,7 +50,7 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Program, "_plain_backward", too_much)
         with pytest.raises(AssertionError, match=r"(?s)seed \d+\n.*differs by"):
-            run(rank, size, range(4))
+            run(range(4), partial(Program, rank, size, sharded=False))
 
     def step_on_rests(one):
         one._on_both(lambda module, optimizer: optimizer.step())
@@ -51,4 +58,4 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
     monkeypatch.setattr(Program, "step", step_on_rests)
     monkeypatch.setattr(program, "WEIGHTS", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
     with pytest.raises(AssertionError, match="DPF-L01"):
-        run(rank, size, range(30))
+        run(range(30), partial(Program, rank, size, sharded=False))
