@@ -29,7 +29,7 @@ pre { white-space: pre-wrap; } code, pre { font-family: ui-monospace, monospace;
 .answers li { list-style: none; border: 1px solid var(--rule); border-radius: 0.5rem; padding: 0.6rem 0.8rem; }
 .answers b { display: block; font-size: 1.15rem; }
 figure { margin: 1rem 0 0; max-width: 34rem; } svg { width: 100%; height: auto; }
-svg text { font-size: 11px; fill: var(--soft); }
+svg text { font-size: 11px; fill: var(--soft); } @media (max-width: 30rem) { svg text { font-size: 13px; } }
 .grid { stroke: var(--rule); } .line { fill: none; stroke-width: 1.5; }
 .line.c0 { stroke-width: 5; opacity: 0.45; }
 .legend { list-style: none; padding: 0; margin: 0.25rem 0; display: flex; flex-wrap: wrap; gap: 0.25rem 1rem;
@@ -119,7 +119,7 @@ def _speed(report: Report) -> str:
         )
         for one in speed.timings
     ]
-    parts.append(_table(("run", "steps/s", "a quarter below, ms", "median, ms", "a quarter above, ms"), rows))
+    parts.append(_table(("run", "steps/s", "25 %, ms", "median, ms", "75 %, ms"), rows))
     split = {one.run: {WORDS[part]: 1e3 * value for part, value in one.parts.items()} for one in speed.timings}
     parts.append(bars(split, label="where the time of a step goes, mean over steps and ranks", unit="ms"))
     waits = [f"{one.run}: {1e3 * one.waiting:.3g} ms" for one in speed.timings]

@@ -13,7 +13,7 @@ from tests.commands.doctor.test_report import DIFFERENT, FINDING, report
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
 BROWSER = os.environ.get("BROWSER_FOR_TESTS") or next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ["--no-sandbox", "--single-process", "--no-zygote", "--disable-dev-shm-usage"]  # for containers
-LEGIBLE = 8  # pixels
+LEGIBLE = 11  # pixels: the height of a line of text
 SMALL = f"""() => [...document.querySelectorAll("p, td, th, li, figcaption, svg text")]
     .filter((one) => one.textContent && one.getBoundingClientRect().height < {LEGIBLE}).length"""
 
