@@ -10,7 +10,8 @@ from dpfuse.commands.doctor.findings import Finding
 from dpfuse.commands.doctor.numbers import losses_of
 from dpfuse.commands.doctor.report import Report
 from dpfuse.commands.doctor.runs import TITLES
-from dpfuse.commands.doctor.summary import ANSWERS, WORDS, comparison
+from dpfuse.commands.doctor.speed import WORDS
+from dpfuse.commands.doctor.summary import ANSWERS, comparison
 
 __all__ = ["page"]
 
@@ -126,7 +127,7 @@ def _speed(report: Report) -> str:
     parts.append(f"<p>Waiting for a slower rank when backward begins, mean: {escape('; '.join(waits))}.</p>")
     for one in speed.timings:
         if one.slowest is not None:
-            parts.append(f"<p>In {escape(one.run)}, rank {one.slowest} is the slowest in most steps.</p>")
+            parts.append(f"<p>In {escape(one.run)}, {escape(one.slowest.explain())}.</p>")
     if speed.link is not None:
         parts.append(f"<p>Link: {escape(speed.link.explain())}.</p>")
     if speed.advice:

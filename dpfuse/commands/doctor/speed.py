@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,9 +11,17 @@ from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.trace_file import RankTrace
 from dpfuse.tune import CostTable
 
-__all__ = ["WORTH", "Advice", "Link", "Speed", "Timing", "measure"]
+__all__ = ["WORDS", "WORTH", "Advice", "Link", "SlowestRank", "Speed", "Timing", "measure"]
 
-PARTS = ("loader", "forward", "backward", "optimizer", "device", "outside")  # of a step; tracing is not counted
+WORDS = {  # for the parts of a step; tracing is not counted
+    "loader": "loader",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "device": "waiting for the GPU",
+    "outside": "other",
+}
+PARTS = tuple(WORDS)
 BEFORE = ("loader", "forward", "outside")  # the ranks meet in what follows
 SUMS = ("nbytes", "seconds", "collectives", "exposed")  # of the communication of a run
 SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size, where none was measured
@@ -22,6 +30,26 @@ FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
 SLOWEST = 0.8  # of the steps in which one rank is the slowest
+
+
+@dataclass(frozen=True)
+class SlowestRank:
+    """The rank for which the others wait in most steps.
+
+    Args:
+        rank: its number.
+        part: of a step, in which it is late most.
+        seconds: of this part that it takes more than the mean of the others.
+    """
+
+    rank: int
+    part: str
+    seconds: float
+
+    def explain(self) -> str:
+        """Return one line."""
+        what = "code outside of these parts" if self.part == "outside" else self.part
+        return f"rank {self.rank} is the slowest in most steps, by {1e3 * self.seconds:.3g} ms in its {what}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +70,7 @@ class Timing:
     steps: tuple[float, ...]
     parts: dict[str, float]
     waiting: float
-    slowest: int | None
+    slowest: SlowestRank | None
 
     @property
     def median(self) -> float:
@@ -170,7 +198,18 @@ def _timing(run: Run, deep: int) -> Timing | None:
     often = max(set(slowest), key=slowest.count)
     waiting = statistics.mean(ahead)
     matters = len(ranks) > 1 and slowest.count(often) > SLOWEST * count and waiting > WORTH * statistics.median(steps)
-    return Timing(run.title, run.wrapper, steps, parts, waiting, often if matters else None)
+    late = _slowest(often, {rank: cycles[:count] for rank, cycles in ranks.items()}) if matters else None
+    return Timing(run.title, run.wrapper, steps, parts, waiting, late)
+
+
+def _slowest(slowest: int, ranks: Mapping[int, Sequence[Mapping[str, float]]]) -> SlowestRank:
+    late = {}
+    for part in BEFORE:
+        means = {rank: statistics.mean(cycle[part] for cycle in cycles) for rank, cycles in ranks.items()}
+        own = means.pop(slowest)
+        late[part] = own - statistics.mean(means.values())
+    part = max(late, key=lambda name: late[name])
+    return SlowestRank(slowest, part, late[part])
 
 
 def _cycles(trace: RankTrace) -> list[dict[str, float]]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from dpfuse.commands.doctor.report import Report
 from dpfuse.commands.doctor.runs import TITLES
+from dpfuse.commands.doctor.speed import WORDS
 
-__all__ = ["ANSWERS", "WORDS", "comparison", "summary"]
+__all__ = ["ANSWERS", "comparison", "summary"]
 
 LINES, WIDTH = 30, 110
 SHORT = 200  # characters of a finding
@@ -48,7 +49,7 @@ def _lines(report: Report) -> Iterator[str]:
         parts = ", ".join(f"{WORDS[part]} {value / total:.0%}" for part, value in large.items())
         yield from _entry("where it goes", f"{parts}; {ours.waiting / total:.0%} is waiting for a slower rank")
         if ours.slowest is not None:
-            yield from _entry("", f"rank {ours.slowest} is the slowest in most steps")
+            yield from _entry("", ours.slowest.explain())
     if speed.link is not None:
         yield from _entry("link", speed.link.explain())
     for advice in speed.advice:
@@ -66,16 +67,6 @@ def _lines(report: Report) -> Iterator[str]:
     changed = sorted({path for paths in report.changed.values() for path in paths})
     text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
     yield from _entry("files changed", text)
-
-
-WORDS = {
-    "loader": "loader",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "device": "waiting for the GPU",
-    "outside": "other",
-}
 
 
 def comparison(ratio: float, noise: float) -> str:

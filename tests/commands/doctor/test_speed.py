@@ -31,7 +31,9 @@ def test_noise_is_what_runs_of_one_kind_differ_by():
 
 def test_a_slow_rank_is_named_and_what_the_others_wait():
     found = measure([timed(1, "torch", busy=(0.0, 0.04), **PARTS), timed(2, "dpfuse", **PARTS)], deep=2)
-    assert found.timings[0].slowest == 1
+    slowest = found.timings[0].slowest
+    assert (slowest.rank, slowest.part, slowest.seconds) == (1, "forward", pytest.approx(0.04))
+    assert slowest.explain() == "rank 1 is the slowest in most steps, by 40 ms in its forward"
     assert found.timings[0].waiting == pytest.approx(0.02)  # the mean over both ranks
     assert found.timings[1].slowest is None
 
