@@ -656,7 +656,7 @@ def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> Non
                 f"the module is wrapped twice: got a {type(module).__name__}, of which {where} is a "
                 f"{type(inner).__name__} already, expected a bare module. Each gradient would be averaged by both "
                 "wrappers, which takes twice the time. Wrap the bare module (.module), and wrap it once: not by hand "
-                "if a library such as accelerate wraps it."
+                "if a library such as accelerate wraps it, and not after dpfuse.replicate()."
             )
             return
 

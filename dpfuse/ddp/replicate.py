@@ -152,7 +152,7 @@ def replicate(
 
     Source: torch's `replicate` of FSDP2, whose parameters become DTensors. Here they stay plain ones.
     """
-    group = group_of(None, mesh)
+    group = group_of(options.get("process_group"), mesh)
     try:
         _check(module)
         ignored = _ids_of(module, ignored_params)

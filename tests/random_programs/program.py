@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
+from tests.random_programs.by_hand import average, changed, gradients_of
 
 __all__ = ["Program", "run"]
 
@@ -222,26 +223,15 @@ class Program:
     # --- The rule, by hand ---
 
     def _plain_backward(self, loss: Tensor, *, twice: bool = False) -> None:
-        before = {name: None if plain.grad is None else plain.grad.clone() for name, _, plain in self._triples()}
+        params = dict(self.plain.named_parameters())
+        before = gradients_of(params)
         if twice:
             loss.backward(retain_graph=True)
         loss.backward()
-        for name, _, plain in self._triples():
-            old = before[name]
-            if plain.grad is not None and (old is None or not torch.equal(old, plain.grad)):
-                self._accumulated.add(name)
+        self._accumulated |= changed(params, before)
 
     def _average(self) -> None:
-        for name, _, plain in self._triples():
-            wanted = torch.tensor(float(name in self._accumulated))
-            dist.all_reduce(wanted)
-            if wanted:
-                mean = (torch.zeros_like(plain) if plain.grad is None else plain.grad) / self.size
-                dist.all_reduce(mean)
-                if plain.grad is None:
-                    plain.grad = mean.detach()
-                else:
-                    plain.grad.copy_(mean)
+        average(dict(self.plain.named_parameters()), self._accumulated)
         self._accumulated.clear()
         self._owes = self._broken = False
         self._used_up = self.sharded

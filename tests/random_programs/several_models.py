@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
+from tests.random_programs.by_hand import average, changed, gradients_of
 
 __all__ = ["SeveralModels"]
 
@@ -99,26 +100,16 @@ class SeveralModels:
         return torch.randn(3, 4, generator=self._batches, dtype=torch.float64)
 
     def _average(self, index: int) -> None:
-        for name, param in self.plain[index].named_parameters():
-            wanted = torch.tensor(float(name in self._accumulated[index]))
-            dist.all_reduce(wanted)
-            if wanted:
-                mean = (torch.zeros_like(param) if param.grad is None else param.grad) / self.size
-                dist.all_reduce(mean)
-                if param.grad is None:
-                    param.grad = mean.detach()
-                else:
-                    param.grad.copy_(mean)
+        average(dict(self.plain[index].named_parameters()), self._accumulated[index])
         self._accumulated[index].clear()
         self._owes[index] = False
 
     def _plain_backward(self, loss: Tensor) -> None:
-        named = [(index, *pair) for index, net in enumerate(self.plain) for pair in net.named_parameters()]
-        before = [None if param.grad is None else param.grad.clone() for *_, param in named]
+        params = [dict(net.named_parameters()) for net in self.plain]
+        before = [gradients_of(each) for each in params]
         loss.backward()
-        for (index, name, param), old in zip(named, before, strict=True):
-            if param.grad is not None and (old is None or not torch.equal(old, param.grad)):
-                self._accumulated[index].add(name)
+        for names, each, old in zip(self._accumulated, params, before, strict=True):
+            names |= changed(each, old)
 
     def _difference(self) -> str:
         for index, (net, plain) in enumerate(zip(self.nets, self.plain, strict=True)):

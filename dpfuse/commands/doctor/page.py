@@ -120,7 +120,7 @@ def _speed(report: Report) -> str:
         )
         for one in speed.timings
     ]
-    parts.append(_table(("run", "steps/s", "25 %, ms", "median, ms", "75 %, ms"), rows))
+    parts.append(_table(("run", "steps/s", "1st quartile, ms", "median, ms", "3rd quartile, ms"), rows))
     split = {one.run: {WORDS[part]: 1e3 * value for part, value in one.parts.items()} for one in speed.timings}
     parts.append(bars(split, label="where the time of a step goes, mean over steps and ranks", unit="ms"))
     waits = [f"{one.run}: {1e3 * one.waiting:.3g} ms" for one in speed.timings]

@@ -48,7 +48,7 @@ class SlowestRank:
 
     def explain(self) -> str:
         """Return one line."""
-        what = "code outside of these parts" if self.part == "outside" else self.part
+        what = "other code" if self.part == "outside" else self.part
         return f"rank {self.rank} is the slowest in most steps, by {1e3 * self.seconds:.3g} ms in its {what}"
 
 

@@ -93,12 +93,14 @@ def test_the_module_stays_the_same_object_with_hooks_that_run_once(rank, size):
     assert calls == ["before", "after"]
 
 
-def test_parts_over_the_same_ranks_share_the_buckets_of_the_whole(rank, size):
+@pytest.mark.parametrize("own_group", [False, True])
+def test_parts_over_the_same_ranks_share_the_buckets_of_the_whole(rank, size, own_group):
     model = net()
     expected = bare_mean(net(), rank)
+    over = {"process_group": dist.new_group()} if own_group else {}
     for part in model[1:3]:
-        dpfuse.replicate(part)
-    dpfuse.replicate(model)
+        dpfuse.replicate(part, **over)
+    dpfuse.replicate(model, **over)
     assert type(model[1]) is Block
     plan = model.replicated_by.bucket_plan
     assert sorted(spec.name for spec in plan.specs) == sorted(name for name, _ in model.named_parameters())
