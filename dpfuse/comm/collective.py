@@ -143,6 +143,16 @@ def direct_all_reduce(device: torch.device, group: dist.ProcessGroup) -> Callabl
     return all_reduce_directly
 
 
+def is_in_order(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the group runs its collectives of tensors on `device` one behind the other, on one stream, as NCCL does.
+
+    Then what waits for one of them waits for all before it.
+    """
+    if device.type != "cuda" or type(group) is not dist.ProcessGroup or not dist.is_nccl_available():
+        return False
+    return type(group._get_backend(device)) is dist.ProcessGroupNCCL
+
+
 def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
     """Start the SUM over the ranks of each of `sums`, and of `factor` times each of `scaled`, all in place.
 

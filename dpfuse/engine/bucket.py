@@ -33,6 +33,7 @@ class BucketState(Enum):
 
 
 FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12, looking up a member is slow
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,9 @@ class GradBucket:
         missing: registration indices of the parameters without a gradient in the last backward.
         error: why the last backward cannot use this rank's gradients; zeros were sent in their place.
         gave_views: whether every gradient was last delivered as a view of the communication buffer.
+        carries: whether all buckets that were sent before, and ride, have landed wherever this one has.
+        rides: whether the bucket in flight needs no wait but that for one that carries it, and no delivery: its
+            gradients are views.
     """
 
     def __init__(self, plan: Bucket, params: Sequence[Tensor], parts: Parts, around: Surroundings, label: str) -> None:
@@ -100,10 +104,14 @@ class GradBucket:
         self.missing: list[int] = []
         self.error: Exception | None = None
         self.gave_views = not params
+        self.carries = parts.exchange.ends_in_order
+        self.rides = False
         self._gives_views = parts.delivery.gives_views and len(parts.buffer.params) == len(params)
         self._around = around
         self._label = label
         self._frozen: frozenset[int] = frozenset()
+        prepares = parts.exchange.has_outside or any(step.prepares for step in parts.steps)
+        self._repeats = parts.feed.repeats and not prepares
         self._work: dist.Work | None = None
         self._sources: list[Tensor | None] = []
         self._sent: Tensor = parts.buffer.flat
@@ -121,7 +129,7 @@ class GradBucket:
         if self.state is not FREE:
             raise self._misuse(FREE)
         buffer, parts = self.parts.buffer, self.parts
-        self.missing, self.error, self._frozen = [], None, frozenset()
+        self.missing, self.error, self._frozen, self.rides = [], None, _NOTHING, False
         several_streams = parts.writers is not None and parts.writers.precede()
         grads: list[Tensor | None] = []
         try:
@@ -153,7 +161,7 @@ class GradBucket:
         """Send zeros, and write no gradient. The result is to be discarded."""
         if self.state is not FREE:
             raise self._misuse(FREE)
-        self.missing, self.error = [], None
+        self.missing, self.error, self.rides = [], None, False
         parts = self.parts
         try:
             # Not the buffer itself: gradients that are still in use may lie in it, as views.
@@ -215,6 +223,13 @@ class GradBucket:
         for step in parts.steps:
             step.delivered(untouched)
         self._sources = []
+        self.state = FREE
+
+    def arrive(self) -> None:
+        """Be delivered without a wait, since the current stream has waited for a later bucket that carries this one."""
+        if self.state is not FLIGHT or not self.rides:
+            raise self._misuse(FLIGHT)
+        self.gave_views, self._sources, self._work = self._gives_views, [], None
         self.state = FREE
 
     def discard(self) -> None:
@@ -289,6 +304,14 @@ class GradBucket:
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
         parts, buffer = self.parts, self.parts.buffer
+        if self._repeats and not (self.missing or self._frozen):
+            report = None if parts.report is None else parts.report.source(outcome)
+            if parts.feed.pack_again(grads, report):
+                for step in parts.steps:
+                    step.after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
+                parts.delivery.hand_out_early(_NOTHING)
+                self.rides = self.carries and parts.delivery.is_done and not self._around.observers
+                return
         without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
         for step in parts.steps:

@@ -49,6 +49,7 @@ class Views(Delivery):
         self.handed_out = self._hooks.are_ours
         if self.handed_out:
             self._buffer.hand_out_views(missing)
+        self.is_done = self.handed_out and not missing
 
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         """As `Delivery.deliver`. If views were handed out early, only the missing gradients are left."""

@@ -40,6 +40,7 @@ class Feed:
 
     held: Set[int] = frozenset()  # registration indices of parameters whose gradients are partly in the buffer
     hears_sent = False  # whether the class overrides `sent`; only then it is called, as for `Delivery.prepares`
+    repeats = False  # whether `pack_again` may do anything
 
     def __init_subclass__(cls) -> None:
         cls.hears_sent = cls.sent is not Feed.sent
@@ -51,6 +52,13 @@ class Feed:
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         """Write all gradients into the buffer; None is a gradient of zeros."""
         raise NotImplementedError
+
+    def pack_again(self, grads: list[Tensor | None], report: Tensor | None) -> bool:
+        """Do what the last `pack` did, if it had such gradients at the same addresses; return whether that was done.
+
+        There is nothing that steps would change, and no gradient is missing.
+        """
+        return False
 
     def sent(self) -> None:
         """Forget what was packed before. The buffer was sent, with gradients or empty."""
@@ -70,6 +78,7 @@ class Exchange:
         has_outside: whether the class overrides `take`, since some gradients travel outside the buffer. Only then
             `take`, `empty`, `deliver` and `discard` are called.
         hears_started, hears_landed: whether the class overrides the method; only then it is called.
+        ends_in_order: whether its work has ended wherever that of a later exchange of the same kind has.
         multiplies_buffer: whether the exchange itself multiplies the buffer by the scale that `take` was given. Then
             it is packed as it is.
         error: why the result of the last exchange cannot be used, if it cannot.
@@ -79,6 +88,7 @@ class Exchange:
     takes_factors = True
     has_outside = False  # the empty call of `take` would be on each gradient's way, and cost 0.1 us, as `prepare` does
     hears_started = hears_landed = False
+    ends_in_order = False
     multiplies_buffer = False
     error: Exception | None = None
     bytes_in_place = 0
@@ -134,6 +144,7 @@ class Delivery:
     prepares = False
     hears_sent = hears_landed = False  # the same for two other methods
     gives_views = False  # whether gradients become views of the buffer, if `deliver` returns true
+    is_done = False  # whether nothing is left to `deliver` of the bucket that was sent, if it landed well
 
     def __init_subclass__(cls) -> None:
         cls.prepares = cls.prepare is not Delivery.prepare
@@ -166,6 +177,11 @@ class Delivery:
 
 class PackStep:
     """What a feature does around the packing of a bucket. Each method does nothing unless a feature overrides it."""
+
+    prepares = False  # whether the class overrides `before`, so that one pack may be unlike the other
+
+    def __init_subclass__(cls) -> None:
+        cls.prepares = cls.before is not PackStep.before
 
     def before(self, arguments: PackArguments) -> None:
         """Change the arguments, if needed, before the bucket is packed."""

@@ -23,7 +23,7 @@ from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.send_order import SendOrder
-from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.engine.torch_private import leave_untraced, profiler_runs
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.window import Field, Window
@@ -816,7 +816,11 @@ class Reducer:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
         report, outcome = self._in_use.report, self._run.outcome
         buckets, well = self._in_use.buckets, outcome.well
+        last = len(buckets) - 1
+        rides = well and buckets[last].carries and not profiler_runs()
         for order, bucket in enumerate(buckets):
+            if rides and bucket.rides and order < last and bucket.state is FLIGHT:
+                continue
             if len(buckets) > 1:  # with one bucket, the track has not changed since it was sent
                 self._wiring.track.tell(BACKWARD, self.completed, order)
             if bucket.state is FLIGHT:
@@ -826,6 +830,10 @@ class Reducer:
             # Whether another rank has a missing gradient is known once the last bucket has landed.
             if well and not bucket.missing and bucket.state is LANDED:
                 bucket.deliver()
+        if rides:
+            for bucket in buckets:
+                if bucket.rides and bucket.state is FLIGHT:
+                    bucket.arrive()
         if outcome.missing and report.unreadable:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))

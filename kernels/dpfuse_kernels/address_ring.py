@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AddressRing", "CudaStreams", "HostStreams"]
+__all__ = ["AddressRing", "CudaStreams", "Entry", "HostStreams"]
 
 # Three entries are enough for safety. Four hold the lists for pack and unpack of two alternating gradient sets.
 ENTRIES = 4
@@ -65,7 +65,9 @@ class CudaStreams(HostStreams):
 
 
 @dataclass(eq=False)
-class _Entry:
+class Entry:
+    """A copy of one address list on the device."""
+
     host: torch.Tensor  # [n] int64, pinned where there is a device
     device: torch.Tensor  # [n] int64
     addresses: list[int] | None = None
@@ -74,6 +76,20 @@ class _Entry:
     streams: list[Any] = field(default_factory=list)
     passed: dict[Any, Any] | None = None  # per stream the event behind the last kernel that reads `device`, if known
     captured: bool = False  # a CUDA graph reads `device` at each replay: never write it again
+
+    def read_again(self, addresses: list[int]) -> bool:
+        """Note that a kernel reads the copy again, on a stream of its earlier readers, and not in a graph.
+
+        Args:
+            addresses: the list that those readers passed.
+
+        Returns:
+            Whether the copy still holds that very list. Another list with equal addresses is not recognised.
+        """
+        if self.addresses is not addresses:
+            return False
+        self.passed = None
+        return True
 
 
 class AddressRing:
@@ -89,6 +105,7 @@ class AddressRing:
 
     Attributes:
         uploads: number of lists copied to the device so far.
+        latest: the copy that the last call of `device_copy` returned, and what is known about it.
 
     Example:
         >>> ring = AddressRing(2, torch.device("cpu"))
@@ -100,8 +117,8 @@ class AddressRing:
         self._count = count
         self._device = device
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else HostStreams())
-        self._entries: list[_Entry] = []
-        self._latest: _Entry | None = None
+        self._entries: list[Entry] = []
+        self.latest: Entry | None = None
         self.uploads = 0
 
     def device_copy(self, addresses: list[int]) -> torch.Tensor:
@@ -138,23 +155,10 @@ class AddressRing:
         if capturing:
             entry.captured = True
         entry.passed = None
-        self._latest = entry
+        self.latest = entry
         return entry.device
 
-    def ready_copy(self, addresses: list[int]) -> torch.Tensor | None:
-        """Return what the last call of `device_copy` did if that had this very list, and nothing else is to be done.
-
-        Never while a graph is captured: then the ring must note that the graph reads the copy.
-        """
-        entry, streams = self._latest, self._streams
-        if entry is None or entry.addresses is not addresses or streams.current() not in entry.streams:
-            return None
-        if streams.capturing():
-            return None
-        entry.passed = None
-        return entry.device
-
-    def _upload(self, addresses: list[int], current: Any) -> _Entry:
+    def _upload(self, addresses: list[int], current: Any) -> Entry:
         for used in self._entries:
             if used.passed is None and not used.captured:
                 used.passed = {stream: self._streams.record(stream) for stream in used.streams}
@@ -168,13 +172,13 @@ class AddressRing:
         self._entries.append(entry)  # the newest is last
         return entry
 
-    def _free_entry(self, current: Any) -> _Entry:
+    def _free_entry(self, current: Any) -> Entry:
         """Return an entry that the host may write now, and that the device may write behind the work on `current`."""
         free = [entry for entry in self._entries if not entry.captured]
         if len(free) < ENTRIES:
             pinned = self._device.type == "cuda"
             host = torch.empty(self._count, dtype=torch.int64, pin_memory=pinned)
-            return _Entry(host, torch.empty(self._count, dtype=torch.int64, device=self._device))
+            return Entry(host, torch.empty(self._count, dtype=torch.int64, device=self._device))
         oldest = free[0]
         self._entries.remove(oldest)
         self._streams.synchronize(oldest.uploaded)

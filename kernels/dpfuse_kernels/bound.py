@@ -23,6 +23,9 @@ class BoundKernel:
         compiled: the result of `kernel[grid](…)`.
         types: of the arguments that change, as Triton spells them; pointers are passed as integers.
         constants: the compile-time arguments, which come last.
+
+    Attributes:
+        stream_of: returns the handle of the current stream of a device, by its index.
     """
 
     def __init__(self, compiled: Any, types: tuple[str, ...], constants: tuple[Any, ...]) -> None:
@@ -36,7 +39,7 @@ class BoundKernel:
         self._constants = constants
         self._pointers = tuple(index for index, kind in enumerate(types) if kind.startswith("*"))
         self._runtime = knobs.runtime
-        self._stream_of: Callable[[int], int] = driver.active.get_current_stream
+        self.stream_of: Callable[[int], int] = driver.active.get_current_stream
 
     def launch(self, programs: int, device: int, arguments: tuple[float, ...]) -> bool:
         """Launch the kernel on the current stream of `device`, which must be the current device.
@@ -46,7 +49,7 @@ class BoundKernel:
             profiler's) is set on launches.
         """
         whole = self.whole(arguments)
-        return whole is not None and self.launch_whole(programs, device, whole)
+        return whole is not None and self.launch_whole(programs, self.stream_of(device), whole)
 
     def whole(self, arguments: tuple[float, ...]) -> tuple[Any, ...] | None:
         """Return what Triton's launcher gets for these arguments; None if the kernel was not compiled for them."""
@@ -55,8 +58,8 @@ class BoundKernel:
                 return None
         return (*self._before, *self._behind, *arguments, *self._constants)
 
-    def launch_whole(self, programs: int, device: int, arguments: tuple[Any, ...]) -> bool:
-        """As `launch`, with what `whole` has returned."""
+    def launch_whole(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> bool:
+        """As `launch`, on the stream with this handle, with what `whole` has returned."""
         runtime = self._runtime
         before, behind = runtime.launch_enter_hook, runtime.launch_exit_hook
         # In Triton 3.6 a hook is a chain of hooks, which may be empty, or a single hook.
@@ -64,7 +67,7 @@ class BoundKernel:
             return False
         if behind is not None and getattr(behind, "calls", None) != []:
             return False
-        self._run(programs, 1, 1, self._stream_of(device), self._function, *arguments)
+        self._run(programs, 1, 1, stream, self._function, *arguments)
         return True
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
 from dpfuse_kernels.options import check_factor, check_residual
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.repeat import launch_again
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
-__all__ = ["all_finite", "check_options", "count_nonfinite", "flatten", "flatten_reference", "product"]
+__all__ = ["all_finite", "check_options", "count_nonfinite", "flatten", "flatten_again", "flatten_reference", "product"]
 
 
 def _flatten_kernel(
@@ -230,12 +231,12 @@ def flatten(
         tensors = list(tensors)
     if factor is not None or residual is not None:
         check_options(table, factor, residual)
+    plain = counts is None and factor is None and residual is None and not accumulate
+    if plain and launch_again(_flatten_kernel, tensors, table, scale):
+        return
     entries = check_all(tensors, table)
-    if counts is None and factor is None and residual is None and not accumulate:
-        if entries.own is None and scale == 1.0:
-            return
-        if table.launcher.repeat(_flatten_kernel, entries.addresses, scale):
-            return
+    if plain and entries.own is None and scale == 1.0:
+        return
     entries.make_dense(table.slots, read=True)
     table.launcher.launch(
         _flatten_kernel,
@@ -247,6 +248,25 @@ def flatten(
         RESIDUAL=residual is not None,
         ACCUMULATE=accumulate,
     )
+
+
+def flatten_again(tensors: list[Tensor | None], table: PointerTable, scale: float) -> bool:
+    """Pack `tensors` as the last call of `flatten` over this table did, if that had such tensors at these addresses.
+
+    Args:
+        tensors: as for `flatten`; a list.
+        table: as for `flatten`.
+        scale: as for `flatten`.
+
+    Returns:
+        Whether they were packed. If not, `flatten` checks them, and says what is wrong.
+
+    Example:
+        >>> from dpfuse_kernels import PointerTable, Slot
+        >>> flatten_again([torch.ones(3)], PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32), 1.0)
+        False
+    """
+    return launch_again(_flatten_kernel, tensors, table, scale)
 
 
 @torch.no_grad()

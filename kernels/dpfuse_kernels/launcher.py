@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.address_ring import AddressRing, Entry
 from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
@@ -180,18 +180,35 @@ class Dispatcher:
             self._bound[key] = bind(done, types, tuple(named.values()))
         self.launches += 1
 
-    def repeatable(self, key: tuple[Any, ...], programs: int, arguments: tuple[float, ...]) -> Repeatable | None:
-        """Return the launch that was just made with these arguments, if it can be repeated."""
+    def repeatable(
+        self, key: tuple[Any, ...], programs: int, arguments: tuple[float, ...], copied: Entry | None
+    ) -> Repeatable | None:
+        """Return the launch that was just made with these arguments, if it can be repeated.
+
+        Args:
+            key, programs, arguments: of that launch.
+            copied: the addresses that the kernel reads.
+        """
         bound = self._bound.get(key)
         whole = None if bound is None else bound.whole(arguments)
-        return None if bound is None or whole is None else Repeatable(key, bound, programs, whole)
+        if bound is None or whole is None or copied is None or copied.addresses is None:
+            return None
+        return Repeatable(key, bound, programs, whole, copied, copied.addresses, bound.stream_of(self._index))
 
     def repeat(self, call: Repeatable) -> bool:
-        """Launch again, on the current stream of the device, and return whether that was possible."""
-        if self._on_cuda and torch._C._cuda_getDevice() != self._index:
+        """Launch again, and return whether that was possible. It is not on another stream, or while one is captured.
+
+        Each step of a settled model comes here for each bucket. So all is compared in one function.
+        """
+        bound, index = call.bound, self._index
+        # Another stream may not be ordered behind the upload of the addresses.
+        if bound.stream_of(index) != call.stream or torch._C._cuda_getDevice() != index:
+            return False
+        # A capture must note which copies its graph reads.
+        if torch._C._cuda_isCurrentStreamCapturing() or not call.copied.read_again(call.addresses):
             return False
         try:
-            if not call.bound.launch_whole(call.programs, self._index, call.arguments):
+            if not bound.launch_whole(call.programs, call.stream, call.arguments):
                 return False
         except (TypeError, AttributeError):  # as in `launch`
             self._bound[call.key] = None
@@ -208,12 +225,14 @@ class Repeatable(NamedTuple):
     bound: BoundKernel
     programs: int
     arguments: tuple[Any, ...]  # all of them, as `BoundKernel.whole` returns them
+    copied: Entry  # the copy on the device of the addresses that the kernel reads
+    addresses: list[int]  # these addresses
+    stream: int  # the handle of the stream of the launch, which is ordered behind the upload of that copy
 
 
-class _Repeated(NamedTuple):
-    """What one launch over a table was given."""
+class _Repeatable(NamedTuple):
+    """A launch over a table that can be made again."""
 
-    copy: torch.Tensor  # of the addresses, on the device
     scale: float
     call: Repeatable
 
@@ -234,6 +253,7 @@ class Launcher:
     Attributes:
         ring: the device copies of address lists; `ring.uploads` counts the host-to-device copies.
         dispatcher: launches them, and counts.
+        repeatable: by kernel, its last launch over all chunks without extras and options, if it can be made again.
 
     Raises:
         ValueError: A CUDA graph is being captured.
@@ -254,7 +274,7 @@ class Launcher:
         self._programs = range(len(self._rows))
         self._scale, self._scale_bits = 1.0, double_bits(1.0)
         self.ring = AddressRing(len(table.slots), device)
-        self._repeated: dict[Any, _Repeated] = {}  # by kernel: its last launch over all chunks, without extras
+        self.repeatable: dict[Any, _Repeatable | None] = {}
 
     @property
     def launches(self) -> int:
@@ -314,23 +334,8 @@ class Launcher:
         pointers = {1: copy, 2: self._rows}
         self.dispatcher.launch(key, len(programs), arguments, pointers, constants, self.shape.warps)
         if programs is self._programs and not any((*arguments[len(ARGUMENTS) :], *options.values())):
-            call = self.dispatcher.repeatable(key, len(programs), arguments)
-            if call is not None:
-                self._repeated[kernel] = _Repeated(copy, scale, call)
-
-    def repeat(self, kernel: Callable[..., None], addresses: list[int], scale: float) -> bool:
-        """Launch `kernel` as `launch` did for the same list of addresses and scale, without extras and options.
-
-        Returns:
-            Whether it was launched. It is not if anything differs from that launch.
-        """
-        last = self._repeated.get(kernel)
-        if last is None or last.scale != scale or self.ring.ready_copy(addresses) is not last.copy:
-            return False
-        if self.dispatcher.repeat(last.call):
-            return True
-        del self._repeated[kernel]
-        return False
+            call = self.dispatcher.repeatable(key, len(programs), arguments, self.ring.latest)
+            self.repeatable[kernel] = None if call is None else _Repeatable(scale, call)
 
 
 def interpreting(compiled: Any) -> bool:

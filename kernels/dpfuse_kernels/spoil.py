@@ -107,7 +107,7 @@ class SpoilTable:
         self.triton: bool | None = None
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
         self._seen = Seen()  # what these tensors were like
-        self._repeated: tuple[tuple[Any, ...], Tensor, Repeatable] | None = None  # the last launch
+        self._repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # the pairs of the last launch, and it
 
     @cached_property
     def rows(self) -> Tensor:
@@ -173,13 +173,13 @@ class SpoilTable:
     def _repeat(self, addresses: list[int], pairs: Tensor) -> bool:
         """Launch the last launch again if it was for the same addresses and pairs; return whether it was launched."""
         last = self._repeated
-        if last is None or last[0] != (pairs.data_ptr(), pairs.numel(), pairs.dtype):
+        if last is None or last[1].addresses is not addresses:
             return False
-        return self.ring.ready_copy(addresses) is last[1] and self.dispatcher.repeat(last[2])
+        return last[0] == (pairs.data_ptr(), pairs.numel(), pairs.dtype) and self.dispatcher.repeat(last[1])
 
-    def _launched(self, copy: Tensor, pairs: Tensor, call: Repeatable | None) -> None:
-        """Note a launch for `_repeat`; `copy` are its addresses on the device."""
-        self._repeated = None if call is None else ((pairs.data_ptr(), pairs.numel(), pairs.dtype), copy, call)
+    def _launched(self, pairs: Tensor, call: Repeatable | None) -> None:
+        """Note a launch for `_repeat`."""
+        self._repeated = None if call is None else ((pairs.data_ptr(), pairs.numel(), pairs.dtype), call)
 
     def _constants(self, pair: torch.dtype) -> dict[str, Any]:
         """Return the compile-time arguments of the kernel, for pairs of this dtype."""
@@ -238,7 +238,7 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
     arguments = (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2)
     constants = partial(table._constants, pairs.dtype)
     table.dispatcher.launch(key, programs, arguments, {1: copy, 2: rows}, constants, WARPS)
-    table._launched(copy, pairs, table.dispatcher.repeatable(key, programs, arguments))
+    table._launched(pairs, table.dispatcher.repeatable(key, programs, arguments, table.ring.latest))
 
 
 @torch.no_grad()

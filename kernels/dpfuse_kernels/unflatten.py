@@ -11,6 +11,7 @@ from torch import Tensor
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
 from dpfuse_kernels.options import check_squares
 from dpfuse_kernels.pointer_table import PointerTable
+from dpfuse_kernels.repeat import launch_again
 from dpfuse_kernels.squared_norm import chunk_sums, squared_norm, squares_of
 
 if TYPE_CHECKING:
@@ -153,12 +154,12 @@ def unflatten(
         check_squares(squares, table.flat.device)
     if type(tensors) is not list:
         tensors = list(tensors)
+    if squares is None and not accumulate and launch_again(_unflatten_kernel, tensors, table, scale):
+        return
     entries = check_all(tensors, table, written=True)
     if entries.own is None and scale == 1.0 and not accumulate:
         if squares is not None:
             squares.copy_(squared_norm(tensors, table))
-        return
-    if squares is None and not accumulate and table.launcher.repeat(_unflatten_kernel, entries.addresses, scale):
         return
     entries.make_dense(table.slots, read=accumulate)
     # Freed after the launch. Work that reuses this memory is ordered behind it, on the same stream.

@@ -80,8 +80,9 @@ class LateRing(AddressRing):
 
 def read_later(streams: LateStreams, ring: AddressRing, addresses: list[int], seen: list[tuple[Any, Any]]) -> None:
     """A kernel on the current stream that reads the device copy when it runs."""
-    again = ring.ready_copy(addresses)
-    copy: Any = ring.device_copy(addresses) if again is None else again
+    last = ring.latest
+    again = last is not None and streams.stream in last.streams and last.read_again(addresses)
+    copy: Any = last.device if again else ring.device_copy(addresses)
     wanted = list(addresses)
     streams.stream.queue.append(lambda: seen.append((copy.memory.tolist(), wanted)))
 
@@ -141,7 +142,7 @@ def test_an_entry_that_is_read_again_is_written_behind_that_reader() -> None:
     assert all(got == wanted for got, wanted in seen)
 
 
-def test_a_reader_of_a_copy_that_was_ready_is_waited_for_like_any_other() -> None:
+def test_who_reads_a_copy_again_is_waited_for_like_any_other_reader() -> None:
     streams = LateStreams()
     ring = LateRing(1, torch.device("cpu"), streams)
     seen: list[tuple[Any, Any]] = []
@@ -154,7 +155,7 @@ def test_a_reader_of_a_copy_that_was_ready_is_waited_for_like_any_other() -> Non
         read_later(streams, ring, [address], seen)
     streams.stream = side
     read_later(streams, ring, held, seen)
-    assert ring.ready_copy(held) is not None
+    assert ring.latest.read_again(held)
     read_later(streams, ring, held, seen)
     streams.stream = main
     for address in range(ENTRIES, 2 * ENTRIES):
@@ -164,22 +165,19 @@ def test_a_reader_of_a_copy_that_was_ready_is_waited_for_like_any_other() -> Non
     assert all(got == wanted for got, wanted in seen)
 
 
-def test_a_copy_is_ready_for_the_same_list_on_the_same_stream_outside_of_captures() -> None:
-    streams = LateStreams()
-    ring = LateRing(1, torch.device("cpu"), streams)
-    held, other, equal = [1], [2], [1]
-    assert ring.ready_copy(held) is None
-    copy = ring.device_copy(held)
-    assert ring.ready_copy(held) is copy
-    assert ring.ready_copy(equal) is None, "only the caller's own list is recognised without a comparison"
-    main, streams.stream = streams.stream, LateStream()
-    assert ring.ready_copy(held) is None, "another stream must first wait for the upload"
-    streams.stream, streams.graph = main, True
-    assert ring.ready_copy(held) is None, "the ring must note that a graph reads the copy"
-    streams.graph = False
-    ring.device_copy(other)
-    assert ring.ready_copy(held) is None
-    assert ring.ready_copy(other) is not copy
+def test_a_copy_is_read_again_only_for_the_very_list_that_it_holds() -> None:
+    ring = AddressRing(1, torch.device("cpu"))
+    held = [0]
+    ring.device_copy(held)
+    first = ring.latest
+    assert first.read_again(held)
+    assert not first.read_again([0]), "an equal list would have to be compared"
+    for address in range(1, ENTRIES):
+        ring.device_copy([address])
+    assert ring.latest is not first
+    assert first.read_again(held), "other lists lie elsewhere"
+    ring.device_copy([ENTRIES])
+    assert not first.read_again(held), "another list was uploaded there"
 
 
 def test_a_known_list_is_not_uploaded_again() -> None:

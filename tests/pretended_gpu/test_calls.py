@@ -243,7 +243,7 @@ def test_a_bucket_is_sent_after_its_pack_and_the_program_goes_on_after_all_bucke
     with logged() as lines:
         step()
     seen = [line for line in lines if re.search("triton _flatten|records|waits for event|nccl allReduce", line)]
-    landed = set()  # events behind which a reduced bucket lies
+    landed = []  # events behind which a reduced bucket lies, in the order of the one stream of the collectives
     buckets = 0
     for before, line in enumerate(seen):
         if "nccl allReduce" in line:
@@ -252,9 +252,11 @@ def test_a_bucket_is_sent_after_its_pack_and_the_program_goes_on_after_all_bucke
             assert "triton _flatten" in pack
             assert f"waits for event {event[1]} " in wait
             assert [each.split(":")[0] for each in (pack, record, wait)] == ["stream 0", "stream 0", "stream 1"]
-            landed.add(re.search(r"records event (\d+)", seen[before + 1])[1])
+            assert line.startswith("stream 1")
+            landed.append(re.search(r"stream 1: records event (\d+)", seen[before + 1])[1])
             buckets += 1
         elif line.startswith("stream 0: waits for event"):
-            landed.discard(re.search(r"event (\d+)", line)[1])
+            event = re.search(r"event (\d+)", line)[1]
+            landed = landed[landed.index(event) + 1 :] if event in landed else landed
     assert buckets > 3
-    assert landed == set()
+    assert landed == [], "what waits for a bucket waits for all before it, and nothing waited for these"

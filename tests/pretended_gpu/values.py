@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpfuse.engine.feeds import at_once
 from dpfuse_kernels import backend
 
 __all__ = ["Values", "compute_kernels"]
@@ -54,6 +55,15 @@ def compute_kernels(monkeypatch: Any) -> None:
         reference = getattr(backend, name.replace("_triton", "_reference"), None)
         if reference is not None:
             monkeypatch.setattr(backend, name, _both(launch, reference))
+    again = at_once.flatten_again
+
+    def launch_again_and_compute(tensors: Any, table: Any, scale: float) -> bool:
+        launched = again(tensors, table, scale)
+        if launched:
+            backend.flatten_reference(tensors, table, scale=scale)
+        return launched
+
+    monkeypatch.setattr(at_once, "flatten_again", launch_again_and_compute)
 
 
 def _both(launch: Any, reference: Any) -> Any:

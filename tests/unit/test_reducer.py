@@ -98,6 +98,7 @@ class NotedBucket:
         )
         self.state, self.error, self.missing = FREE, None, []
         self.lacks, self.fails = [], None  # what the test plants
+        self.rides = self.carries = False
         self.outcome = None
 
     @property
@@ -116,6 +117,9 @@ class NotedBucket:
 
     def wait(self):
         self._move(FLIGHT, LANDED, ("wait", self.order))
+
+    def arrive(self):
+        self._move(FLIGHT, FREE, ("arrive", self.order))
 
     def deliver(self, untouched=frozenset()):
         self._move(LANDED, FREE, ("deliver", self.order, *sorted(untouched)))
@@ -497,6 +501,45 @@ def test_a_parameter_is_waited_for_as_often_as_it_became_ready_in_the_first_back
     assert bench.log == []
     bench.mark(5)
     assert bench.orders("send") == [0, 1]
+
+
+def test_buckets_that_ride_are_not_waited_for_and_arrive_once_the_one_that_carries_them_has_landed():
+    bench = Bench().settled()
+    *rest, last = bench.reducer.buckets
+    last.carries = True
+    rest[0].rides = rest[2].rides = True
+    bench.backward()
+    assert bench.log == [
+        *(("send", order) for order in range(4)),
+        *[("wait", 1), ("deliver", 1), ("wait", 3), ("deliver", 3), ("arrive", 0), ("arrive", 2)],
+    ]
+
+
+@pytest.mark.parametrize("why", ["the last bucket carries none", "this rank has failed", "a profiler runs"])
+def test_they_are_waited_for_like_others_where_that_may_not_hold(why, monkeypatch):
+    bench = Bench().settled()
+    first, *_, last = bench.reducer.buckets
+    first.rides, last.carries = True, why != "the last bucket carries none"
+    if why == "a profiler runs":
+        monkeypatch.setattr("dpfuse.engine.reducer.profiler_runs", lambda: True)
+    if why == "this rank has failed":
+        bench.reducer.buckets[1].fails = RuntimeError("no memory")
+        with pytest.raises(DPFuseError):
+            bench.backward()
+    else:
+        bench.backward()
+    assert ("wait", 0) in bench.log
+    assert ("arrive", 0) not in bench.log
+
+
+def test_none_arrives_where_the_wait_for_the_last_one_raises(monkeypatch):
+    bench = Bench().settled()
+    first, *_, last = bench.reducer.buckets
+    first.rides = last.carries = True
+    monkeypatch.setattr(last, "wait", lambda: (_ for _ in ()).throw(DPFuseError("rank 1 has ended")))
+    with pytest.raises(DPFuseError, match="rank 1 has ended"):
+        bench.backward()
+    assert first.state is FLIGHT
 
 
 def test_buckets_with_missing_gradients_are_delivered_last_and_without_those_that_no_rank_used():

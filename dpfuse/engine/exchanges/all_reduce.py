@@ -23,6 +23,7 @@ class AllReduce(Exchange):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self._direct = collective.direct_all_reduce(device, group)
+        self.ends_in_order = collective.is_in_order(device, group)
 
     def start(self, flat: Tensor) -> dist.Work:
         return collective.all_reduce(flat, self.group) if self._direct is None else self._direct(flat)

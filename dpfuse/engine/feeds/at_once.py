@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.comm_buffer import PLAIN, CommBuffer
 from dpfuse.engine.protocols import Feed, PackArguments
+from dpfuse_kernels.flatten import flatten_again
 
 __all__ = ["AtOnce"]
 
@@ -20,6 +21,7 @@ class AtOnce(Feed):
 
     def __init__(self, buffer: CommBuffer) -> None:
         self._buffer = buffer
+        self.repeats = buffer.format is PLAIN and buffer.flat.is_cuda and not buffer.dtype.is_complex
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         buffer = self._buffer
@@ -37,3 +39,8 @@ class AtOnce(Feed):
                 residual=arguments.residual,
                 matched=True,
             )
+
+    def pack_again(self, grads: list[Tensor | None], report: Tensor | None) -> bool:
+        buffer = self._buffer
+        tensors = grads if report is None else [*grads, report]
+        return flatten_again(tensors, buffer.table, buffer.averaging.pre_scale)
