@@ -14,7 +14,6 @@ from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, EndKind, Finding, R
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.looks import look
-from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatClient"]
 
@@ -107,7 +106,7 @@ class HeartbeatClient(Heartbeat):
         self._send(["beat", self._own.status.message()])
         sums = self._own_sums()
         if sums:
-            self._send(["steps", sums, round(seconds_sending(), 6)])
+            self._send(["steps", sums, self._rates.read()])
         server = self._states(now)[0]
         # A server that lives knows more than this rank.
         if self._own.status.waits and (server.end is not None or server.silence >= SILENT):

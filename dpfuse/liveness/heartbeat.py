@@ -15,6 +15,7 @@ from typing import Any
 
 from dpfuse.comm.waiting import Board, Doing, PeerFailure
 from dpfuse.liveness.consequences import Consequences, print_line
+from dpfuse.liveness.delivery_rates import DeliveryRates
 from dpfuse.liveness.diagnosis import End, EndKind, RankState, end_with, find_cause
 from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.requests import Requests
@@ -46,6 +47,7 @@ class Heartbeat:
         self._extra = self._interval - INTERVAL  # seconds without a heartbeat that a large group makes normal
         self._selector = selectors.DefaultSelector()
         self._own = OwnStatus(board)
+        self._rates = DeliveryRates()
         self._requests = Requests(self._selector)
         self._consequences = Consequences(board, self._own, self._requests)
         self._thread = threading.Thread(target=self._run, name="dpfuse-heartbeat", daemon=True)

@@ -43,7 +43,10 @@ DOUBLED = 2.0  # times the usual exposed communication is slow
 NOTICED = 0.08  # of a step; a smaller growth of communication is not told
 SLOWER = 1.1  # times the usual busy seconds: then the machines are slow, and not only the link
 USUAL = 512  # short blocks, of which the median is usual
-BEATS = 24  # heartbeats of which the seconds spent sending are kept
+BEATS = 24  # heartbeats of which the rates of connections are kept
+FRACTION = 0.5  # of the rate of before: a connection through a slow link delivers at no more
+TINY = 1e-9  # bytes per second
+LONGEST_NAMES = 200  # characters of two addresses
 LONGEST = 1e9  # seconds of a phase in a whole training
 DEVIATION = 1.4826  # of a normal distribution, in medians of absolute deviations
 
@@ -107,7 +110,7 @@ class SlowLink:
         seconds: that each rank waits in a step, at least.
         usual: as it was before.
         step: seconds of a step.
-        rank: whose connections send for much longer than before, and than those of others; None if no rank stands out.
+        rank: at the end of that link; None if it cannot be told.
     """
 
     since: int
@@ -121,7 +124,7 @@ class SlowLink:
         return (
             f"every rank waits {_ms(self.seconds)} ({self.seconds / self.step:.0%} of a step) for communication since "
             f"step {self.since:,}, {_ms(self.usual)} before; no rank is late, so it is the link"
-            f"{'' if self.rank is None else f' of rank {self.rank}, which sends for longest'}"
+            f"{'' if self.rank is None else f' of rank {self.rank}, which delivers at a lower rate than before'}"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -160,17 +163,18 @@ class LateRanks:
     _short: _Window = field(default_factory=lambda: _Window(1))
     _long: _Window = field(default_factory=lambda: _Window(COARSE))
     _found_in: _Window | None = None  # the window that has shown the late ranks, and will show the end of that
-    _sending: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # by rank: step, seconds so far
+    # By rank and the addresses of both ends of its connections: step and rate.
+    _rates: dict[tuple[int, str, str], deque[tuple[int, float]]] = field(default_factory=dict)
     # Of each block: seconds that all ranks wait at least, and the median of those in which they are busy.
     _usual: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=USUAL))
 
-    def add(self, rank: int, sums: Sequence[Any], sending: float = 0.0) -> None:
+    def add(self, rank: int, sums: Sequence[Any], rates: Sequence[Any] = ()) -> None:
         """Take what a rank tells.
 
         Args:
             rank: its number.
             sums: as `PhaseClock.taken` returns them.
-            sending: seconds that its connections have spent sending so far.
+            rates: what `DeliveryRates.read` returns.
 
         Raises:
             ValueError: they are not what a clock can show.
@@ -182,8 +186,14 @@ class LateRanks:
                         self._told.setdefault(step, {})[rank] = seconds
                 case _:
                     raise ValueError("these are not the seconds of the phases")
-        if sums:
-            self._sending.setdefault(rank, deque(maxlen=BEATS)).append((sums[-1][0], sending))
+        for one in rates:
+            match one:
+                case [str(own), str(peer), float(rate)] if rate >= 0 and len(own + peer) < LONGEST_NAMES:
+                    if sums:
+                        told = self._rates.setdefault((rank, own, peer), deque(maxlen=BEATS))
+                        told.append((sums[-1][0], rate))
+                case _:
+                    raise ValueError("these are not the rates of connections")
 
     def numbers(self) -> dict[str, float]:
         """Return what `metrics()` shows of what is found now."""
@@ -254,20 +264,31 @@ class LateRanks:
         if now - usual < needed or np.quantile(exposed, 1 - OFTEN) - usual < needed / 2:
             return []
         since = self._short.began(exposed - usual)
-        self.link = SlowLink(since, now, usual, step, self._sends_for_longest(since, now - usual))
+        self.link = SlowLink(since, now, usual, step, self._at_slow_end(since))
         return [str(self.link)]
 
-    def _sends_for_longest(self, since: int, growth: float) -> int | None:
-        """Return the rank whose connections send for so much longer in a step, since that step, than before it."""
-        longer = np.zeros(self.size)
-        for rank, told in self._sending.items():
-            before = [one for one in told if one[0] < since]
-            after = [one for one in told if one[0] >= since]
+    def _at_slow_end(self, since: int) -> int | None:
+        """Return the rank at the end of the slow link; None if it cannot be told.
+
+        Since that step, connections through this link deliver at a fraction of the rate of before, and no others do.
+        """
+        parts: dict[tuple[str, str], float] = {}
+        ranks: dict[str, int] = {}  # the first one at each address
+        for (rank, own, peer), told in sorted(self._rates.items()):
+            before = [rate for step, rate in told if step < since]
+            after = [rate for step, rate in told if step >= since]
             if len(before) > 1 and len(after) > 1:
-                longer[rank] = _per_step(after) - _per_step(before)
-        first, second = np.argsort(-longer)[:2]
-        stands_out = longer[first] >= max(growth / 2, 2 * longer[second])
-        return int(first) if stands_out else None
+                ranks.setdefault(own, rank)
+                part = float(np.median(after)) / max(TINY, float(np.median(before)))
+                parts[own, peer] = min(part, parts.get((own, peer), part))
+        lowest = min(parts, key=parts.__getitem__, default=None)
+        if lowest is None or parts[lowest] > FRACTION:
+            return None
+        slow = [pair for pair, part in parts.items() if part <= parts[lowest] / FRACTION]
+        ends = set(lowest).intersection(*slow)
+        # With one connection, that end is named which sends through the link.
+        end = lowest[0] if lowest[0] in ends else lowest[1]
+        return ranks.get(end) if end in ends else None
 
 
 class _Window:
@@ -359,11 +380,6 @@ class _Window:
         usual = float(np.median(values))
         sums = np.cumsum(np.clip(values - usual / 2, -usual, usual)[::-1])[::-1]  # no block counts for several
         return self._blocks[int(np.argmax(sums))][0]
-
-
-def _per_step(told: Sequence[tuple[int, float]]) -> float:
-    (first, before), (last, after) = told[0], told[-1]
-    return (after - before) / max(1, last - first)
 
 
 def _is_time(value: object) -> bool:

@@ -18,7 +18,6 @@ from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.late_ranks import LateRanks
 from dpfuse.liveness.looks import Looks, look
-from dpfuse.liveness.sending import seconds_sending
 
 __all__ = ["HeartbeatServer"]
 
@@ -125,9 +124,9 @@ class HeartbeatServer(Heartbeat):
                         status = Status.from_message(parts)
                         if peer.end is None:  # a rank that has left its group goes on beating
                             peer.status, peer.heard = status, monotonic()
-                    case ["steps", list(sums), float(sending)]:
+                    case ["steps", list(sums), list(rates)]:
                         if self._late is not None:
-                            self._late.add(rank, sums, sending)
+                            self._late.add(rank, sums, rates)
                     case ["seen", int(phase), dict(seen)]:
                         if self._looks is not None and phase == self._looks.phase:
                             self._looks.add(rank, seen)
@@ -205,7 +204,7 @@ class HeartbeatServer(Heartbeat):
 
     def _judge_steps(self, ranks: LateRanks) -> None:
         """Log which ranks are late in each step, when that begins and when it ends."""
-        ranks.add(0, self._own_sums(), seconds_sending())
+        ranks.add(0, self._own_sums(), self._rates.read())
         changes, late = ranks.judge(), ranks.late
         for change in changes:
             log.info("%s", change, extra={"rank": 0})

@@ -113,7 +113,7 @@ def test_the_heartbeat_goes_on_where_judging_fails(job, caplog):
         "slow ranks are not looked for any more: RuntimeError: planted"
     ]
     assert job.boards[0].late == {}
-    job.beats[1]._send(["steps", [[1, [0.0] * 6]], 0.0])
+    job.beats[1]._send(["steps", [[1, [0.0] * 6]], []])
     job.boards[2].place = (Wrapper(0, 60.0), Doing.FORWARD, 7, -1)
     until(lambda: job.state(0, 2).status.step == 8)
     assert job.beats[0].beats
@@ -129,7 +129,7 @@ def test_looks_of_another_form_end_the_connection(job):
 
 @pytest.mark.parametrize("sums", ["x", [[1]], [[1, [0.0] * 9]]])
 def test_sums_of_another_form_end_the_connection(job, sums):
-    job.beats[1]._send(["steps", sums, 0.0])
+    job.beats[1]._send(["steps", sums, []])
     until(lambda: job.state(0, 1).status is None)
     assert job.state(0, 2).alive
 

@@ -26,14 +26,17 @@ class Job:
         self.random = np.random.default_rng(seed)
         self.judge = LateRanks(size)
         self.sums = np.zeros((size, len(NAMES)))
-        self.sending = [0.0] * size
         self.steps = 0
         self.said: list[tuple[int, str]] = []
 
-    def run(self, steps: int, delays=None, communication=COMMUNICATION, sending=(), every=8) -> None:
+    def neighbours(self, rank: int) -> set[int]:
+        """The ranks with which this one has a connection: all-reduces go round a ring."""
+        return {(rank + 1) % self.size, (rank - 1) % self.size} - {rank}
+
+    def run(self, steps: int, delays=None, communication=COMMUNICATION, slow=(), every=8) -> None:
         """Steps; `delays` gives milliseconds by (rank, phase). The heartbeat tells of `every` so many steps at once.
 
-        `sending` gives milliseconds by rank in which its connections send, beside a few.
+        Connections of `slow`, by the ranks at both ends, deliver at an eighth of the rate of the others.
         """
         random = self.random
         sums = {rank: [] for rank in range(self.size)}
@@ -55,8 +58,15 @@ class Job:
                 sums[rank].append((self.steps, self.sums[rank].tolist()))
             if (step + 1) % every == 0:
                 for rank in range(self.size):
-                    self.sending[rank] += every * (2 + dict(sending).get(rank, 0)) * random.uniform(0.8, 1.2) / 1e3
-                    self.judge.add(rank, sums[rank], self.sending[rank])
+                    rates = [
+                        (
+                            f"10.0.0.{rank}",
+                            f"10.0.0.{peer}",
+                            3e9 * random.lognormal(0, 0.2) / (8 if (rank, peer) in slow else 1),
+                        )
+                        for peer in self.neighbours(rank)
+                    ]
+                    self.judge.add(rank, sums[rank], rates)
                     sums[rank] = []
                 self.said += [(self.steps, text) for text in self.judge.judge()]
 
@@ -190,23 +200,60 @@ def test_communication_is_not_slow_where_all_else_takes_longer_too():
     assert job.said == []
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_the_link_of_the_rank_that_sends_for_longest_is_named(rank):
-    job = Job(4, seed=10)
+def through(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
+    """The connections that are slow where the link of a rank is, in one direction or in both."""
+    neighbours = [(rank - 1) % size, (rank + 1) % size]
+    sends, receives = [(rank, peer) for peer in neighbours], [(peer, rank) for peer in neighbours]
+    return {"one it sends through": sends[:1], "all it sends through": sends, "both ways": sends + receives}
+
+
+@pytest.mark.parametrize("way", ["one it sends through", "all it sends through", "both ways"])
+@pytest.mark.parametrize(("size", "rank"), [(3, 1), (4, 0), (4, 3), (8, 5)])
+def test_the_rank_at_the_end_of_a_slow_link_is_named(size, rank, way):
+    job = Job(size, seed=10)
     job.run(200, communication=4.0)
-    job.run(60, communication=16.0, sending={rank: 12.0})
+    job.run(60, communication=16.0, slow=through(rank, size)[way])
     ((_, text),) = job.said
-    assert text.endswith(f"so it is the link of rank {rank}, which sends for longest")
+    assert text.endswith(f"so it is the link of rank {rank}, which delivers at a lower rate than before")
     assert job.judge.numbers()["slow_link_rank"] == rank
 
 
-def test_no_link_is_named_where_several_ranks_send_for_longer():
-    job = Job(4, seed=11)
+def test_that_which_others_send_to_slowly_is_named_too():
+    job = Job(4, seed=10)
     job.run(200, communication=4.0)
-    job.run(60, communication=16.0, sending={0: 12.0, 2: 12.0})
+    job.run(60, communication=16.0, slow=[(1, 2), (3, 2)])
+    assert job.judge.numbers()["slow_link_rank"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_ranks_that_which_sends_slowly_is_named(rank):
+    job = Job(2, seed=10)
+    job.run(200, communication=4.0)
+    job.run(60, communication=16.0, slow=[(rank, 1 - rank)])
+    ((_, text),) = job.said
+    assert f"so it is the link of rank {rank}," in text
+
+
+@pytest.mark.parametrize(
+    ("size", "slow"),
+    [(4, []), (4, [(0, 1), (2, 3)]), (3, [(0, 1), (1, 2), (2, 0)]), (8, [(one, (one + 1) % 8) for one in range(8)])],
+    ids=["none", "two that have nothing in common", "the whole ring of three", "the whole ring of eight"],
+)
+def test_no_rank_is_named_where_the_slow_connections_have_no_end_in_common(size, slow):
+    job = Job(size, seed=11)
+    job.run(200, communication=4.0)
+    job.run(60, communication=16.0, slow=slow)
     ((_, text),) = job.said
     assert text.endswith("so it is the link")
     assert "slow_link_rank" not in job.judge.numbers()
+
+
+@pytest.mark.parametrize(
+    "rates", [[1], [["a", "b"]], [["a", "b", "fast"]], [["a", "b", -1.0]], [["a" * 300, "b", 1.0]]]
+)
+def test_rates_of_another_form_are_refused(rates):
+    with pytest.raises(ValueError, match="these are not the rates of connections"):
+        LateRanks(2).add(0, [(1, [0.0] * len(NAMES))], rates)
 
 
 def test_ranks_that_tell_of_other_steps_are_compared_at_those_in_common():
