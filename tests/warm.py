@@ -39,6 +39,7 @@ AT_STARTUP = os.path.join("job", "at_startup")  # the end of the folder that is 
 
 USUAL = "torch.distributed.run"  # what the launcher needs
 
+_at_import = dict(os.environ)  # before any test
 _servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
 
@@ -60,13 +61,11 @@ def _start_server(python: str, preload: str) -> tuple[subprocess.Popen[bytes], s
     import subprocess
     import tempfile
 
-    from tests.distributed.processes import clean_environment
-
     folder = tempfile.TemporaryDirectory(prefix="dpfuse-warm-")
     path, command = (os.path.join(folder.name, name) for name in ("socket", "python"))
     process = subprocess.Popen(
         [python, "-m", "tests.warm", "serve", path, preload],
-        env=clean_environment(PYTHONIOENCODING="utf-8"),
+        env=_usual_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -84,6 +83,19 @@ def _start_server(python: str, preload: str) -> tuple[subprocess.Popen[bytes], s
 
     atexit.register(end)
     return process, command
+
+
+def _usual_environment() -> dict[str, str]:
+    """Return the variables of a server: without what the test that is the first to need one has set for itself.
+
+    No process of any other test could be forked from a server that has begun with it.
+    """
+    from tests.distributed.processes import clean_environment
+
+    now = clean_environment(PYTHONIOENCODING="utf-8")
+    own = _early(now)
+    others = {name: value for name, value in now.items() if name not in own}
+    return others | _early(_at_import) | {"PYTHONPATH": now["PYTHONPATH"]}
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
