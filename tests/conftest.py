@@ -10,10 +10,15 @@ from multiprocessing.spawn import get_executable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import RankPool, pools_by_size
 from tests.warm import warm_python
+
+# Tensors of tests are small, and other tests run on the other cores. Threads that wait there for each other take longer
+# than one thread for all of it.
+torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
