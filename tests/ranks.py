@@ -7,6 +7,7 @@ can no longer be trusted. Importing torch costs seconds, so the processes are fo
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -48,13 +49,21 @@ def _serve(rank: int, size: int, store_path: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size)
     pipe.send(("ready", os.getpid()))
+    known = 0
     while (job := _received(pipe)) is not None:
         function, args = job
+        if len(sys.modules) > known:  # what was imported stays, so no collection need look at it again
+            gc.collect()
+            gc.freeze()
+            known = len(sys.modules)
         torch.manual_seed(0)
         try:
             pipe.send(("returned", function(rank, size, *args)))
         except BaseException:
             pipe.send(("raised", traceback.format_exc()))
+        # Models are in cycles, and each that is left would take part in every step of the tests that follow.
+        del job, function, args
+        gc.collect()
     # A rank that left first would take the connections of the others with it.
     dist.barrier()
     dist.destroy_process_group()

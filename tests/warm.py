@@ -28,41 +28,44 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import subprocess
 
-# How names of variables begin that are read early, and how those begin that are seen to here, or are read late.
-EARLY = ("PYTHON", "TORCH_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "LD_")
+# How names of variables begin that are read early, and how those begin that are seen to here, or are read late. Those
+# of KMP are of Intel's OpenMP, which torch has not on Linux: sklearn sets them in a process of tests that imports it.
+EARLY = ("PYTHON", "TORCH_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_", "LD_")
 OTHERS = ("PYTHONIOENCODING", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCH_NCCL_")
 OPTIONS = ("-u", "-B")  # of Python, that are known here
 FILES = 64  # to hand over, at most
 STARTUP = "WARM_STARTUP"
 AT_STARTUP = os.path.join("job", "at_startup")  # the end of the folder that is in PYTHONPATH then
 
+USUAL = "torch.distributed.run"  # what the launcher needs
+
+_at_import = dict(os.environ)  # before any test
 _servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
 
-def warm_python(preload: str = "torch.distributed.run") -> str:
+def warm_python(preload: str = USUAL) -> str:
     """Return the path of the command that stands for `python`.
 
     Args:
-        preload: a module that the server imports beside torch and dpfuse: what the launcher needs, if nothing else is
-            said. The first call with a name starts a server, which ends with this process.
+        preload: a module that the server imports beside torch and dpfuse. The first call with a name starts a server,
+            which ends with this process. Each but the usual one is a fork of that one, and need not import torch.
     """
     if preload not in _servers:
-        _servers[preload] = _start_server(preload)
+        python = sys.executable if preload == USUAL else warm_python()
+        _servers[preload] = _start_server(python, preload)
     return _servers[preload][1]
 
 
-def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
+def _start_server(python: str, preload: str) -> tuple[subprocess.Popen[bytes], str]:
     import atexit
     import subprocess
     import tempfile
 
-    from tests.distributed.processes import clean_environment
-
     folder = tempfile.TemporaryDirectory(prefix="dpfuse-warm-")
     path, command = (os.path.join(folder.name, name) for name in ("socket", "python"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm", "serve", path, preload],
-        env=clean_environment(PYTHONIOENCODING="utf-8"),
+        [python, "-m", "tests.warm", "serve", path, preload],
+        env=_usual_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -80,6 +83,19 @@ def _start_server(preload: str) -> tuple[subprocess.Popen[bytes], str]:
 
     atexit.register(end)
     return process, command
+
+
+def _usual_environment() -> dict[str, str]:
+    """Return the variables of a server: without what the test that is the first to need one has set for itself.
+
+    No process of any other test could be forked from a server that has begun with it.
+    """
+    from tests.distributed.processes import clean_environment
+
+    now = clean_environment(PYTHONIOENCODING="utf-8")
+    own = _early(now)
+    others = {name: value for name, value in now.items() if name not in own}
+    return others | _early(_at_import) | {"PYTHONPATH": now["PYTHONPATH"]}
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:

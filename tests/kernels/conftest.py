@@ -22,13 +22,9 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     language = pytest.importorskip("triton.language")
     for name in ("sum", "max"):
         monkeypatch.setattr(language, name, triton.jit(getattr(language, name).fn))
-    # Threads that wait for each other make small operations slow on a machine that runs other tests as well.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     # numpy computes the interpreter's masked lanes, too, and would warn of what they hold.
     with numpy.errstate(all="ignore"):
         yield
-    torch.set_num_threads(threads)
     launcher.jit.cache_clear()
 
 

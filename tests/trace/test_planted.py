@@ -8,6 +8,7 @@ import pytest
 
 from dpfuse.trace.comparison import compare
 from dpfuse.trace.trace_file import read_folder
+from tests.one_in import crossed
 from tests.trace.training import PLAIN_HOOK, PLANTS, settings_of, train
 
 
@@ -22,8 +23,9 @@ def found_in(folder: Path):
     return compare(read_folder(folder / "healthy"), read_folder(folder / "planted"))
 
 
-@pytest.mark.parametrize("wrap", ["dpfuse", "torch"])
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize(
+    ("name", "wrap"), crossed(3, {name: name for name in PLANTS}, {"dpfuse": "dpfuse", "torch": "torch"})
+)
 def test_the_first_difference_is_found(name, wrap, ranks, tmp_path):
     ranks(both, tmp_path, wrap, name)
     cause, step, rank, _ = PLANTS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.one_in import one_in
 from tests.weights import right_programs
 from tests.weights.wrong_programs import PROGRAMS
 
@@ -13,7 +14,7 @@ def run_wrong(rank: int, size: int, name: str) -> list[str]:
     return [text.partition(":")[0] for text in right_programs.run_program(PROGRAMS[name], rank, size)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", one_in(2, PROGRAMS))
 def test_it_is_told(ranks, name):
     assert ranks(run_wrong, name) == [["DPF-W01"], ["DPF-W01"]]
 

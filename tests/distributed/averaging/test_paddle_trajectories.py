@@ -11,9 +11,10 @@ from torch import nn
 
 import dpfuse
 from tests.distributed.golden_nets import LOSSES, GoldenNet, make_optimizer
+from tests.one_in import crossed
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-TRAJECTORIES = [pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / "trajectories.json").read_text())]
+TRAJECTORIES = {case["id"]: case for case in json.loads((GOLDEN / "trajectories.json").read_text())}
 REDUCTIONS = [pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / "reduce.json").read_text())]
 WEIGHTS = {"float64": 1e-11, "float32": 2e-6}
 LOSS = {"float64": 1e-11, "float32": 2e-5}
@@ -44,8 +45,7 @@ def check_weights(net, expected, dtype):
         assert_close(getattr(net, name), values, WEIGHTS[dtype], name)
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("case", TRAJECTORIES)
+@pytest.mark.parametrize(("case", "views"), crossed(3, TRAJECTORIES, {"views": True, "private": False}))
 def test_training_follows_paddles_trajectory(rank, size, case, views):
     init = case["init_rank1"] if rank and case["init_differs"] else case["init"]
     net = GoldenNet(case, init)
