@@ -202,10 +202,12 @@ class Dispatcher:
         """
         bound, index = call.bound, self._index
         # Another stream may not be ordered behind the upload of the addresses.
-        if bound.stream_of(index) != call.stream or torch._C._cuda_getDevice() != index:
+        if bound.stream_of(index) != call.stream:
             return False
         # A capture must note which copies its graph reads.
-        if torch._C._cuda_isCurrentStreamCapturing() or not call.copied.read_again(call.addresses):
+        if self._on_cuda and (torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing()):
+            return False
+        if not call.copied.read_again(call.addresses):
             return False
         try:
             if not bound.launch_whole(call.programs, call.stream, call.arguments):

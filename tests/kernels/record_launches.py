@@ -155,7 +155,7 @@ def moved_table() -> dict[str, Any]:
     rows = table.launcher._rows
     shifted = torch.empty(rows.numel() + 1, dtype=torch.int64)[1:].view_as(rows).copy_(rows)
     for table.launcher._rows in (shifted, rows):
-        table.launcher._repeated.clear()  # else the first launch would be made again, with the rows that it had
+        table.launcher.repeatable.clear()  # else the first launch would be made again, with the rows that it had
         flatten([tensor], table)
     return seen(table.launcher.dispatcher)
 
