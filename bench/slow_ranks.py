@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
     parser.add_argument("--healthy", type=int, default=30, help="healthy runs")
+    parser.add_argument("--repeats", type=int, default=4, help="delays in each phase for each number of ranks")
     parser.add_argument("--cost", action="store_true", help="only print what a step costs, in microseconds")
     parser.add_argument("--rank", nargs=3, metavar=("RANK", "SIZE", "FOLDER"), help="be one rank, in its namespace")
     parser.add_argument("--links", type=int, default=3, help="delays of a link for each number of ranks")
@@ -281,7 +282,7 @@ def main() -> None:
     machine = describe(gpu=False)
     results: list[dict[str, Any]] = []
     for size in options.sizes:
-        repeats = 1 if options.quick else 4
+        repeats = 1 if options.quick else options.repeats
         cases = [Case(phase, seed % size, seed=seed) for seed in range(repeats) for phase in DELAYED]
         count = 2 if options.quick else options.healthy // len(options.sizes)
         cases += [Case(computes=size == 2 and seed % 2 == 1, seed=seed) for seed in range(count)]
