@@ -43,7 +43,7 @@ def test_example_of_the_kernel_docstring(backend: Backend) -> None:
 
 
 @both
-@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3])
+@pytest.mark.parametrize("scale", [1.0, pytest.param(0.25, marks=pytest.mark.slow), 1 / 3])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 def test_every_dtype_pair_is_scaled_in_the_compute_type_and_rounded_once(
     backend: Backend, dtype: torch.dtype, wire: torch.dtype, scale: float

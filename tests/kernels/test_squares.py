@@ -59,7 +59,7 @@ def test_example_of_the_kernel_docstring(backend: Backend) -> None:
 
 
 @both
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 def test_every_dtype_pair_measures_what_is_then_in_the_tensors(

@@ -27,7 +27,7 @@ def cases(few, many, night):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(16, 134, 2850)
+@cases(10, 140, 2850)
 @pytest.mark.ranks(timeout=1800)
 def test_two_ranks(rank, size, seeds, kind):
     run(seeds, partial(KINDS[kind], rank, size))

@@ -20,6 +20,7 @@ from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.trial import keeps_elsewhere
 from dpfuse.weights import host_hash
 from dpfuse.weights.hashing import write_number
+from tests.one_in import one_in
 from tests.sharded.against_ddp import batch, bits_differ, network, trained_beside
 from tests.sharded.test_elementwise import differing
 from tests.sharded.test_whole_tensors import halves
@@ -307,7 +308,7 @@ LATE = pytest.param({"gather": "forward", "micro": 2}, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("how", [{}, IN_BACKWARD, LATE], ids=str)
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", one_in(2, OWN), ids=lambda kind: kind.__name__)
 def test_states_of_any_place_give_the_bits_of_ddp(ranks, kind, how):
     """On several buckets, which would be planned anew after the first step."""
     assert ranks(values_beside_ddp, kind, how) == [[], []]
@@ -451,7 +452,7 @@ def test_what_would_be_lost_is_an_error_on_every_rank(rank, size, how):
             train(model, optimizer, range(1, 3), rank, torch.float32)
 
 
-@pytest.mark.parametrize("kind", [optim.Adagrad, *OWN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", one_in(3, [optim.Adagrad, *OWN]), ids=lambda kind: kind.__name__)
 def test_without_a_process_group_the_states_of_the_constructor_are_used(kind):
     with pytest.warns(UserWarning, match="there is no process group"):
         model = dpfuse.DataParallel(network())
