@@ -36,7 +36,7 @@ SOURCE = re.compile(
     r"|^\$ python -m |^```output",
     re.MULTILINE,
 )
-RECORD = re.compile(r"\b(?:slow-ranks|slow-links|alternating|cpu2|curves|demo|predictions|torch-suite)-[\w.-]*\.(?:json|txt)")
+RECORD = re.compile(r"\b(?:slow-(?:ranks|links)|alternating|cpu2|curves|demo|predictions|torch-suite)-[\w.-]*\.(?:json|txt)")
 
 
 def record(name):
