@@ -36,7 +36,8 @@ SOURCE = re.compile(
     r"|^\$ python -m |^```output",
     re.MULTILINE,
 )
-RECORD = re.compile(r"\b(?:slow-(?:ranks|links)|alternating|cpu2|curves|demo|predictions|torch-suite)-[\w.-]*\.(?:json|txt)")
+KINDS = "slow-ranks|slow-links|alternating|cpu2|curves|demo|predictions|torch-suite"
+RECORD = re.compile(rf"\b(?:{KINDS})-[\w.-]*\.(?:json|txt)")
 
 
 def record(name):
