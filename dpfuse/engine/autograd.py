@@ -129,9 +129,7 @@ def unreached(params: Sequence[Tensor]) -> list[Tensor]:
     # Nodes are not kept: a node belongs to a stream and keeps its parameter from being swapped, and a parameter that
     # was converted has another one.
     with torch.enable_grad():
-        joined = (
-            _leaves(*trainable) if trainable else None
-        )  # in torch 2.11 it keeps its node alive, and nothing else does
+        joined = _leaves(*trainable) if trainable else None  # in torch 2.11 nothing else keeps its node alive
     nodes = [] if joined is None else [node for node, _ in joined.grad_fn.next_functions]
     try:
         answers = list(map(torch._C._will_engine_execute_node, nodes))
