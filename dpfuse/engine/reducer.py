@@ -817,7 +817,7 @@ class Reducer:
         report, outcome = self._in_use.report, self._run.outcome
         buckets, well = self._in_use.buckets, outcome.well
         last = len(buckets) - 1
-        # On the one stream of NCCL, who waits for the last bucket waits for all before it.
+        # NCCL runs the buckets on one stream, so the wait for the last one is a wait for all before it.
         rides = well and buckets[last].carries and not profiler_runs()
         for order, bucket in enumerate(buckets):
             if rides and bucket.rides and order < last and bucket.state is FLIGHT:
