@@ -79,7 +79,7 @@ def _adamw_kernel(
             tl.multiple_of(exp_avg.to(tl.pointer_type(tl.float32)), 16) + lane,
             tl.multiple_of(exp_avg_sq.to(tl.pointer_type(tl.float32)), 16) + lane,
             tl.multiple_of(master.to(tl.pointer_type(tl.float32)), 16) + lane,
-            lane < tl.multiple_of(length, 8),
+            lane < length // 8 * 8,
             factor, way, beta2, beta2_rest, decay, root, eps, step_size,
             PARAM, MASTER, FACTOR, MAXIMIZE, DECOUPLED, COUPLED,
         )  # fmt: skip

@@ -80,7 +80,7 @@ def _bit_hash_kernel(
         if (source % 16 == 0) & (words % 8 == 0):
             # The alignment is known, and the mask keeps groups of eight words whole: 128-bit loads.
             word_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16) + lane
-            word = tl.load(word_ptr, mask=lane < tl.multiple_of(words, 8), other=0).to(tl.uint32, bitcast=True)
+            word = tl.load(word_ptr, mask=lane < words // 8 * 8, other=0).to(tl.uint32, bitcast=True)
         elif source % 4 == 0:
             word_ptr = source.to(tl.pointer_type(tl.int32)) + lane
             word = tl.load(word_ptr, mask=lane < words, other=0).to(tl.uint32, bitcast=True)

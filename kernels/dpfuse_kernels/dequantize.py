@@ -65,7 +65,7 @@ def _dequantize_kernel(
         if (length % 8 == 0) & (target % 16 == 0):
             # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit stores.
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
-            tl.store(target_ptr + lane, value, mask=lane < tl.multiple_of(length, 8))
+            tl.store(target_ptr + lane, value, mask=lane < length // 8 * 8)
         else:
             tl.store(target.to(tl.pointer_type(TENSOR)) + lane, value, mask=lane < length)
         if SQUARES:

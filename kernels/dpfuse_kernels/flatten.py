@@ -82,7 +82,7 @@ def _flatten_kernel(
                 tl.multiple_of(target.to(tl.pointer_type(WIRE)), 16) + lane,
                 tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane,
                 count_ptr,
-                lane < tl.multiple_of(length, 8),
+                lane < length // 8 * 8,
                 present,
                 scale,
                 WIRE=WIRE,

@@ -48,7 +48,7 @@ def _multiply_kernel(
         if (length % 8 == 0) & (target % 16 == 0):
             # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
             target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16) + lane
-            whole = lane < tl.multiple_of(length, 8)
+            whole = lane < length // 8 * 8
             value = tl.load(target_ptr, mask=whole).to(PRODUCT) * factor
             tl.store(target_ptr, value.to(TENSOR), mask=whole)
         else:

@@ -60,7 +60,7 @@ def _quantize_kernel(
     if (length % 8 == 0) & (source % 16 == 0):
         # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads.
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
-        whole = tl.where(address != 0, lane < tl.multiple_of(length, 8), False)
+        whole = tl.where(address != 0, lane < length // 8 * 8, False)
         value = tl.load(source_ptr + lane, mask=whole, other=0.0).to(tl.float32)
     else:
         value = tl.load(source.to(tl.pointer_type(TENSOR)) + lane, mask=readable, other=0.0).to(tl.float32)
@@ -73,15 +73,19 @@ def _quantize_kernel(
         value = tl.where(readable, value * scale.to(tl.float32), 0.0)
     residual = residual_address + offset * 4
     residual_ptr = tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane
+    inside = block * 32 < length
     if RESIDUAL:
-        value += tl.load(residual_ptr, mask=mask, other=0.0)
+        # Whole blocks, so 128-bit loads and stores. What lies behind the tensor is written as it was read.
+        before = tl.load(residual_ptr, mask=inside, other=0.0)
+        value += tl.where(mask, before, 0.0)
     element, unit = _encode(value, E4M3)
     there = (offset >> 5) + block.to(tl.int64)
-    tl.store(_element_ptr(flat_address, there), element, mask=block * 32 < length)
-    tl.store(_scale_ptr(flat_address, there), unit, mask=block * 32 < length)
+    tl.store(_element_ptr(flat_address, there), element, mask=inside)
+    tl.store(_scale_ptr(flat_address, there), unit, mask=inside)
     if RESIDUAL:
         error = value - _decode(element, unit, E4M3)
-        tl.store(residual_ptr, tl.where(tl.abs(error) < float("inf"), error, 0.0), mask=mask)
+        error = tl.where(tl.abs(error) < float("inf"), error, 0.0)
+        tl.store(residual_ptr, tl.where(mask, error, before), mask=inside)
     if COUNT:
         _count(value, mask, (counts_address + tensor * 4).to(tl.pointer_type(tl.int32)), tl.float32)
 

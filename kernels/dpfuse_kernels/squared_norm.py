@@ -60,7 +60,7 @@ def _squared_norm_kernel(
         # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads.
         lane = tl.arange(0, CHUNK)
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(TENSOR)), 16)
-        value = tl.load(source_ptr + lane, mask=lane < tl.multiple_of(length, 8), other=0.0).to(SUM)
+        value = tl.load(source_ptr + lane, mask=lane < length // 8 * 8, other=0.0).to(SUM)
         squares = tl.sum(value * value)
     else:
         # One element at a time, in the same parts of the chunk as in `_unflatten_kernel`.

@@ -56,7 +56,7 @@ def _unflatten_kernel(
     # With a known alignment, and a mask that keeps groups of eight elements whole: 128-bit loads and stores.
     aligned = (length % 8 == 0) & (source % 16 == 0)
     lane = tl.arange(0, CHUNK)
-    whole = lane < tl.multiple_of(length, 8)
+    whole = lane < length // 8 * 8
     value = tl.full([CHUNK], 0, WIRE)
     if aligned:
         # Before the address is looked at, which comes from another table.
