@@ -226,7 +226,7 @@ def simulated_network(cost: Cost | None = None, device: str = "cpu") -> Iterator
     """
     network = Network(cost, device)
     try:
-        dist.Backend.register_backend(BACKEND, lambda *_: network, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, lambda *_: network, extended_api=True, devices=[device])
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield network

@@ -54,7 +54,7 @@ def _measurements(suite: str, case: str, rows: list[Mapping[str, Any]]) -> Table
             span = f"{_time(info['extra_lowest'])} … {_time(info['extra_highest'])}"
             cells += [_time(info["extra"]), span, _time(info["extra_wall"])]
         elif packs:
-            cells += [f"{info['bytes_per_second'] / 1e9:.1f}", _time(info["host"])]
+            cells += [f"{info['bytes_per_second'] / 1e9:.1f}", _time(info["host"]) if "host" in info else ""]
         cells += [str(info.get("operators", "")), str(info.get("launches", ""))]
         table.add_row(escape(row["variant"]), *cells)
     return table

@@ -185,15 +185,13 @@ class Report:
         if values == self._values and usual:
             return self._source  # as in nearly every backward
         source = self._source
-        if values != self._values:
-            if capturing():  # what is captured is written at each replay, not now
-                source = source.clone()
+        # A graph packs the same memory at each replay, whatever the host counts then. So it keeps what was told last.
+        if values != self._values and not capturing():
             before, now = self._pairs_of(self._values), self._pairs_of(values)
             for place, (old, new) in enumerate(zip(before, now, strict=True)):
                 if old != new:
                     _put(source, place, new)
-            if source is self._source:
-                self._values = values
+            self._values = values
         if usual:
             return source
         source = source.clone() if source is self._source else source

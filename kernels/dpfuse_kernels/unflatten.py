@@ -134,7 +134,8 @@ def unflatten(
         scale: the factor.
         accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
         squares: [] float64 on the device of `flat`. It becomes the sum of the squares of what the tensors now hold,
-            computed in the same launch. The sum equals that of `squared_norm`.
+            computed in the same launch. The sum equals that of `squared_norm` if the buffer has the dtype of the
+            tensors; else a GPU adds up in another order.
 
     Raises:
         ValueError: A tensor is wrong: count, shape, dtype, device, sparse, expanded, or memory that overlaps `flat`

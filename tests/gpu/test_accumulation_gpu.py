@@ -119,9 +119,10 @@ def peak(accumulates):
 
 
 def test_a_window_needs_half_the_memory_for_gradients(nccl):
-    # The buffers are there in the steady state; without the option gradients lie beside them.
-    assert peak(accumulates=False) > 1.9
-    assert peak(accumulates=True) < 1.4
+    # The buffers are there before the first step; without the option gradients lie beside them.
+    without = peak(accumulates=False)
+    assert without > 0.99
+    assert peak(accumulates=True) < without - 0.8
 
 
 def test_a_captured_local_backward_is_refused(nccl):

@@ -35,7 +35,7 @@ def test_flatten_with_all_of_its_options(dtype: torch.dtype, wire: torch.dtype, 
             view.copy_(torch.linspace(-2, 2, view.numel()).view(view.shape))
         given[2] = None
         numel = buffer.table.flat.numel()
-        residual = None if wire == torch.float64 else torch.linspace(-1, 1, numel).to(device) / 100
+        residual = None if wire == torch.float64 else (torch.linspace(-1, 1, numel) / 100).to(device)
         factor, counts = torch.tensor(0.7, device=device), torch.zeros(len(given), dtype=torch.int32, device=device)
         pack(
             given,
@@ -78,7 +78,7 @@ def test_tensors_become_the_bytes_that_they_are_on_the_cpu(
         given: list[torch.Tensor | None] = [tensor.to(device) for tensor in tensors]
         table, memory = table_of([tensor.to(device) for tensor in tensors], dtype, format, gap=1, spare=1)
         given[2] = None
-        residual = torch.linspace(-1, 1, table.elements).to(device) / 10
+        residual = (torch.linspace(-1, 1, table.elements) / 10).to(device)
         factor, counts = torch.tensor(0.7, device=device), torch.zeros(len(given), dtype=torch.int32, device=device)
         pack(given, table, scale=scale, factor=factor, residual=residual, counts=counts)
         assert outside_is_untouched(table, memory)

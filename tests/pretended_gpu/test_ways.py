@@ -53,6 +53,22 @@ def captured(way):
     return graph, step
 
 
+def test_a_step_is_captured_after_another_model_has_trained():
+    way = replace(WAYS["views"], step=zeroing)
+    first, second = (way.run(capturable=True) for _ in range(2))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in [first] * 11 + [second] * 11:
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first()
+    graph.replay()
+    second()
+
+
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.captured])
 def test_a_step_is_captured_and_replayed_and_training_goes_on(name):
     graph, step = captured(WAYS[name])
