@@ -16,6 +16,7 @@ from bench.peers import Peer
 __all__ = ["prove_buffers", "prove_contender", "prove_gradients", "prove_packs", "prove_peer"]
 
 STEPS = 3  # dpfuse's first synchronised backward only records, and then rebuilds the buckets
+NEAR = 1e-2  # of the norm of the gradients: two backwards on CUDA may add in other orders
 
 
 def prove_contender(
@@ -101,11 +102,16 @@ def _saver(saved: dict[int, Tensor], index: int) -> Callable[[Tensor], None]:
     return save
 
 
+def _are_near(got: Tensor, expected: Tensor) -> bool:
+    return bool((got - expected).norm() <= NEAR * expected.norm())
+
+
 def prove_peer(name: str, peer: Peer, workload: Workload) -> None:
     """Prove that after a backward the whole gradients of `peer` are the mean over the ranks of the local gradients.
 
     The local gradients are those of a bare copy of the model, because a peer may exchange the parameters, with their
-    hooks. With one or two ranks on a CPU all bits must be equal. Otherwise there is the usual tolerance.
+    hooks. With one or two ranks on a CPU all bits must be equal, with more ranks there is the usual tolerance. On CUDA
+    two backwards of one model may differ, so there the difference must be small beside the gradients as a whole.
 
     Args:
         name: of the contender, for the error.
@@ -120,7 +126,7 @@ def prove_peer(name: str, peer: Peer, workload: Workload) -> None:
     expected = torch.cat([param.grad.reshape(-1) for param in bare.parameters() if param.grad is not None])
     expected.mul_(1 / dist.get_world_size())
     dist.all_reduce(expected)
-    equal = torch.equal if dist.get_world_size() <= 2 and not expected.is_cuda else torch.allclose
+    equal = _are_near if expected.is_cuda else torch.equal if dist.get_world_size() <= 2 else torch.allclose
     for _ in range(STEPS):
         peer.backward(workload.loss(peer))
         got = torch.cat([grad.reshape(-1) for grad in peer.gradients()])

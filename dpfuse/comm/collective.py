@@ -97,7 +97,7 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def _sends_cpu(group: dist.ProcessGroup) -> bool:
-    one = torch.ones(1)
+    one = torch.ones(1, device="cpu")  # also where the program has set another default device
     try:
         all_reduce(one, group).wait(NO_LIMIT)
     except (RuntimeError, NotImplementedError):
