@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
@@ -294,3 +295,24 @@ def test_the_tree_names_no_place_outside_of_it():
         if name and (ROOT / name).is_file() and words.search((ROOT / name).read_text(errors="ignore"))
     ]
     assert guilty == []
+
+
+def tensors_without_a_device(source: str) -> list[int]:
+    """The lines of calls such as `torch.zeros(3)`: `torch.set_default_device` decides where the tensor is."""
+    makers = {maker.__name__ for maker in _device_constructors()} - {"as_tensor"}  # which may keep a user's device
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in makers
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+
+
+def test_every_new_tensor_names_its_device():
+    assert tensors_without_a_device("import torch\ntorch.ones(1, device='cpu')\ntorch.ones(1)") == [3]
+    found = {name: lines for name, path in MODULES.items() if (lines := tensors_without_a_device(path.read_text()))}
+    found.pop("dpfuse.paddle.static.scope")  # a variable that a program sets to numbers: there it is the user's choice
+    assert found == {}

@@ -19,7 +19,7 @@ def get_random_state() -> dict[str, Any]:
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, torch.tensor(keys.astype(np.int64)), *rest),
+        "numpy": (kind, torch.tensor(keys.astype(np.int64), device="cpu"), *rest),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -97,7 +97,7 @@ def agree_on_text(
 def _header_of(text: str, group: dist.ProcessGroup, ready: bool, number: int) -> torch.Tensor:
     data = text.encode()
     header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode()), ready, number]
-    return torch.tensor(header, dtype=torch.int64).to(collective.group_device(group))
+    return torch.tensor(header, dtype=torch.int64, device="cpu").to(collective.group_device(group))
 
 
 def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, what: str, remedy: str) -> Agreed:

@@ -79,8 +79,8 @@ class ResumableIterableDataset(IterableDataset[Sample]):
         self.drop_last = drop_last
         self._position = Position({})
         # For workers: those that persist have no other way to hear of a new epoch, and where it begins.
-        self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
-        self._iterated = torch.zeros((), dtype=torch.bool).share_memory_()
+        self._epoch_and_start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
+        self._iterated = torch.zeros((), dtype=torch.bool, device="cpu").share_memory_()
 
     @property
     def num_replicas(self) -> int:
@@ -192,7 +192,7 @@ class ResumableIterableDataset(IterableDataset[Sample]):
 
     def _tell_workers(self) -> None:
         """Tell them where the next iteration begins. Not while one is running, for a worker may still begin it."""
-        self._epoch_and_start.copy_(torch.tensor([self._position.epoch, self._position.start]))
+        self._epoch_and_start.copy_(torch.tensor([self._position.epoch, self._position.start], device="cpu"))
 
     def _check(self, loader: Any) -> None:
         """Raise ValueError unless counting the loader's batches gives the position."""

@@ -146,7 +146,7 @@ class _Leaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:

@@ -133,8 +133,8 @@ class RenewedMemory:
 
 
 def _names_of_one() -> int:
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
     return next(map(getrefcount, [param.grad]))
 
 

@@ -217,7 +217,7 @@ class Report:
     def write_numbers(self, packed: Tensor, first: str, values: Sequence[float]) -> None:
         """Write into what is packed, [numel], numbers that the host knows, from the slot `first` on, unscaled."""
         start = self._places.slots + SLOTS.index(first)
-        packed[start : start + len(values)].copy_(torch.tensor(values, dtype=torch.float64))
+        packed[start : start + len(values)].copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
     def slots(self) -> Tensor:
         """Return the sums of the numbers of all slots over the ranks, [slots], on the device, without waiting."""

@@ -277,8 +277,8 @@ def _references(grad: Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _references_of_one() -> tuple[int, int] | None:
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
     try:
         return _references(param.grad, param.grad.untyped_storage())
     except AttributeError:  # this torch does not tell: other code may refer to every gradient, too
@@ -286,7 +286,7 @@ def _references_of_one() -> tuple[int, int] | None:
 
 
 def _counts_unshared() -> tuple[int, int]:
-    one = torch.zeros(1)
+    one = torch.zeros(1, device="cpu")
     storage = one.untyped_storage()
     owners, holders = owners_and_holders([one], [storage._cdata])
     return owners[0], holders[0]

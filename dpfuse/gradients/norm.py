@@ -139,7 +139,7 @@ class Gradients:
 
     def _total(self, parts: list[Tensor]) -> Tensor:
         """All parts on one device, [parts]; a zero where there are none."""
-        return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(1)
+        return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(1, device="cpu")
 
     def _kind(self) -> torch.dtype:
         dtypes = {grad.dtype.to_real() for grad in self._loose}

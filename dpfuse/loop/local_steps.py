@@ -145,5 +145,5 @@ class LocalSteps:
 
 def pairs_in(copy: HostCopy) -> Tensor:
     """Return what was copied, [pairs, 2, elements] float64."""
-    numbers = torch.tensor(copy.read(), dtype=torch.float64)
+    numbers = torch.tensor(copy.read(), dtype=torch.float64, device="cpu")
     return numbers.view(-1, 2, numbers.shape[-1])

@@ -58,7 +58,7 @@ class OwnGradient:
         """
         if self._copy is None or any(map(drops, self._module.modules())):
             return False
-        before, now = torch.tensor(self._copy.read(), dtype=torch.float64)
+        before, now = torch.tensor(self._copy.read(), dtype=torch.float64, device="cpu")
         if len(before.abs().unique()) < FEW:
             return False
         parallel = before * (before @ now) / (before @ before)

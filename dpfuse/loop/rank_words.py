@@ -116,7 +116,7 @@ class RankWords:
             else:
                 own[PLACES[name] : PLACES[name] + WIDTHS[name]] = word
         self._own, self._report = own, report
-        report.write_extras(packed, torch.tensor(own, dtype=torch.float64))
+        report.write_extras(packed, torch.tensor(own, dtype=torch.float64, device="cpu"))
         if self._on_gpu is not None:
             report.write_extras(packed, self._on_gpu, PLACES["inputs"])
 

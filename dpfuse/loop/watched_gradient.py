@@ -251,7 +251,7 @@ class WatchedGradient:
         if self._looks:
             looks, self._looks = self._looks, []
             for look, tolerance in looks:
-                self.changes += were_rescaled(torch.tensor(look.read(), dtype=torch.float64), tolerance)
+                self.changes += were_rescaled(torch.tensor(look.read(), dtype=torch.float64, device="cpu"), tolerance)
         self.odd = self.changes > 0
 
     def stepped_as_before(self, length: int) -> bool:

@@ -193,7 +193,7 @@ class Shares:
         Raises:
             DPFuseError: As for `gather_rows`, on every rank.
         """
-        own = torch.tensor(next(self._numbers))
+        own = torch.tensor(next(self._numbers), device="cpu")
         numbers, *rows = gather_rows([own.to(tensors[0].device), *tensors], len(own))
         unique, first = np.unique(numbers.cpu().numpy(), return_index=True)
         new = ~self._done[unique]

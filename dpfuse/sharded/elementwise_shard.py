@@ -231,6 +231,6 @@ def _same_numbers(state: State, other: State) -> bool:
     """Whether two states that were cut have the same keys, and the same values where those are not divided."""
     return state.keys() == other.keys() and all(
         _is_flat(value) == _is_flat(other[key])
-        and (_is_flat(value) or bool(torch.as_tensor(value == other[key]).all()))
+        and (_is_flat(value) or bool(torch.as_tensor(value == other[key], device="cpu").all()))
         for key, value in state.items()
     )

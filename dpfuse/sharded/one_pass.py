@@ -35,7 +35,7 @@ def step_in_one_pass(state: State, settings: Mapping[str, Any], master: Tensor, 
         grad: of them, [elements], in the dtype in which it has travelled.
     """
     if not state:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
     state["step"] += 1
     adamw_step(

@@ -79,7 +79,7 @@ def keeps_elsewhere(make: Make, like: Tensor) -> bool:
 def _numbers(rows: int, columns: int, like: Tensor) -> list[Tensor]:
     """Return a start, and the gradients of each step."""
     generator = torch.Generator().manual_seed(rows)
-    return [torch.randn(rows, columns, generator=generator).to(like) for _ in range(STEPS + 1)]
+    return [torch.randn(rows, columns, generator=generator, device="cpu").to(like) for _ in range(STEPS + 1)]
 
 
 def _trained(make: Make, all_numbers: Sequence[Sequence[Tensor]], *, moving: bool = False) -> list[Tensor]:

@@ -20,7 +20,7 @@ CHUNK = 1 << 20  # elements; each takes 16 bytes meanwhile
 def _signs(device: torch.device) -> Tensor:
     """Return fixed random signs, [CHUNK] float64."""
     generator = torch.Generator().manual_seed(20261126)
-    return (torch.randint(2, (CHUNK,), generator=generator, dtype=torch.float64) * 2 - 1).to(device)
+    return (torch.randint(2, (CHUNK,), generator=generator, dtype=torch.float64, device="cpu") * 2 - 1).to(device)
 
 
 def signed_sum(tensor: Tensor) -> Tensor:

@@ -358,7 +358,7 @@ def _hash_of_hashes(hashes: Sequence[Hash]) -> Hash:
     """Return one number for several."""
     waiting = [number for number in hashes if isinstance(number, Tensor)]
     if not waiting:
-        return hash_of(torch.tensor([int(number) for number in hashes], dtype=torch.int64))
+        return hash_of(torch.tensor([int(number) for number in hashes], dtype=torch.int64, device="cpu"))
     return hash_of(torch.stack([torch.as_tensor(number, device=waiting[0].device) for number in hashes]))
 
 

@@ -58,7 +58,7 @@ def measure_all_reduce(
     votes.agree_on_text(f"{sizes} bytes, {repetitions} times", group, WHAT, "Pass the same arguments everywhere.")
     device = collective.group_device(group)
     flat = votes.agree_on_success(lambda: torch.zeros(-(-sizes[-1] // 4), device=device), group, WHAT)
-    times = torch.zeros(repetitions + 1, len(sizes), dtype=torch.float64)
+    times = torch.zeros(repetitions + 1, len(sizes), dtype=torch.float64, device="cpu")
     for turn in range(repetitions + 1):
         for place, size in enumerate(sizes):
             times[turn, place] = _time(flat[: -(-size // 4)], group)

@@ -273,7 +273,7 @@ class _Tuner:
         caps, group = self._caps, self._grads.group
 
         def numbers_here() -> torch.Tensor:
-            numbers = torch.full((len(timeline.specs),), -1, dtype=torch.int64)
+            numbers = torch.full((len(timeline.specs),), -1, dtype=torch.int64, device="cpu")
             if group.rank() == 0:
                 plan = optimal_plan(timeline, cost, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
                 for order, bucket in enumerate(plan.buckets):

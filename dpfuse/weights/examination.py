@@ -146,7 +146,7 @@ def measure(
         if memory is not None and own is not None and own.numel() == size:
             total.add(memory, data.to(memory.device))
     own_row = [total.elements, total.largest, total.bits, total.factor or 0.0, first]
-    told = torch.tensor(own_row, dtype=torch.float64)
+    told = torch.tensor(own_row, dtype=torch.float64, device="cpu")
     found = [each.tolist() for each in collective.all_gather(told.to(device), group)]
     measured = {
         rank: Measured(int(found[rank][0]), found[rank][1], found[rank][2] == 1, found[rank][3])

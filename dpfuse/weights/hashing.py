@@ -119,7 +119,7 @@ class Hashing:
         """Return the hash of each tensor, [tensors] int64, on the device; 0 for one that is left out."""
         if self._device.type == "cpu":
             found = [0 if (memory := self.memory_of(place)) is None else self._host(memory) for place in self._places]
-            return torch.tensor(found, dtype=torch.int64)
+            return torch.tensor(found, dtype=torch.int64, device="cpu")
         if self._whole is None:
             whole = [[Piece(place, 0, size)] for place, size in enumerate(self._sizes)]
             self._whole = BitHashTable(self._sizes, whole, self._device)
@@ -178,7 +178,7 @@ def write_number(number: int, pairs: Tensor) -> None:
     if table is None:
         table = _bytes_as_pairs[pairs.dtype] = []
         for byte in range(256):
-            whole = torch.zeros((BITS, 2), dtype=pairs.dtype)
-            write_bits(torch.tensor(byte), whole)
+            whole = torch.zeros((BITS, 2), dtype=pairs.dtype, device="cpu")
+            write_bits(torch.tensor(byte, device="cpu"), whole)
             table.append(whole[:8].flatten())
     torch.cat([table[byte] for byte in number.to_bytes(4, "little")], out=pairs.view(-1))

@@ -20,7 +20,7 @@ LOW, ALL = (1 << 32) - 1, (1 << 64) - 1
 @cache
 def _table() -> Tensor:
     """Odd numbers of 64 bits without a pattern, [ENTRIES] int64, the same in each process: SplitMix64."""
-    mixed = torch.arange(1, ENTRIES + 1) * (ODD - (1 << 64))
+    mixed = torch.arange(1, ENTRIES + 1, device="cpu") * (ODD - (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = mixed ^ (mixed >> shift & ((1 << (64 - shift)) - 1))
         mixed = mixed * (factor - (1 << 64) if factor >= 1 << 63 else factor)

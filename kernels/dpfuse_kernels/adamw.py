@@ -348,7 +348,7 @@ def _numbers(
             f"betas are {betas}, expected two numbers from 0 to below 1, such as (0.9, 0.999). Correct it."
         )
     beta1, beta2 = betas
-    weight = torch.tensor(1 - beta1, dtype=torch.float32).item()
+    weight = torch.tensor(1 - beta1, dtype=torch.float32, device="cpu").item()
     return _Numbers(
         way=weight if weight < 0.5 else weight - 1,
         beta2=beta2,

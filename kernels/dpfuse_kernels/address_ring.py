@@ -163,7 +163,7 @@ class AddressRing:
             if used.passed is None and not used.captured:
                 used.passed = {stream: self._streams.record(stream) for stream in used.streams}
         entry = self._free_entry(current)
-        entry.host.copy_(torch.tensor(addresses, dtype=torch.int64))
+        entry.host.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
         entry.device.copy_(entry.host, non_blocking=True)
         entry.addresses = addresses  # not a copy: comparing a list with itself costs almost nothing
         entry.uploaded = self._streams.record(current)
@@ -177,7 +177,7 @@ class AddressRing:
         free = [entry for entry in self._entries if not entry.captured]
         if len(free) < ENTRIES:
             pinned = self._device.type == "cuda"
-            host = torch.empty(self._count, dtype=torch.int64, pin_memory=pinned)
+            host = torch.empty(self._count, dtype=torch.int64, pin_memory=pinned, device="cpu")
             return Entry(host, torch.empty(self._count, dtype=torch.int64, device=self._device))
         oldest = free[0]
         self._entries.remove(oldest)

@@ -177,7 +177,7 @@ class BitHashTable:
     @cached_property
     def rows(self) -> Tensor:
         """Per program: tensor, first byte, bytes; [rows, 3] int64, on the device."""
-        return torch.tensor(self._host_rows, dtype=torch.int64).view(-1, 3).to(self.device)
+        return torch.tensor(self._host_rows, dtype=torch.int64, device="cpu").view(-1, 3).to(self.device)
 
     @cached_property
     def ring(self) -> AddressRing:

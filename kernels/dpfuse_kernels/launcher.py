@@ -105,11 +105,11 @@ def chunk_rows(table: Layout, chunk: int) -> torch.Tensor:
         >>> chunk_rows(Layout(torch.zeros(6), slots, torch.float32), 2).tolist()
         [[0, 0, 2, 0], [0, 2, 1, 2], [1, 0, 2, 4]]
     """
-    numels = torch.tensor(table.numels, dtype=torch.int64)
-    offsets = torch.tensor([slot.offset for slot in table.slots], dtype=torch.int64)
+    numels = torch.tensor(table.numels, dtype=torch.int64, device="cpu")
+    offsets = torch.tensor([slot.offset for slot in table.slots], dtype=torch.int64, device="cpu")
     counts = (numels + chunk - 1) // chunk
     index = torch.repeat_interleave(counts)
-    start = (torch.arange(index.numel()) - (counts.cumsum(0) - counts)[index]) * chunk
+    start = (torch.arange(index.numel(), device="cpu") - (counts.cumsum(0) - counts)[index]) * chunk
     length = (numels[index] - start).clamp(max=chunk)
     return torch.stack((index, start, length, offsets[index] + start), dim=1).contiguous()
 

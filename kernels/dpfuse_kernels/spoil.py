@@ -119,7 +119,7 @@ class SpoilTable:
             for first, numel in parts
             for start in range(first, first + numel, self.chunk)
         ]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.device)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).to(self.device)
 
     @cached_property
     def ring(self) -> AddressRing:

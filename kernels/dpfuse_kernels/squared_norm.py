@@ -191,7 +191,7 @@ def row_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor
     parts = [torch.stack(torch._foreach_norm(small, 2.0, dtype=dtype or _widened(small[0].dtype)))] if small else []
     for flat in _joined([tensor for tensor in tensors if tensor.numel() > ROW]):
         parts += _norms_of_rows(flat, dtype)
-    return torch.cat(parts).double() if parts else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(parts).double() if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def _norms_of_rows(flat: Tensor, dtype: torch.dtype | None) -> list[Tensor]:

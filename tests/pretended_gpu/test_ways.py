@@ -33,6 +33,25 @@ def test_a_way_of_use_runs(name):
     steps(WAYS[name], 6)
 
 
+@pytest.fixture
+def default_device():
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("default_device")
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in NEED_VALUES and "sharded" not in name])
+def test_a_way_of_use_runs_where_new_tensors_are_on_the_gpu(name):  # sharded: torch's AdamW counts steps there
+    steps(WAYS[name], 3)
+
+
+@pytest.mark.usefixtures("default_device")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_works_where_new_tensors_are_on_the_gpu(name):
+    steps(replace(WAYS["views"], wrap=wrapped(**OPTIONS[name])), 3)
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
 def test_two_options_run_together(pair):
     steps(replace(WAYS["views"], wrap=wrapped(**OPTIONS[pair[0]], **OPTIONS[pair[1]])), 4)

@@ -198,7 +198,9 @@ class HookedRows(HookedBuffer):
     def _without_rows(self) -> Tensor:
         indices = torch.empty(1, 0, dtype=torch.int64, device=self._device)
         values = torch.empty(0, *self._shape[1:], dtype=self._dtype, device=self._device)
-        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            indices, values, self._shape, device=self._device, check_invariants=False, is_coalesced=True
+        )
 
 
 class AfterHooks(Exchange):

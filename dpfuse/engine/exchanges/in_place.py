@@ -169,7 +169,7 @@ class _LargeGradient:
         self._numel = self._slot.numel
         self.nbytes = self._numel * int(self._dtype.itemsize)
         self.in_place = False
-        self._nothing = torch.empty(0, dtype=self._dtype)
+        self._nothing = torch.empty(0, dtype=self._dtype, device="cpu")
         self.flat = self._nothing
         self._copy: PointerTable | None = None
         self._taken: Tensor | None = None  # the gradient, kept until all kernels that read it are queued

@@ -81,13 +81,15 @@ class SparseRows(Exchange):
             # reshape, since the slice of a single row counts as contiguous although its address is not aligned.
             indices = rows[:, : INDEX.itemsize].reshape(-1).view(INDEX).view(1, count)
             values = rows[:, INDEX.itemsize :].reshape(-1).view(self._wire).view(count, *shape[1:])
-            total = torch.sparse_coo_tensor(indices, values.to(self._compute), shape, check_invariants=False)
+            total = torch.sparse_coo_tensor(
+                indices, values.to(self._compute), shape, device=rows.device, check_invariants=False
+            )
             grad = (total.coalesce() * self._post_scale).to(self._dtype)
             self._param.grad = grad.to_dense() if self._is_dense else grad.coalesce()
 
     def _stages(self, rows: Tensor, is_dense: bool) -> Iterator[dist.Work]:
         """Exchange the numbers of rows, then the rows, [rows, bytes]; keep those of all ranks, in their order."""
-        header = torch.tensor([len(rows), is_dense], dtype=torch.float64).to(rows.device)
+        header = torch.tensor([len(rows), is_dense], dtype=torch.float64, device="cpu").to(rows.device)
         gathered_headers, work = collective.start_all_gather(header, self.group)
         yield work
         headers = torch.stack(gathered_headers)

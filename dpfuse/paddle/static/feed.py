@@ -128,7 +128,7 @@ def _checked(value: Any, feed: Feed, what: str) -> Tensor | np.ndarray[Any, Any]
             raise TypeError(f"{where} is an array of {given.dtype}; expected numbers")
     else:
         try:
-            given = torch.tensor(value, dtype=feed.dtype)
+            given = torch.tensor(value, dtype=feed.dtype, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{where} is a {type(value).__name__}; expected an array, a tensor or numbers: {error}"

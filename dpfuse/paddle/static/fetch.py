@@ -118,7 +118,7 @@ def _tensor_of(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Number):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     raise TypeError(
         f"the value of {name!r} is a {type(value).__name__}; expected a tensor or a number. Fetch one of its elements."
     )

@@ -47,7 +47,7 @@ def seeds_of(
     seeds: list[Seed] = []
     for part in parts:
         if isinstance(part, Mapping) and name in part:
-            seeds += torch.as_tensor(part[name], dtype=torch.float64).reshape(-1)
+            seeds += torch.as_tensor(part[name], dtype=torch.float64, device="cpu").reshape(-1)
     if len(seeds) != devices:
         raise ValueError(
             f"feed has {len(seeds)} values of {name!r}, expected one for each of the {devices} devices, because "
