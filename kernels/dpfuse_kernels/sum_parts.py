@@ -47,9 +47,9 @@ def _sum_parts_kernel(
     residual = residual_address + start * 4
     lane = tl.arange(0, CHUNK)
     if (numel % 8 == 0) & (parts_address % 16 == 0) & (out_address % 16 == 0) & (residual_address % 16 == 0):
-        # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.
-        # The hint has a number of its own, since Triton believes it wherever that number is used.
-        whole = lane < tl.multiple_of(tl.minimum(numel - start, CHUNK).to(tl.int32), 8)
+        # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores. In this
+        # form the compiler sees that.
+        whole = lane < tl.minimum(numel // 8 * 8 - start, CHUNK).to(tl.int32)
         source_ptr = tl.multiple_of(source.to(tl.pointer_type(WIRE)), 16)
         # Start with the first part, not with zero: the sum of negative zeros is a negative zero.
         total = tl.load(source_ptr + lane, mask=whole).to(SUM)
