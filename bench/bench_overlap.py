@@ -8,7 +8,7 @@ buckets of the peers' published rules. The planner and the rules use a backward 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -96,7 +96,7 @@ class _Grid:
 
     def __init__(self, network: Network, device: str) -> None:
         self._network = network
-        self._device = device
+        self.device = device
         self._clock: Clock = cuda_clock if device == "cuda" else _clock
         with torch.device(device):
             # Each gradient takes a few ms on one core, and about 0.8 ms on a large GPU.
@@ -152,14 +152,14 @@ class _Grid:
             "predicted": simulate(recorded, plan, cost).exposed,
             "predicted_packed": simulate(packed, plan, cost).exposed,
         }
-        facts = {"device": self._device, "bytes": nbytes, "latency": latency, "bandwidth": bandwidth}
+        facts = {"device": self.device, "bytes": nbytes, "latency": latency, "bandwidth": bandwidth}
         facts["late"] = self._lateness(cost)
         return {name: result | facts for name, result in results.items()}
 
     def _lateness(self, cost: Cost) -> float:
         """Return the seconds by which the smallest all-reduce takes longer than its cost."""
         self._network.cost = cost
-        send = partial(dist.all_reduce, torch.zeros(1, device=self._device))
+        send = partial(dist.all_reduce, torch.zeros(1, device=self.device))
         return median(self._clock(send)[0] for _ in range(20)) - cost(4)
 
 
@@ -216,9 +216,17 @@ def _affordable(steps: Mapping[str, Callable[[], None]], effort: Effort) -> int:
     return max(FEWEST_ROUNDS, min(effort.rounds, int(effort.seconds / effort.rebuilds / seconds)))
 
 
+@pytest.fixture(scope="session")
+def grid(request: pytest.FixtureRequest) -> Iterator[_Grid]:
+    """All contenders, for all networks: a run that is cut off keeps the networks that it has measured."""
+    device = "cuda" if request.config.getoption("--gpu") else "cpu"
+    with one_thread(), simulated_network(device=device) as network:
+        yield _Grid(network, device)
+
+
 @remembered
-def _measured(quick: bool, device: str) -> dict[str, dict[str, dict[str, Any]]]:
-    return time_cells(QUICK_CELLS if quick else CELLS, QUICK if quick else EFFORT[device], device)
+def _measured(grid: _Grid, case: str, quick: bool) -> dict[str, dict[str, Any]]:
+    return grid.time(*CELLS[case], QUICK if quick else EFFORT[grid.device])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -227,8 +235,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @played_back
-def test_overlap(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
-    device = "cuda" if request.config.getoption("--gpu") else "cpu"
-    result = dict(_measured(request.config.getoption("--quick"), device)[case][variant])
+def test_overlap(benchmark: Any, request: pytest.FixtureRequest, grid: _Grid, case: str, variant: str) -> None:
+    result = dict(_measured(grid, case, request.config.getoption("--quick"))[variant])
     seconds, _ = result.pop("seconds"), result.pop("facts")
     play_back(benchmark, seconds, {"suite": "overlap", "case": case, "variant": variant, **result})
