@@ -152,10 +152,10 @@ def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
     params = [param for param in contender.module.parameters() if param.requires_grad]
     facts = {"bytes": sum(p.numel() * p.element_size() for p in params), "parameters": len(params)}
     facts |= count(contender.step, cuda=cuda)._asdict()
-    if (plan := getattr(contender.wrapped, "bucket_plan", None)) is not None:
-        facts["buckets"] = len(plan.buckets)
+    if (reducer := getattr(contender.wrapped, "reducer", None)) is not None:
+        buckets = reducer.buckets
+        facts["buckets"] = len(buckets)  # with that of the report, where no other bucket has its dtype
         # Each pack and unpack reads and writes every byte of its bucket once, except for gradients reduced in place.
-        buckets = contender.wrapped.reducer.buckets
         facts["bytes_in_place"] = sum(bucket.parts.exchange.bytes_in_place for bucket in buckets)
         passes = (facts["packs"] + facts["unpacks"]) / facts["buckets"]
         facts["bytes_moved"] = round(2 * passes * (facts["bytes"] - facts["bytes_in_place"]))

@@ -165,6 +165,42 @@ def test_a_row_of_the_page_on_performance_is_that_of_its_record(begin):
     assert line.split(" | ") == RECORDED[begin]()
 
 
+H100 = "nvidia-h100-80gb-hbm3-2026-11-26-step"
+DDP, BF16 = ("DDP view", "DDP default"), ("DDP view, bf16 hook", "DDP default, bf16 hook")
+ON_H100 = {
+    "ResNet-50, 64 images": ("cuda ResNet-50 b64", VIEWS, DROP_IN, *DDP, "FSDP2 replicate"),
+    "BERT-large, 8 sequences": ("cuda BERT-large b8", VIEWS, DROP_IN, *DDP, "FSDP2 replicate"),
+    "2000 parameters of 4 KB": ("cuda 2000 x 4 KB", VIEWS, DROP_IN, *DDP, "FSDP2 replicate"),
+    "ResNet-50, 64 images, bfloat16": ("cuda wire ResNet-50 b64", "dpfuse bf16 views", "dpfuse bf16 private", *BF16),
+    "BERT-large, 8 sequences, bfloat16": ("cuda wire BERT-large b8", "dpfuse bf16 views", "dpfuse bf16 private", *BF16),
+}
+
+
+@pytest.mark.parametrize("begin", ON_H100)
+def test_a_step_on_a_gpu_is_that_of_its_record(begin):
+    def extra(info):
+        return "{:.1f} ({:.1f}, {:.1f})".format(
+            *(1e3 * info[key] for key in ("extra", "extra_lowest", "extra_highest"))
+        )
+
+    case, *contenders = ON_H100[begin]
+    found = {row["variant"]: extra(row["info"]) for row in record(H100)["measurements"] if row["case"] == case}
+    page = (ROOT / "docs/measurements/gpu.md").read_text()
+    assert f"| {begin} | {' | '.join(found[name] for name in contenders)} |" in page
+
+
+def test_what_the_readme_says_of_a_gpu_is_what_was_recorded():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    over = {
+        ratio["case"]: ratio["value"]
+        for ratio in record(H100)["ratios"]
+        if ratio["what"].startswith(f"extra over bare, {VIEWS} / the best peer")
+    }
+    assert f"{over['cuda 2000 x 4 KB']:.2f} of what DDP's best mode adds with 2000 small parameters" in text
+    assert f"and {over['cuda BERT-large b8']:.1f} times as much with BERT-large" in text
+    assert f"{over['cuda ResNet-50 b64']:.1f}" == "1.0"
+
+
 def test_the_table_of_the_readme_is_made_from_the_records_that_it_names():
     assert len(RUNS) == 2
     records = [record(run) for run in RUNS]

@@ -1,8 +1,8 @@
 """What kernels tell the compiler about numbers is true wherever the compiler may use it.
 
-Triton believes a hint at each use of the hinted number, also in a branch where it does not hold. A hint that a length is
-a multiple of eight made sums on an H100 take in lanes behind a tensor. Neither the interpreter nor a count of wide loads
-shows that. So a hint may only be given for a pointer that is made for it.
+Triton believes a hint at each use of the hinted number, also in a branch where it does not hold. A hint that a length
+is a multiple of eight made sums on an H100 take in lanes behind a tensor. Neither the interpreter nor a count of wide
+loads shows that. So a hint may only be given for a pointer that is made for it.
 """
 
 from __future__ import annotations
