@@ -170,11 +170,10 @@ class Report:
         self.is_on_cpu = self._source.is_cpu
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
-        self._well: Tensor | None = None  # the states that said last that all is well, on a CPU
         self._copy: HostCopy | None = None  # of the pairs, on CUDA
-        self._host: _HostPairs | None = None  # of that copy
+        self._host: _HostPairs | None = None  # of that copy; on a CPU, of this backward's
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
-        self._usual = b""  # the states that said last that all is well, on CUDA
+        self._usual = b""  # the pairs that said last that all is well
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
@@ -252,7 +251,10 @@ class Report:
         before = self._latest
         # It is usually where the one before was, and making a slice takes a microsecond.
         parts = None if before is None or before.view is not view else before.parts
-        self._latest = self._sums = _Sums(view, parts or self._parts_of(view[: self._places.slots]))
+        if parts is None:
+            told = view[: self._places.slots]
+            parts = _Parts(told, told[: self._places.number])
+        self._latest = self._sums = _Sums(view, parts)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
@@ -289,27 +291,25 @@ class Report:
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self._is_alone and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything
-        if not (wait or self.is_on_cpu):
+        if self.is_on_cpu:
+            host = self._host
+            if host is None or host.values is not sums.parts.told:
+                host = self._host = _HostPairs(sums.parts.told, self._places.number)
+            if self._is_usual(host):
+                self.differs = False
+                return ALL_WELL
+            reading = self._interpret_on_host(host)
+            self.asked, self.differs = reading.any_asks, reading.any_number
+        elif not wait:
             return self._read_later(sums)
-        states = sums.parts.states
-        before = self._read_pending() if self._pending else ALL_WELL
-        self._tell_of(before)
-        if not before.all_well and outcome.well:
-            return before
-        if self.is_on_cpu:
-            self.differs = _numbers_differ(sums.parts)
-        if self._well is not None and torch.equal(states, self._well):
-            return ALL_WELL
-        numbers = sums.parts.told.tolist()
-        reading = self._interpret(numbers)
-        if self.is_on_cpu:
-            self.asked = reading.any_asks
         else:
+            before = self._read_pending() if self._pending else ALL_WELL
+            self._tell_of(before)
+            if not before.all_well and outcome.well:
+                return before
+            reading = self._interpret(sums.parts.told.tolist())
             self._asked_early, self._differed_early = reading.any_asks, reading.any_number
-        if reading.all_well:
-            if self.is_on_cpu and not reading.any_asks:
-                self._well = torch.empty_like(states).copy_(states)
-        elif gather:
+        if not reading.all_well and gather:
             sums.reading = self._with_rows(reading, outcome)
             return sums.reading
         sums.reading = reading
@@ -397,18 +397,24 @@ class Report:
         assert self._host is not None
         self._pending = False
         self._copy.wait()
-        states, numbers_differ = self._host.read()
-        if states == self._usual and not numbers_differ:
-            return ALL_WELL  # as in nearly every backward
-        reading = self._interpret(list(self._host.told))
-        if reading.all_well and not reading.any_asks:
-            self._usual = states
-        return reading
+        return ALL_WELL if self._is_usual(self._host) else self._interpret_on_host(self._host)
 
-    def _parts_of(self, told: Tensor) -> _Parts:
-        states, number = told[: self._places.number], told[self._places.number :]
-        ones, zeros = (number[::2], number[1::2]) if number.numel() else (None, None)
-        return _Parts(told, states, ones, zeros)
+    def _is_usual(self, host: _HostPairs) -> bool:
+        """Whether all is well, and no number differs, as in nearly every backward."""
+        memory, usual = host.memory.raw, self._usual
+        if memory == usual:
+            return True
+        end = host.states_size
+        if memory[:end] != usual[:end] or host.numbers_differ():
+            return False
+        self._usual = memory  # ranks compare another number now, and have the same one
+        return True
+
+    def _interpret_on_host(self, host: _HostPairs) -> Reading:
+        reading = self._interpret(host.values.tolist())
+        if reading.all_well and not (reading.any_asks or reading.any_number):
+            self._usual = host.memory.raw
+        return reading
 
 
 class _Places(NamedTuple):
@@ -426,31 +432,31 @@ class _Parts(NamedTuple):
 
     told: Tensor  # all of them
     states: Tensor  # those without a feature's number
-    ones: Tensor | None  # of the pairs of that number the first elements, [32]
-    zeros: Tensor | None  # and the second ones, [32]
 
 
 class _HostPairs:
-    """The pairs of a report that was copied to the host. Operations of torch would take several times as long.
+    """The pairs of a report in the host's memory, whose bytes can be compared in less time than one operation takes.
 
     Args:
-        values: where they arrive, [elements], float32 or float64, on the CPU. The caller keeps it alive.
+        values: where they lie or arrive, [elements], on the CPU.
         number: where the pairs of a feature's number begin, as an element.
 
     Attributes:
-        told: all of them, as numbers of Python.
+        values: as given.
+        memory: their bytes.
+        states_size: how many of these bytes come before the feature's number.
     """
 
     def __init__(self, values: Tensor, number: int) -> None:
-        kind = ctypes.c_float if values.dtype == torch.float32 else ctypes.c_double
-        self.told = (kind * values.numel()).from_address(values.data_ptr())
+        self.values = values
+        self.memory = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
+        self.states_size = number * values.element_size()
         self._number = number
-        self._states = (ctypes.c_char * (number * values.element_size())).from_address(values.data_ptr())
 
-    def read(self) -> tuple[bytes, bool]:
-        """Return the memory of all states, and whether the ranks' numbers of a feature differ."""
-        told, number = self.told, self._number
-        return self._states.raw, any(map(mul, told[number::2], told[number + 1 :: 2]))
+    def numbers_differ(self) -> bool:
+        """Whether the ranks' numbers of a feature differ."""
+        told = self.values[self._number :].tolist()
+        return any(map(mul, told[::2], told[1::2]))
 
 
 @dataclass(slots=True)
@@ -460,14 +466,6 @@ class _Sums:
     view: Tensor
     parts: _Parts
     reading: Reading | None = None
-
-
-def _numbers_differ(parts: _Parts) -> bool:
-    """Whether the ranks' numbers of a feature differ; the parts are on the CPU."""
-    if parts.ones is None or parts.zeros is None:
-        return False
-    # Both sums of a pair are 0 or above, so the products add up to 0 only if all of them are 0.
-    return torch.dot(parts.ones, parts.zeros).item() != 0
 
 
 def _bits(number: int, count: int) -> list[int]:

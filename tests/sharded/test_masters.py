@@ -208,6 +208,8 @@ def test_small_updates_add_up_and_written_weights_are_followed(rank, size):
     model = wrapped(Narrow())
     optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=1e-6, master_dtype=torch.float32)
     weight = model.module.first.weight
+    with torch.no_grad():
+        weight.fill_(0.5)  # a number of 16 bits near zero would change
     before = weight.detach().clone()
     for step in range(20):
         backward(model, step, rank)
