@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {
     "100 parameters": (partial(chain, 100), Effort(15, 5, 0)),
     "1000 parameters": (partial(chain, 1000), Effort(3, 3, 0)),
     "step of 5 ms": (five_ms, Effort(8, 5, 0)),
-    "100 MB": (partial(layers, 6, 2048, rows=8), Effort(1, 3, 0)),
+    "100 MB": (partial(layers, 6, 2048, rows=8), Effort(1, 1, 0)),
 }
 QUICK = Effort(1, 1, 0)
 
