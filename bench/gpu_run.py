@@ -126,7 +126,8 @@ class Run:
                 (self._folder / part).mkdir(parents=True)
             if self._commit and self.archive.exists() and not self._again:
                 with tarfile.open(self.archive) as archive:
-                    archive.extractall(folder, filter="data")
+                    # Our own files; Python before 3.11.4 and 3.10.12 has no filter.
+                    archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
                 self.outcomes |= json.loads((self._folder / "summary.json").read_text())["steps"]
             for group in self._to_do():
                 with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:

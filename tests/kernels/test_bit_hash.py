@@ -14,29 +14,22 @@ from tests.kernels.compile_kernels import AMD, NVIDIA
 from tests.kernels.ptx import narrow_products_in_addresses
 from tests.kernels.test_ahead_of_time import compilations, targets
 
-
-def interpreter_adds_up() -> bool:
-    """Whether Triton's interpreter returns sums of 32 bits that overflow. It raised OverflowError in Triton 3.6."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import ReduceOps
-
-    try:
-        ReduceOps(0, None, False).to_tensor(np.int64(1 << 40), tl.int32)
-    except OverflowError:
-        return False
-    return True
-
-
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 Hash = Callable[[BitHashTable, int, Mapping[int, Tensor], int, Tensor], None]
-runs_kernel = pytest.mark.skipif(
-    not interpreter_adds_up(), reason="this Triton's interpreter has no sums that overflow"
-)
-both = pytest.mark.parametrize(
-    "hash_bits", [pytest.param(bit_hash, marks=runs_kernel), bit_hash_reference], ids=["kernel", "reference"]
-)
+
+
+def kernel(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], seed: int, pairs: Tensor) -> None:
+    """`bit_hash`. Before Triton 3.9 a sum of 32 bits that overflows is an error of the interpreter."""
+    try:
+        bit_hash(table, group, tensors, seed, pairs)
+    except Exception as error:
+        if "out of bounds for int32" in str(error):
+            pytest.skip("the interpreter of this Triton has no sums that overflow")
+        raise
+
+
+both = pytest.mark.parametrize("hash_bits", [kernel, bit_hash_reference], ids=["kernel", "reference"])
 MASK = 0xFFFFFFFF
 
 
@@ -150,15 +143,14 @@ def test_each_flipped_bit_and_each_swap_changes_the_hash(hash_bits: Hash) -> Non
     assert hashed(hash_bits, [usual[:100], usual[100:]]) != hashed(hash_bits, [usual[100:], usual[:100]])
 
 
-@runs_kernel
 def test_addresses_are_uploaded_once_and_a_capture_needs_no_new_ones() -> None:
     tensors = [torch.randn(9), torch.randn(3)]
     table, pairs = tables(tensors), torch.zeros(32, 2)
     for _ in range(3):
-        bit_hash(table, 0, dict(enumerate(tensors)), 1, pairs)
+        kernel(table, 0, dict(enumerate(tensors)), 1, pairs)
     assert (table.ring.uploads, table.dispatcher.launches) == (1, 3)
     tensors[1] = torch.randn(3)
-    bit_hash(table, 0, dict(enumerate(tensors)), 1, pairs)
+    kernel(table, 0, dict(enumerate(tensors)), 1, pairs)
     assert (table.ring.uploads, table.dispatcher.launches) == (2, 4)
     assert number_of(pairs) == by_hand(tensors, 1)
 
