@@ -69,7 +69,7 @@ def _adamw_kernel(
     lane = tl.arange(0, CHUNK)
     factor = 1.0
     if FACTOR:
-        factor = tl.load(factor_address.to(tl.pointer_type(tl.float32)))
+        factor = tl.load(factor_address.to(tl.int64).to(tl.pointer_type(tl.float32)))
     # A multiple of 16 has no bit below 16, and neither has the union of several.
     if (length % 8 == 0) & ((grad | param | exp_avg | exp_avg_sq | master) % 16 == 0):
         # The alignment is known, and the mask keeps groups of eight elements whole: 128-bit loads and stores.

@@ -70,7 +70,7 @@ def _bit_hash_kernel(
     start = tl.load(place_ptr + 1)
     nbytes = tl.load(place_ptr + 2).to(tl.int32)
     address = tl.load(address_ptr + tensor)
-    sum_ptr = state_address.to(tl.pointer_type(tl.int32))
+    sum_ptr = state_address.to(tl.int64).to(tl.pointer_type(tl.int32))
     lane = tl.arange(0, CHUNK)
     base = (tensor * 0x7FEB352D + seed * 0x2C1B3C6D).to(tl.uint32)
     total = tl.full([], 0, tl.int32)
@@ -106,7 +106,7 @@ def _bit_hash_kernel(
         found = tl.atomic_add(sum_ptr, 0)
         bit = tl.arange(0, 32)
         value = (found >> bit) & 1
-        pair_ptr = pair_address.to(tl.pointer_type(PAIR)) + 2 * bit
+        pair_ptr = pair_address.to(tl.int64).to(tl.pointer_type(PAIR)) + 2 * bit
         tl.store(pair_ptr, value.to(PAIR))
         tl.store(pair_ptr + 1, (1 - value).to(PAIR))
         tl.store(sum_ptr, 0)

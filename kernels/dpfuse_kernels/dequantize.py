@@ -53,7 +53,7 @@ def _dequantize_kernel(
     there = (tl.load(row_ptr + 3) >> 5) + block.to(tl.int64)
     if SQUARES:
         # Each program stores its own sum: no sum depends on the order of programs.
-        sum_ptr = sums_address.to(tl.pointer_type(tl.float32)) + program
+        sum_ptr = sums_address.to(tl.int64).to(tl.pointer_type(tl.float32)) + program
     if address != 0:
         element = tl.load(_element_ptr(flat_address, there), mask=block * 32 < length, other=0)
         unit = tl.load(_scale_ptr(flat_address, there), mask=block * 32 < length, other=0)

@@ -69,7 +69,7 @@ def _flatten_kernel(
         # The factor arrives as the bits of a double: float64 uses it exactly, float32 uses it rounded.
         scale = scale_bits.to(tl.float64, bitcast=True)
         if FACTOR:
-            scale *= tl.load(factor_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+            scale *= tl.load(factor_address.to(tl.int64).to(tl.pointer_type(tl.float32))).to(tl.float64)
         scale = scale.to(COMPUTE)
         present = address != 0
         aligned = (length % 8 == 0) & (source % 16 == 0) & (target % 16 == 0)

@@ -42,7 +42,7 @@ def _multiply_kernel(
     length = tl.load(row_ptr + 2).to(tl.int32)
     lane = tl.arange(0, CHUNK)
     PRODUCT: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
-    factor = tl.load(factor_address.to(tl.pointer_type(PRODUCT)))
+    factor = tl.load(factor_address.to(tl.int64).to(tl.pointer_type(PRODUCT)))
     if (address != 0) & (factor != 1.0):
         target = address + start * (TENSOR.primitive_bitwidth // 8)
         if (length % 8 == 0) & (target % 16 == 0):

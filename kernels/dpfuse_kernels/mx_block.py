@@ -69,10 +69,10 @@ def _decode(element: tl.tensor, scale: tl.tensor, E4M3: tl.constexpr) -> tl.tens
 
 def _element_ptr(flat_address: tl.tensor, block: tl.tensor) -> tl.tensor:
     """Return pointers [blocks, 32] to the element bytes of `block`, [blocks, 1] int64. The buffer must be aligned."""
-    flat_ptr = tl.multiple_of(flat_address.to(tl.pointer_type(tl.uint8)), 16)
+    flat_ptr = tl.multiple_of(flat_address.to(tl.int64).to(tl.pointer_type(tl.uint8)), 16)
     return flat_ptr + ((block >> 4) * 528 + (block & 15) * 32) + tl.arange(0, 32)[None, :]
 
 
 def _scale_ptr(flat_address: tl.tensor, block: tl.tensor) -> tl.tensor:
     """Return pointers [blocks, 1] to the scale bytes of `block`, [blocks, 1] int64."""
-    return flat_address.to(tl.pointer_type(tl.uint8)) + ((block >> 4) * 528 + 512 + (block & 15))
+    return flat_address.to(tl.int64).to(tl.pointer_type(tl.uint8)) + ((block >> 4) * 528 + 512 + (block & 15))

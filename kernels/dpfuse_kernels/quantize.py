@@ -67,7 +67,7 @@ def _quantize_kernel(
     # The factor arrives as the bits of a double: both factors are multiplied in float64, and the product is rounded.
     scale = scale_bits.to(tl.float64, bitcast=True)
     if FACTOR:
-        scale *= tl.load(factor_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+        scale *= tl.load(factor_address.to(tl.int64).to(tl.pointer_type(tl.float32))).to(tl.float64)
     if SCALED or FACTOR:
         # Lanes without an element hold zero, and zero times an infinite factor would be NaN.
         value = tl.where(readable, value * scale.to(tl.float32), 0.0)

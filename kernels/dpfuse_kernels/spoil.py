@@ -47,7 +47,7 @@ def _spoil_kernel(
     first = 0
     while first < pairs.to(tl.int32):
         place = first + tl.arange(0, PAIRS)
-        pair_ptr = pair_address.to(tl.pointer_type(PAIR)) + 2 * place
+        pair_ptr = pair_address.to(tl.int64).to(tl.pointer_type(PAIR)) + 2 * place
         one = tl.load(pair_ptr, mask=place < pairs, other=0.0)
         other = tl.load(pair_ptr + 1, mask=place < pairs, other=0.0)
         # A NaN is not zero either.

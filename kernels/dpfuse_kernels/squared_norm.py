@@ -72,7 +72,7 @@ def _squared_norm_kernel(
             squares += tl.sum(value * value)
             first += PART
     # No atomic addition: each program stores its own sum, so that the order of all additions is fixed.
-    tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
+    tl.store(sums_address.to(tl.int64).to(tl.pointer_type(SUM)) + program, squares)
 
 
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:

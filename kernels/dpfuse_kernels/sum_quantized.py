@@ -59,7 +59,7 @@ def _sum_quantized_kernel(
     tl.store(_element_ptr(out_address, block), element, mask=mask)
     tl.store(_scale_ptr(out_address, block), unit, mask=mask)
     if RESIDUAL:
-        residual_ptr = tl.multiple_of(residual_address.to(tl.pointer_type(tl.float32)), 16)
+        residual_ptr = tl.multiple_of(residual_address.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)
         residual_ptr += block * 32 + tl.arange(0, 32)[None, :]
         error = total - _decode(element, unit, E4M3)
         error = tl.where(tl.abs(error) < float("inf"), error, 0.0)

@@ -84,7 +84,7 @@ def _unflatten_kernel(
                 squares += tl.sum(written * written)
             first += PART
     if SQUARES:
-        tl.store(sums_address.to(tl.pointer_type(SUM)) + program, squares)
+        tl.store(sums_address.to(tl.int64).to(tl.pointer_type(SUM)) + program, squares)
 
 
 def _write(
