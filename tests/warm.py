@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 # How names of variables begin that are read early, and how those begin that are seen to here, or are read late. Those
 # of KMP are of Intel's OpenMP, which torch has not on Linux: sklearn sets them in a process of tests that imports it.
+# Lightning sets the last one there, and torch reads it when it looks for GPUs.
 EARLY = ("PYTHON", "TORCH_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_", "LD_")
-OTHERS = ("PYTHONIOENCODING", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCH_NCCL_")
+OTHERS = ("PYTHONIOENCODING", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCH_NCCL_", "PYTORCH_NVML_")
 OPTIONS = ("-u", "-B")  # of Python, that are known here
 FILES = 64  # to hand over, at most
 STARTUP = "WARM_STARTUP"

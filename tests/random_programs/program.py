@@ -310,7 +310,8 @@ class Program:
         self._used_up = False
         if "accumulate_in_buckets" in self.options:
             self.model.discard_accumulated()
-        to_none = self.sharded or self._shared.random() < 0.5
+        # A window in the buckets has no gradients that could become zeros: what is dropped is None.
+        to_none = self.sharded or "accumulate_in_buckets" in self.options or self._shared.random() < 0.5
         self._on_both(lambda module, optimizer: optimizer.zero_grad(set_to_none=to_none))
         self._accumulated.clear()
 

@@ -27,9 +27,10 @@ def test_a_client_that_dies_while_it_asks_ends_no_server(part: float):
 
 
 @pytest.mark.parametrize("preload", ["torch.distributed.run", "tests.preload"])
-def test_a_process_is_warm_also_behind_a_test_that_has_imported_sklearn(preload, monkeypatch):
+def test_a_process_is_warm_also_behind_tests_that_have_imported_sklearn_and_lightning(preload, monkeypatch):
     monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")
     monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     program = f"import sys; print({preload!r} in sys.modules, 'torch' in sys.modules)"
     command = [warm_python(preload), "-c", program]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=patience(60))

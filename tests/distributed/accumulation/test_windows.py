@@ -99,6 +99,7 @@ def test_a_window_that_was_thrown_away_leaves_no_trace(rank, size):
             if everywhere or rank == 0:  # who throws a window away begins it again, so the ranks are not apart
                 spoil()
                 throw()
+                assert all(param.grad is None for param in model.module.parameters())
             window(model, rank, 1)
             assert_equal([grad for grad in gradients(model) if grad is not None], expected)
             model.module.zero_grad()
