@@ -35,7 +35,8 @@ def jit(kernel: Callable[..., None]) -> Any:
     The kernel refers to `tl`, which its own module does not import: this function sets `tl` there. It also replaces the
     functions with an underscore in front that the kernel calls. Integers are not specialised: otherwise Triton would
     compile again for each new value. Kernels loop with `while`, because the interpreter of Triton 3.6 cannot pass a
-    number on the device to `range` with NumPy 2.4 or later.
+    number on the device to `range` with NumPy 2.4 or later. They make pointers of addresses by way of `tl.int64`,
+    because an interpreter passes an address below 2 GiB as a number of 32 bits.
     """
     try:
         import triton

@@ -36,7 +36,7 @@ SOURCE = re.compile(
     r"|^\$ python -m |^```output",
     re.MULTILINE,
 )
-KINDS = "slow-ranks|slow-links|alternating|cpu2|curves|demo|predictions|torch-suite"
+KINDS = "nvidia|slow-ranks|slow-links|alternating|cpu2|curves|demo|predictions|torch-suite"
 RECORD = re.compile(rf"\b(?:{KINDS})-[\w.-]*\.(?:json|txt)")
 
 
@@ -198,6 +198,7 @@ def test_what_the_readme_says_of_a_gpu_is_what_was_recorded():
     }
     assert f"{over['cuda 2000 x 4 KB']:.2f} of what DDP's best mode adds with 2000 small parameters" in text
     assert f"and {over['cuda BERT-large b8']:.1f} times as much with BERT-large" in text
+    assert "It adds as much with ResNet-50," in text
     assert f"{over['cuda ResNet-50 b64']:.1f}" == "1.0"
 
 

@@ -1,4 +1,4 @@
-"""The hash of weights on a GPU equals its reference, and needs no synchronisation."""
+"""The hash of weights on a GPU equals its reference."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Hash = Callable[[BitHashTable, int, Mapping[int, Tensor], int, Tensor], None]
 
 
 def kernel(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], seed: int, pairs: Tensor) -> None:
-    """`bit_hash`. Before Triton 3.9 a sum of 32 bits that overflows is an error of the interpreter."""
+    """`bit_hash`. In Triton 3.6 a sum of 32 bits that overflows is an error of the interpreter."""
     try:
         bit_hash(table, group, tensors, seed, pairs)
     except Exception as error:
