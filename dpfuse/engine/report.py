@@ -24,6 +24,7 @@ from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["ALL_WELL", "SLOTS", "Outcome", "Reading", "Report"]
 
+FLAGS = 3  # the first pairs: a rank has failed, or has changed its module, or asks; their first elements say so
 RANK_BITS = 16  # of the number of a rank that failed or has changed
 NUMBER_BITS = 32  # of a number that only the device may know
 HASH_BITS = 16  # of the set of frozen parameters
@@ -154,7 +155,7 @@ class Report:
         self._window = window
         self.asked = False
         self._asked_early = False  # on CUDA, in this backward, since this rank has waited for its report
-        compared = 3 + sum(each.bits for each in fields) + HASH_BITS
+        compared = FLAGS + sum(each.bits for each in fields) + HASH_BITS
         number = 2 * (compared + RANK_BITS)
         slots = number + 2 * NUMBER_BITS * has_number
         extras = slots + len(SLOTS)
@@ -186,11 +187,7 @@ class Report:
         source = self._source
         # A graph packs the same memory at each replay, whatever the host counts then. So it keeps what was told last.
         if values != self._values and not capturing():
-            before, now = self._pairs_of(self._values), self._pairs_of(values)
-            for place, (old, new) in enumerate(zip(before, now, strict=True)):
-                if old != new:
-                    _put(source, place, new)
-            self._values = values
+            self._tell(values)
         if usual:
             return source
         source = source.clone() if source is self._source else source
@@ -203,6 +200,16 @@ class Report:
         if outcome.changed:
             self._write_bits(source, self._places.ranks, self.group.rank(), RANK_BITS)
         return source
+
+    def _tell(self, values: list[object]) -> None:
+        now = self._pairs_of(values)
+        if self.is_on_cpu:  # one operation, also where most of them change
+            self._source[: len(now)].copy_(torch.tensor(now, dtype=self._source.dtype, device="cpu"))
+        else:
+            for place, (old, new) in enumerate(zip(self._pairs_of(self._values), now, strict=True)):
+                if old != new:
+                    _put(self._source, place, new)
+        self._values = values
 
     def write_failure(self, packed: Tensor) -> None:
         """Write into what is packed, [numel], that this rank has failed."""
@@ -294,11 +301,11 @@ class Report:
         if self.is_on_cpu:
             host = self._host
             if host is None or host.values is not sums.parts.told:
-                host = self._host = _HostPairs(sums.parts.told, self._places.number)
+                host = self._host = _HostPairs(sums.parts.told)
             if self._is_usual(host):
                 self.differs = False
                 return ALL_WELL
-            reading = self._interpret_on_host(host)
+            reading = self._interpret(host.values.tolist())
             self.asked, self.differs = reading.any_asks, reading.any_number
         elif not wait:
             return self._read_later(sums)
@@ -361,7 +368,7 @@ class Report:
         )
 
     def _names(self) -> Iterator[str]:
-        yield from [""] * 3
+        yield from [""] * FLAGS
         for each in self._fields:
             yield from [each.name] * each.bits
         yield from ["frozen"] * HASH_BITS
@@ -386,7 +393,7 @@ class Report:
         self._tell_of(before)
         if self._copy is None:
             self._copy = HostCopy(sums.parts.told)
-            self._host = _HostPairs(self._copy.arriving, self._places.number)
+            self._host = _HostPairs(self._copy.arriving)
         else:
             self._copy.take(sums.parts.told)
         self._pending = True
@@ -397,24 +404,19 @@ class Report:
         assert self._host is not None
         self._pending = False
         self._copy.wait()
-        return ALL_WELL if self._is_usual(self._host) else self._interpret_on_host(self._host)
+        return ALL_WELL if self._is_usual(self._host) else self._interpret(self._host.values.tolist())
 
     def _is_usual(self, host: _HostPairs) -> bool:
-        """Whether all is well, and no number differs, as in nearly every backward."""
-        memory, usual = host.memory.raw, self._usual
-        if memory == usual:
+        """Whether all is well, nothing differs and no rank asks, as in nearly every backward."""
+        memory = host.memory.raw
+        if memory == self._usual:
             return True
-        end = host.states_size
-        if memory[:end] != usual[:end] or host.numbers_differ():
+        told = host.values.tolist()
+        ones, zeros = told[::2], told[1::2]
+        if any(ones[:FLAGS]) or any(map(mul, ones, zeros)):
             return False
-        self._usual = memory  # ranks compare another number now, and have the same one
+        self._usual = memory  # the ranks compare other numbers now, and have the same ones
         return True
-
-    def _interpret_on_host(self, host: _HostPairs) -> Reading:
-        reading = self._interpret(host.values.tolist())
-        if reading.all_well and not (reading.any_asks or reading.any_number):
-            self._usual = host.memory.raw
-        return reading
 
 
 class _Places(NamedTuple):
@@ -439,24 +441,15 @@ class _HostPairs:
 
     Args:
         values: where they lie or arrive, [elements], on the CPU.
-        number: where the pairs of a feature's number begin, as an element.
 
     Attributes:
         values: as given.
         memory: their bytes.
-        states_size: how many of these bytes come before the feature's number.
     """
 
-    def __init__(self, values: Tensor, number: int) -> None:
+    def __init__(self, values: Tensor) -> None:
         self.values = values
         self.memory = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
-        self.states_size = number * values.element_size()
-        self._number = number
-
-    def numbers_differ(self) -> bool:
-        """Whether the ranks' numbers of a feature differ."""
-        told = self.values[self._number :].tolist()
-        return any(map(mul, told[::2], told[1::2]))
 
 
 @dataclass(slots=True)

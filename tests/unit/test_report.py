@@ -475,6 +475,7 @@ def test_a_captured_graph_packs_the_same_memory_and_what_was_told_last(monkeypat
     """Memory elsewhere would have to be uploaded as an address, which a graph cannot do."""
     told = {"color": 1, "size": 2}
     report = make_report(told=told)
+    report.is_on_cpu = False  # as on a GPU
     kept = report.source(outcome()).clone()
     told.update(color=4, size=33)
     with monkeypatch.context() as patch, Operations() as done:
