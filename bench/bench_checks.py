@@ -129,11 +129,14 @@ def time_checks(build: Callable[[], Workload], effort: Effort) -> dict[str, dict
         steps with checks.
     """
 
+    # Models of one group are compared in the order in which they take turns, which is none of one model's step.
+    groups = {name: dist.new_group() for name in WRAPS}
+
     def make(name: str, workload: Workload) -> Callable[[], None]:
         if name != "without checks":
-            return proved(name, workload, metrics=METRICS.get(name, False))
+            return proved(name, workload, groups[name], metrics=METRICS.get(name, False))
         with without_checks():
-            return proved(name, workload, checks="off")
+            return proved(name, workload, groups[name], checks="off")
 
     bases = {name: "with checks" if name in METRICS else "without checks" for name in WRAPS}
     return time_in_turns(build, make, bases, effort)
@@ -187,10 +190,15 @@ def time_in_turns(
 
 
 def proved(
-    name: str, workload: Workload, *, metrics: bool | int = False, checks: Literal["raise", "off"] = "raise"
+    name: str,
+    workload: Workload,
+    group: dist.ProcessGroup,
+    *,
+    metrics: bool | int = False,
+    checks: Literal["raise", "off"] = "raise",
 ) -> Callable[[], None]:
     """A step of the wrapped workload, which averages rightly; with metrics, it reads them."""
-    model = dpfuse.DataParallel(workload.module, metrics=metrics, check_weights=checks, check_loop=checks)
+    model = dpfuse.DataParallel(workload.module, group=group, metrics=metrics, check_weights=checks, check_loop=checks)
     params = list(workload.module.parameters())
 
     def step() -> None:
