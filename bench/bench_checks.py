@@ -215,7 +215,7 @@ def proved(
 CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {
     "10 parameters": (partial(chain, 10), Effort(300, 7, 0)),
     "100 parameters": (partial(chain, 100), Effort(300, 7, 0)),
-    "1000 parameters": (partial(chain, 1000), Effort(100, 5, 0)),
+    "1000 parameters": (partial(chain, 1000), Effort(50, 5, 0)),
     "step of 5 ms": (five_ms, Effort(100, 7, 0)),
 }
 QUICK = Effort(5, 1, 0)
