@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,9 @@ class WeightsCheck(Feature):
         self._made_for = -1  # the version for which it was made
         self._ids: set[int] = set()  # of the parameters that are compared
         # Of each optimizer, the number of its groups, and whether it steps a parameter that is compared.
-        self._owners: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+        self._owners: dict[ref[Optimizer], tuple[int, bool]] = {}
         self._turn = 0  # the number of the next slice, over all passes
+        self._empty = 0  # how many slices from the next one on are known to be empty
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
         self._stepped_inside = False  # whether an optimizer of this model has stepped inside the backward that runs
         self._begun: dict[int, int] = {}  # of each optimizer that steps now, by id, the value of that as it began
@@ -158,9 +159,10 @@ class WeightsCheck(Feature):
         """
         report, completed = self._report, self._averages().completed
         assert report is not None
-        self._travelling.append(self._slice)
-        late = not report.is_on_cpu  # the comparison that is known now is that of the backward before
-        compared = self._travelling.popleft() if len(self._travelling) > late else None
+        late, compared = not report.is_on_cpu, self._slice
+        if late:  # the comparison that is known now is that of the backward before
+            self._travelling.append(self._slice)
+            compared = self._travelling.popleft() if len(self._travelling) > 1 else None
         if self._ignored:
             self._ignored -= 1
         elif report.differs:
@@ -191,10 +193,14 @@ class WeightsCheck(Feature):
         averages, report, hashed_at = self._averages(), self._report, self._begun.pop(id(optimizer), -1)
         if self.off or report is None or report.number is None:
             return
+        completed = averages.completed
         if averages.phase is not IDLE:
             self._stepped_inside = self._stepped_inside or self._steps_us(optimizer)
-        elif averages.completed not in (0, hashed_at) and self._steps_us(optimizer):
-            self._try(self._hash_behind_step)
+        elif completed not in (0, hashed_at) and self._steps_us(optimizer):
+            if self._empty and self._version() == self._made_for and not self.due and completed != self._hashed_at:
+                self._hashed_at, self._turn, self._empty = completed, self._turn + 1, self._empty - 1
+            else:
+                self._try(self._hash_behind_step)
 
     def _try(self, act: Callable[[Hashing, Tensor], None]) -> None:
         """Hash something, if there is anything to hash."""
@@ -226,14 +232,16 @@ class WeightsCheck(Feature):
             but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
             hashing.write(number, seed, pairs, but)
             self._slice = number, completed
+        self._empty = hashing.empty_behind(number)
 
     def _steps_us(self, optimizer: Optimizer) -> bool:
-        count, known = self._owners.get(optimizer, (0, False))
+        count, known = self._owners.get(ref(optimizer), (0, False))
         if count != len(optimizer.param_groups):
             self._hashing_now()
             params = (param for group in optimizer.param_groups for param in group["params"])
             known = not self._ids.isdisjoint(map(id, params))
-            self._owners[optimizer] = len(optimizer.param_groups), known
+            self._owners = {each: found for each, found in self._owners.items() if each() is not None}
+            self._owners[ref(optimizer)] = len(optimizer.param_groups), known
         return known
 
     def _hashing_now(self) -> Hashing | None:
@@ -256,7 +264,7 @@ class WeightsCheck(Feature):
                 )
             self._hashing = Hashing(kept, self._strides, device) if kept else None
             self._ids = set(map(id, kept.values()))
-            self._made_for = version
+            self._made_for, self._empty = version, 0
             self._equal = {}
             self._owners.clear()
         return self._hashing
@@ -285,7 +293,7 @@ class WeightsCheck(Feature):
         takes_part = not (self.off or self._window.without_inputs)
         moments = self._after_step, self._before_backward
         found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)
-        self._turn, self._hashed_at = found.turn, -1
+        self._turn, self._hashed_at, self._empty = found.turn, -1, 0
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
         if found.strangers:
             self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers)
@@ -355,7 +363,7 @@ class WeightsCheck(Feature):
         """Note that all ranks have the same weights again; to be called on every rank."""
         self.known = {}
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
-        self._turn, self._hashed_at = self._averages().completed, -1
+        self._turn, self._hashed_at, self._empty = self._averages().completed, -1, 0
         self.due = self._window.due = False
         self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from ctypes import memmove
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from dpfuse.engine.comm_buffer import dense_stride
+from dpfuse.engine.torch_private import no_graph
 from dpfuse.weights.host_hash import folded, hash_of, joined_hash_of
 from dpfuse.weights.pieces import slices_of
 from dpfuse_kernels import BitHashTable, Piece, bit_hash
@@ -50,16 +52,12 @@ class Hashing:
         self.slices = len(self._pieces)
         self._table: BitHashTable | None = None
         self._whole: BitHashTable | None = None
-        # On a CPU: of each slice, small tensors by dtype, and pieces of the others.
-        self._small: list[list[list[int]]] = []
+        # On a CPU: of each slice, small tensors, and pieces of the others.
+        self._small: list[list[int]] = []
         self._large: list[list[Piece]] = []
         if device.type == "cpu":
             for pieces in self._pieces:
-                kinds: dict[torch.dtype, list[int]] = {}
-                for piece in pieces:
-                    if self._sizes[piece.tensor] <= SMALL:
-                        kinds.setdefault(self._kinds[piece.tensor][1], []).append(piece.tensor)
-                self._small.append(list(kinds.values()))
+                self._small.append([piece.tensor for piece in pieces if self._sizes[piece.tensor] <= SMALL])
                 self._large.append([piece for piece in pieces if self._sizes[piece.tensor] > SMALL])
         else:
             self._table = BitHashTable(self._sizes, self._pieces, device)
@@ -76,6 +74,11 @@ class Hashing:
         """Whether nothing is hashed in this slice."""
         return not self._pieces[number]
 
+    def empty_behind(self, number: int) -> int:
+        """Return how many slices of the same pass are empty behind this one, up to the next that is not."""
+        behind = self._pieces[number + 1 :]
+        return next((count for count, pieces in enumerate(behind) if pieces), len(behind))
+
     def slices_with(self, tensor: int) -> Iterable[int]:
         """Return the slices that hash a part of the tensor at this place."""
         return (number for number, pieces in enumerate(self._pieces) if any(one.tensor == tensor for one in pieces))
@@ -88,7 +91,6 @@ class Hashing:
         """Return the elements of the tensor at this place as they lie in memory, [elements]; None if it is left out."""
         return None if (found := self._dense(tensor)) is None else found.as_strided((found.numel(),), (1,))
 
-    @torch.no_grad()
     def write(self, number: int, seed: int, pairs: Tensor, but: Collection[int] = ()) -> None:
         """Hash a slice, and write each bit b of the hash as a pair (b, 1 - b).
 
@@ -100,19 +102,24 @@ class Hashing:
         """
         if self._table is not None:
             inside = {piece.tensor for piece in self._pieces[number]}.difference(but)
-            bit_hash(self._table, number, self._found(inside), seed, pairs)
+            with no_graph():
+                bit_hash(self._table, number, self._found(inside), seed, pairs)
             return
-        hashes = []
-        for places in self._small[number]:
-            found = [one for place in places if place not in but and (one := self._as_planned(place)) is not None]
-            if found:
-                hashes.append(joined_hash_of(found, seed))
-        for place, start, nbytes in self._large[number]:
+        small = ((place, self._tensors[place]()) for place in self._small[number])
+        # Shapes do not count here. To compare them takes as long as to hash.
+        found = [one for place, one in small if one is not None and place not in but and self._fits(one, place)]
+        hashes = [joined_hash_of(found, seed)]
+        if self._large[number]:
+            with no_graph():
+                hashes += self._hashes_of(self._large[number], seed, but)
+        write_number(folded(hashes), pairs)
+
+    def _hashes_of(self, pieces: Iterable[Piece], seed: int, but: Collection[int]) -> Iterator[int]:
+        for place, start, nbytes in pieces:
             memory = None if place in but else self.memory_of(place)
             if memory is not None:
                 width = memory.element_size()
-                hashes.append(hash_of(memory[start // width : (start + nbytes) // width], seed))
-        write_number(folded(hashes), pairs)
+                yield hash_of(memory[start // width : (start + nbytes) // width], seed)
 
     @torch.no_grad()
     def each(self) -> Tensor:
@@ -153,6 +160,9 @@ class Hashing:
         same = tensor.shape == shape and tensor.dtype == dtype and tensor.device == self._device
         return tensor if same else None
 
+    def _fits(self, tensor: Tensor, place: int) -> bool:
+        return tensor.is_cpu and tensor.nbytes == self._sizes[place]
+
     def _dense(self, place: int) -> Tensor | None:
         """Return a tensor, or a copy of it, whose memory is as planned; None if it is left out."""
         tensor = self._as_planned(place)
@@ -162,11 +172,11 @@ class Hashing:
         return torch.empty_strided(shape, self._strides[place], dtype=dtype, device=self._device).copy_(tensor)
 
 
-_bytes_as_pairs: dict[torch.dtype, list[Tensor]] = {}  # of each byte, its bits as pairs, [16]
+_bytes_as_pairs: dict[torch.dtype, list[bytes]] = {}  # of each byte, its bits as pairs, as they lie in memory
 
 
 def write_number(number: int, pairs: Tensor) -> None:
-    """Write the bits of a number below 2**32 as pairs, [32, 2] on a CPU, with one operation.
+    """Write the bits of a number below 2**32 as pairs, [32, 2] on a CPU, contiguous. Autograd does not hear of it.
 
     Example:
         >>> pairs = torch.zeros(32, 2)
@@ -180,5 +190,6 @@ def write_number(number: int, pairs: Tensor) -> None:
         for byte in range(256):
             whole = torch.zeros((BITS, 2), dtype=pairs.dtype, device="cpu")
             write_bits(torch.tensor(byte, device="cpu"), whole)
-            table.append(whole[:8].flatten())
-    torch.cat([table[byte] for byte in number.to_bytes(4, "little")], out=pairs.view(-1))
+            table.append(bytes(whole[:8].view(torch.uint8).flatten().tolist()))
+    memory = b"".join([table[byte] for byte in number.to_bytes(4, "little")])
+    memmove(pairs.data_ptr(), memory, len(memory))

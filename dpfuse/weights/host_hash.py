@@ -1,9 +1,14 @@
-"""Hashes the bits of tensors on a CPU with torch's sums of integers, at about the speed of `sum`. Knows no schedule."""
+"""Hashes the bits of tensors on a CPU: large ones at about the speed of `sum`, small ones in a call of C for each.
+
+Knows no schedule.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import string_at
 from functools import cache
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -56,13 +61,27 @@ def hash_of(memory: Tensor, seed: int) -> int:
 
 
 def joined_hash_of(tensors: Sequence[Tensor], seed: int) -> int:
-    """Return the hash of small tensors of one dtype as if they were one; their shapes do not count.
+    """Return the hash of small tensors as if they were one, below 2**32; their shapes and dtypes do not count.
+
+    It is a CRC-32. For so few bytes torch's operations take longer than to read them: four times as long where other
+    work has filled the caches. Of bytes that differ in few bits it is never the same.
+
+    Args:
+        tensors: dense, of at most some KB each.
+        seed: an odd one reads each tensor backwards. So what has the same hash by chance in one pass has another one in
+            the next.
 
     Example:
-        >>> joined_hash_of([torch.ones(2), torch.zeros(1)], 0) == hash_of(torch.tensor([1.0, 1.0, 0.0]), 0)
+        >>> joined_hash_of([torch.ones(2), torch.zeros(1)], 0) == joined_hash_of([torch.tensor([1.0, 1.0, 0.0])], 0)
         True
     """
-    return hash_of(torch.cat([tensor.reshape(-1) for tensor in tensors]), seed)
+    found = 0
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.is_complex():
+            tensor = tensor.resolve_conj().contiguous()
+        memory = string_at(tensor.data_ptr(), tensor.nbytes)
+        found = crc32(memory[::-1] if seed % 2 else memory, found)
+    return found
 
 
 def folded(hashes: Sequence[int]) -> int:

@@ -8,8 +8,8 @@ from dpfuse_kernels import Piece
 
 __all__ = ["slices_of"]
 
-CALL = 64 << 10  # bytes that are read in the time that a further tensor costs the host
-SLICE = 8 * CALL  # the least that is hashed at a time, since each time costs as much as some further tensors
+CALL = 16 << 10  # bytes that are read in the time that a further tensor costs the host
+SLICE = 32 * CALL  # the least that is hashed at a time, since each time costs as much as some further tensors
 LEAST, LARGEST = 256 << 10, 16 << 20  # bytes of a piece of a larger tensor
 PAGE = 4096  # pieces of one tensor begin at multiples of so many bytes
 BOUND = 64  # steps in which all is to be seen, or an eighth as many steps as there are tensors
@@ -28,9 +28,9 @@ def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
         The pieces of each slice. Some slices are empty where there are few tensors: then most steps hash nothing.
 
     Example:
-        >>> slices = slices_of([400] * 9)
-        >>> len(slices), {place: [piece.tensor for piece in slice] for place, slice in enumerate(slices) if slice}
-        (60, {0: [0, 1, 2, 3, 4], 30: [5, 6, 7, 8]})
+        >>> slices = slices_of([400] * 40)
+        >>> len(slices), {place: len(pieces) for place, pieces in enumerate(slices) if pieces}
+        (60, {0: 20, 30: 20})
     """
     steps = max(BOUND, len(sizes) // 8) - DELAY
     largest = min(max(LEAST, -(-sum(sizes) // steps)), LARGEST) // PAGE * PAGE
