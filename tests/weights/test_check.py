@@ -299,3 +299,37 @@ def test_a_program_that_sends_weights_behind_each_step_is_left_alone(rank, size)
     assert trained.told == []
     assert "are equal in the next backward" in trained.model._sync.weights.off
     assert [f"rank {rank}: weights are not compared between ranks any more" in text for text in heard] == [True]
+
+
+def test_a_changed_module_is_hashed_from_the_next_step_on(rank, size):
+    """Ranks must change to other slices behind the same step, also where that step hashes nothing."""
+    trained = Trained(rank)
+    trained.step(3)
+    trained.net.late = nn.Parameter(torch.ones(3), requires_grad=False)
+    made, make = [], Hashing.__init__
+
+    def note(self, tensors, *others):
+        made.append(list(tensors))
+        make(self, tensors, *others)
+
+    with patch.object(Hashing, "__init__", note):
+        trained.step()
+        assert len(made) == 1
+        trained.step(BOUND)
+        assert len(made) == 1
+
+
+def test_a_rank_that_left_out_a_step_hashes_with_the_others_again(rank, size):
+    trained = Trained(rank)
+    trained.optimizer = SGD([*trained.net.layer.parameters()], lr=0.0)
+    trained.step(BOUND)
+    step = trained.optimizer.step
+    if rank == 1:
+        trained.optimizer.step = lambda: None
+    trained.step()
+    trained.optimizer.step = step
+    trained.step(5 * BOUND)
+    assert not trained.told
+    check = trained.model._sync.weights
+    assert check._false_alarms == 1
+    assert not check.off
