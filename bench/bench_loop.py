@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from statistics import median
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -20,11 +18,12 @@ import torch
 
 import dpfuse
 from bench.bench_checks import time_in_turns
+from bench.call_time import time_calls
 from bench.equality import prove_gradients
 from bench.models import Workload, chain
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
-from bench.step_time import Effort, StepTimes
+from bench.step_time import Effort
 
 __all__ = ["CALLS", "ROUND", "SETTLED", "WRAPS", "time_loop"]
 
@@ -54,40 +53,11 @@ def time_loop(
         return _round(name, workload, backwards, steps)[0]
 
     results = time_in_turns(build, make, dict.fromkeys(WRAPS, "not checked"), effort, steps)
-    return results | {CALLS: asdict(_time_calls(build(), effort, backwards, steps))}
-
-
-def _time_calls(workload: Workload, effort: Effort, backwards: int, steps: int) -> StepTimes:
-    """Time the methods of the check in the same steps, without what reading the clock takes."""
+    workload = build()
     run, check = _round("checked", workload, backwards, steps)
-    seconds, calls = 0.0, 0
-
-    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal seconds, calls
-            began = thread_time()
-            result = method(*arguments, **named)
-            seconds += thread_time() - began
-            calls += 1
-            return result
-
-        return call
-
-    nothing = timed(lambda *arguments, **named: None)
-    for _ in range(1000):
-        nothing(None, announced=True)
-    clock = seconds / calls
-    for name in METHODS:
-        setattr(check, name, timed(getattr(check, name)))
-    times = StepTimes()
-    for _ in range(effort.rounds * effort.rebuilds):
-        seconds, calls = 0.0, 0
-        run()
-        times.seconds.append((seconds - calls * clock) / steps)
-    times.wall = times.extra = median(times.seconds)
-    times.extra_lowest, times.extra_highest = min(times.seconds), max(times.seconds)
-    times.facts = {"parameters": len(list(workload.module.parameters())), "calls": calls / steps}
-    return times
+    calls = time_calls(run, check, METHODS, steps, effort.rounds * effort.rebuilds)
+    calls.facts["parameters"] = len(list(workload.module.parameters()))
+    return results | {CALLS: asdict(calls)}
 
 
 def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[Callable[[], None], Any]:

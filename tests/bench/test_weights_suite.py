@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dpfuse
-from bench.bench_weights import PASS, WRAPS, time_weights
+from bench.bench_weights import CALLS, METHODS, PASS, WRAPS, time_weights
 from bench.goals import Entry, judge
 from bench.models import chain
 from bench.step_time import Effort
@@ -17,7 +17,8 @@ from dpfuse.weights.hashing import Hashing
 
 def test_each_contender_is_timed_for_a_whole_pass(rank: int, size: int) -> None:
     results = time_weights(partial(chain, 3), Effort(2, 1, 0))
-    assert list(results) == list(WRAPS)
+    assert list(results) == [*WRAPS, CALLS]
+    assert results[CALLS]["facts"]["calls"] == len(METHODS)
     assert all(len(result["seconds"]) == 2 and result["wall"] > 0 for result in results.values())
     assert results["not compared"]["extra"] == 0
 
@@ -37,8 +38,7 @@ def test_only_one_contender_compares(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("extra", "met"), [(9e-6, True), (11e-6, False)])
 def test_the_goal_is_a_hundredth_of_the_step(extra: float, met: bool) -> None:
     entries = [
-        Entry("weights", "10 parameters", name, 1e-3, 1e-3, 0.0, 1, {"extra": 0.0 if name == "not compared" else extra})
-        for name in WRAPS
+        Entry("weights", "10 parameters", name, 1e-3, 1e-3, 0.0, 1, {"extra": extra if name == CALLS else 0.0})
+        for name in (*WRAPS, CALLS)
     ]
-    (outcome,) = judge(entries)
-    assert outcome.met is met
+    assert [outcome.met for outcome in judge(entries)] == [None, met]
