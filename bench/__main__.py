@@ -27,7 +27,7 @@ SUITES = {
     "step": 900,
     "forward": 120,
     "checks": 240,
-    "weights": 600,
+    "weights": 800,
     "loop": 400,
     "accumulate": 300,
     "health": 120,

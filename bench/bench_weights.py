@@ -67,7 +67,7 @@ def _pass(name: str, workload: Workload) -> tuple[Callable[[], None], Any]:
 CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {
     "10 parameters": (partial(chain, 10), Effort(30, 5, 0)),
     "100 parameters": (partial(chain, 100), Effort(15, 5, 0)),
-    "1000 parameters": (partial(chain, 1000), Effort(2, 3, 0)),
+    "1000 parameters": (partial(chain, 1000), Effort(2, 2, 0)),
     "step of 5 ms": (five_ms, Effort(8, 5, 0)),
     "100 MB": (partial(layers, 6, 2048, rows=8), Effort(1, 1, 0)),
 }

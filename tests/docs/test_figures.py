@@ -21,7 +21,7 @@ RESULTS = ROOT / "bench/results"
 PERFORMANCE = ROOT / "docs/measurements/performance.md"
 COSTS = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
 RUNS = re.findall(r"`bench/results/([\w.-]+)\.json`", COSTS)  # of `make bench`
-SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-24-checks", "cpu2-2026-11-26-faults"
+SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-27-checks", "cpu2-2026-11-26-faults"
 DEEPSPEED, NEWER = "cpu2-2026-11-24-step-deepspeed", "cpu2-2026-11-24-step-torch-2.15"
 PAIRS = ("pair 1000 tiny", "pair 100 MB large", "pair CNN", "pair transformer")
 VIEWS, DROP_IN = "dpfuse views", "dpfuse private"
