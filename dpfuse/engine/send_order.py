@@ -34,10 +34,11 @@ class SendOrder:
     Attributes:
         turns: of all models of the group.
         key: what `turns.turn` is while this model has the turn.
-        told: a number for the order of all turns since the last report of this model; 0 before its first report.
+        told: a number for the order of all turns since the last report of this model; 0 before its first report, and
+            in a group of one rank.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_number", "_opened", "_send_due", "key", "told", "turns")
+    __slots__ = ("__weakref__", "_begun", "_is_alone", "_number", "_opened", "_send_due", "key", "told", "turns")
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
         self.told = 0
@@ -45,6 +46,7 @@ class SendOrder:
         self._number = number
         self._opened = 0
         self._begun = False
+        self._is_alone = group.size() == 1  # then there is no other rank whose order may differ
         self.turns = _groups.setdefault(group, Turns())
         self.key = next(self.turns.keys)
         self.turns.models.append(weakref.ref(self, self.turns.models.remove))
@@ -81,7 +83,7 @@ class SendOrder:
         if among_others:
             self.let_others_send(ended=False)
         if group.last != self.key:  # else it was the last one in a backward before
-            for model in group.living():
+            for model in () if self._is_alone else group.living():
                 if model._begun:
                     model.told = (model.told * FACTOR + self._number * 251 + place + 1) % PRIME
             group.last = self.key

@@ -13,6 +13,12 @@ from dpfuse.engine.send_order import SendOrder
 class Group:
     """Stands for a process group."""
 
+    def __init__(self, ranks=2):
+        self.ranks = ranks
+
+    def size(self):
+        return self.ranks
+
 
 class Model:
     """Has one bucket that is due, and notes when it is sent."""
@@ -148,3 +154,11 @@ def test_no_model_is_kept_alive():
     gc.collect()
     assert dead() is None
     assert not order.is_shared
+
+
+def test_one_rank_has_nothing_to_tell():
+    group, log = Group(ranks=1), []
+    made = [Model(group, number, log, due=False) for number in range(2)]
+    for number in (0, 1, 0):
+        made[number].send(0)
+    assert [model.order.told for model in made] == [0, 0]
