@@ -24,7 +24,8 @@ SMALL = 16 << 10  # bytes of a tensor that is hashed together with others
 class Hashing:
     """The tensors of a model, and the order in which they are hashed. Keeps none of them alive.
 
-    A tensor that moved to another device, or has another size or dtype by now, is left out.
+    A tensor that moved to another device, or has another shape or dtype by now, is left out. Of a small one on a CPU
+    only the size in bytes is looked at.
 
     Args:
         tensors: by name; strided, on `device`.
@@ -76,8 +77,8 @@ class Hashing:
 
     def empty_behind(self, number: int) -> int:
         """Return how many slices of the same pass are empty behind this one, up to the next that is not."""
-        behind = self._pieces[number + 1 :]
-        return next((count for count, pieces in enumerate(behind) if pieces), len(behind))
+        behind = range(number + 1, self.slices)
+        return next((count for count, place in enumerate(behind) if self._pieces[place]), len(behind))
 
     def slices_with(self, tensor: int) -> Iterable[int]:
         """Return the slices that hash a part of the tensor at this place."""
@@ -176,7 +177,7 @@ _bytes_as_pairs: dict[torch.dtype, list[bytes]] = {}  # of each byte, its bits a
 
 
 def write_number(number: int, pairs: Tensor) -> None:
-    """Write the bits of a number below 2**32 as pairs, [32, 2] on a CPU, contiguous. Autograd does not hear of it.
+    """Write the bits of a number below 2**32 as pairs, [32, 2] on a CPU, contiguous. Torch counts no write.
 
     Example:
         >>> pairs = torch.zeros(32, 2)
