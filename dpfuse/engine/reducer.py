@@ -47,6 +47,7 @@ class Phase(Enum):
 IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
 RESTING = (IDLE, ABANDONED)  # no backward is running
 _entries_of = attrgetter("entries")
+_leaves_out_of = attrgetter("leaves_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class _Run:
     outputs_watched: bool = True
     backward: int | None = None  # the engine's number of it, where another model of the group may share it
     asks_graph: bool = False  # whether its graph may be asked which parameters it reaches
-    unreached: list[Tensor] = field(default_factory=list)  # what it has answered
+    unreached: Sequence[Tensor] = ()  # what it has answered
     reading: Reading | None = None  # what the ranks have reported
     delivered: bool = False
     warnings: tuple[str, ...] = ()  # given after delivery: they may become errors
@@ -406,8 +407,8 @@ class Reducer:
             DPFuseError: the backward before was interrupted on some ranks only; or this one is not announced and has
                 added to gradients of that one; or a CUDA graph captures the first synchronised backward.
         """
+        wiring, run = self._wiring, self._run
         try:
-            wiring, run = self._wiring, self._run
             if self.phase not in RESTING:
                 self.abandon()  # an exception struck between the end of the backward before and its close
             if self.phase is ABANDONED:
@@ -447,6 +448,7 @@ class Reducer:
                 self._look_at_graph(phase, announced=announced)
                 self._enter(phase)
         except BaseException:
+            wiring.order.close()
             self.forget_forwards()  # this was their backward
             raise
 
@@ -501,13 +503,14 @@ class Reducer:
         run, order = self._run, self._wiring.order
         last = self._in_use.ready[-1]  # usually something in it is ready
         if not (run.next or last.entries or self._any_ready() or reached_leaves()):
+            order.close()
             self._enter(IDLE)
             self._tell_of_end(added=False)
             return
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
             # 0. All buckets but the last ones go first, also those of other models, as on ranks that miss no gradient.
-            if order.is_shared:
+            if order.has_company:
                 self._send_due(ended=True)
                 order.let_others_send(ended=True)
             # 1. Where this rank's model has changed: learn from the old buckets whether all have, and agree.
@@ -539,7 +542,7 @@ class Reducer:
             ready.clear()
         texts = self._run.warnings
         self._wiring.window.begin()
-        self._wiring.order.begin()
+        self._wiring.order.close()
         self._wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
         for feature in self._wiring.features:
@@ -549,6 +552,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Note that a backward died of an exception; `close` will not be called for it."""
+        self._wiring.order.close()
         if self.phase is LOCAL or (self.phase is IDLE and self._run.forward is False):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error
@@ -739,7 +743,8 @@ class Reducer:
             elif one.leaves_out:  # a program may have written gradients itself
                 params = in_use.params
                 run.outcome.late += tuple(index for index in bucket.missing if params[index].grad is not None)
-        in_use.hidden |= any(one.unexpected() for one in ready)
+        if any(map(_leaves_out_of, ready)):
+            in_use.hidden |= any(one.unexpected() for one in ready)
         if self.phase is REDUCING:
             incomplete = [one for one in ready[run.next :] if one.leaves_out or not one.is_complete]
             if not incomplete:
@@ -934,6 +939,6 @@ class Reducer:
 
     def _reset(self) -> None:
         self._wiring.window.begin()
-        self._wiring.order.begin()
+        self._wiring.order.close()
         self._enter(IDLE)
         self._run = _Run()

@@ -25,8 +25,6 @@ FACTOR = 17364
 class SendOrder:
     """The turns of one wrapped model, among the models of its group.
 
-    Only changes of turn are added to the number, since one model always sends its buckets in the order of its plan.
-
     Args:
         group: the ranks.
         number: of the wrapper in its group.
@@ -34,31 +32,27 @@ class SendOrder:
     Attributes:
         turns: of all models of the group.
         key: what `turns.turn` is while this model has the turn.
-        told: a number for the order of all turns since the last report of this model; 0 before its first report, and
-            in a group of one rank.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_is_alone", "_number", "_opened", "_send_due", "key", "told", "turns")
+    __slots__ = ("__weakref__", "_number", "_reference", "_send_due", "key", "turns")
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
-        self.told = 0
-        self._send_due: Callable[[bool], None] | None = None  # while a backward is open that others may share
+        self._send_due: Callable[[bool], None] | None = None  # while a backward is open
         self._number = number
-        self._opened = 0
-        self._begun = False
-        self._is_alone = group.size() == 1  # then there is no other rank whose order may differ
         self.turns = _groups.setdefault(group, Turns())
         self.key = next(self.turns.keys)
-        self.turns.models.append(weakref.ref(self, self.turns.models.remove))
+        self._reference = weakref.ref(self, self.turns.forget)
+        self.turns.models.append(self._reference)
 
     @property
     def is_shared(self) -> bool:
         """Whether the group has another wrapped model."""
         return len(self.turns.models) > 1
 
-    def begin(self) -> None:
-        """Begin to count after a report. Copies of a model are not made at the same time, so the first one begins."""
-        self.told, self._begun, self._send_due = 0, True, None
+    @property
+    def has_company(self) -> bool:
+        """Whether a backward of another model of the group is open."""
+        return len(self.turns.opened) > (self._send_due is not None)
 
     def open(self, send_due: Callable[[bool], None]) -> None:
         """Note that a backward of this model begins, which other models of the group may share.
@@ -67,8 +61,22 @@ class SendOrder:
             send_due: sends the buckets of this model for which that backward has no more gradients. Its argument says
                 whether the backward has ended.
         """
-        self._opened, self._send_due = next(self.turns.keys), send_due
+        if self._send_due is not None:
+            self.turns.opened.remove(self._reference)
+        self._send_due = send_due
+        self.turns.opened.append(self._reference)
         self.turns.turn = 0
+
+    def close(self) -> None:
+        """Note that the backward of this model has ended, or was never open."""
+        group = self.turns
+        if self._send_due is not None:
+            self._send_due = None
+            group.opened.remove(self._reference)
+        if not group.opened:
+            # Every turn so far was compared by the report of its model, and a bucket that is sent from now on pairs up
+            # with none of them. So models that only take turns tell the same number in each backward.
+            group.first = group.told = 0
 
     def take_turn(self, place: int, *, among_others: bool = True) -> None:
         """Note that this model now sends its bucket at this place. The hot path calls it only where it has no turn.
@@ -80,24 +88,26 @@ class SendOrder:
         group = self.turns
         if group.turn == self.key:
             return
-        if among_others:
+        if among_others and self.has_company:
             self.let_others_send(ended=False)
-        if group.last != self.key:  # else it was the last one in a backward before
-            for model in () if self._is_alone else group.living():
-                if model._begun:
-                    model.told = (model.told * FACTOR + self._number * 251 + place + 1) % PRIME
+        turn = self._number * 251 + place + 1
+        if not group.first:
+            group.first, group.last = turn, self.key
+        elif group.last != self.key:  # else other models have opened, and sent nothing
+            group.told = ((group.told or group.first) * FACTOR + turn) % PRIME
             group.last = self.key
         group.turn = self.key  # last, so that nothing is left out after an error
 
     def let_others_send(self, *, ended: bool) -> None:
         """Let the other models send what is due, in the order in which their backwards have begun."""
         group = self.turns
-        if group.sends or len(group.models) < 2:
+        if group.sends:
             return
         group.sends = True
         try:
-            for model in sorted(group.living(), key=lambda model: model._opened):
-                if model is not self and model._send_due is not None:
+            for reference in tuple(group.opened):
+                model = reference()
+                if model is not None and model is not self and model._send_due is not None:
                     model._send_due(ended)
         finally:
             group.sends = False
@@ -106,7 +116,7 @@ class SendOrder:
         """Return the field that the report compares."""
         return Field(
             "order",
-            partial(getattr, self, "told"),  # in C, since each backward calls it
+            partial(getattr, self.turns, "told"),  # in C, since each backward calls it
             lambda number: f"has sent the buckets of its wrapped models in another order (number {number})",
             "Their gradients are mixed up. Run forwards and backwards of the models in the same order everywhere; "
             "where ranks use different parameters, pass find_unused_parameters=True to all of these wrappers.",
@@ -117,23 +127,35 @@ class SendOrder:
 class Turns:
     """What the models of one group share.
 
+    Only changes of turn count, since one model always sends its buckets in the order of its plan.
+
     Attributes:
         models: those that live.
+        opened: those of them whose backward is open, in the order in which they opened.
         keys: gives numbers that no model has had.
-        last: the key of the model that sent last: no reference, which would keep it alive.
-        turn: the same; 0 once a further model has begun a backward.
+        turn: the key of the model that sent last: no reference, which would keep it alive. 0 once a further model has
+            begun a backward.
+        first: a number for the first turn since no backward was open; 0 before it.
+        last: the key of the model that had the last turn since then.
+        told: a number for the order of all turns since then; 0 while one model has had all of them.
         sends: whether models send what is due for another one.
     """
 
     def __init__(self) -> None:
         self.models: list[weakref.ref[SendOrder]] = []
+        self.opened: list[weakref.ref[SendOrder]] = []
         self.keys = count(1)
-        self.last = 0
         self.turn = 0
+        self.first = 0
+        self.last = 0
+        self.told = 0
         self.sends = False
 
-    def living(self) -> list[SendOrder]:
-        return [model for reference in self.models if (model := reference()) is not None]
+    def forget(self, reference: weakref.ref[SendOrder]) -> None:
+        """Forget a model that lives no more."""
+        self.models.remove(reference)
+        if reference in self.opened:
+            self.opened.remove(reference)
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Turns] = weakref.WeakKeyDictionary()
