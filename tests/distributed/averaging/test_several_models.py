@@ -425,16 +425,39 @@ def test_the_guard_says_nothing_of_right_programs(rank, size):
             other.zero_grad()
         together(8)
     in_turn(9)
+    # One rank looks at a gradient that is added to no parameter. The others open no backward then.
+    if rank:
+        x = batch(rank, 9).requires_grad_()
+        torch.autograd.grad(a(b(x)).sum(), x)
+    in_turn(10)
+    together(10)
     # The models change, everywhere.
     for model in (a, b):
         model.module.layers["d"] = nn.Linear(WIDTH, WIDTH)
         nn.init.ones_(model.module.layers["d"].weight)
         nn.init.ones_(model.module.layers["d"].bias)
-    for number in range(10, 13):
+    for number in range(11, 14):
         for model in (a, b):
             model.zero_grad()
         a(b(batch(rank, number), "abcd"), "bd" if rank else "abcd").sum().backward()
         same_on_all(a, b)
+
+
+def test_the_guard_says_nothing_after_a_backward_that_reached_one_model_more_on_a_rank(rank, size):
+    a, b, c = made(OURS, *[lambda: Parts(bias=False)] * 3)  # so nothing of b is sent
+    for number in range(2):
+        a(b(c(batch(rank, number)))).sum().backward()
+    dies_in = (b if rank else a).module.layers["a"].weight
+    handle = dies_in.register_hook(blow_once([True]))
+    y = a(b(batch(rank, 2)))
+    with pytest.raises(KeyError, match="planted"):
+        y.sum().backward()
+    handle.remove()
+    for number in range(3, 6):
+        for model in (a, c):
+            model.zero_grad()
+            model(batch(rank, number)).sum().backward()
+            same_on_all(model)
 
 
 def test_the_guard_says_nothing_where_ranks_join_early(rank, size):
