@@ -11,6 +11,7 @@ import pytest
 
 from dpfuse.commands.doctor.observer import Order
 from dpfuse.commands.doctor.runs import OBSERVER
+from dpfuse.commands.doctor.speed import WORTH
 from dpfuse.job.startup import startup_variables
 from tests.commands.programs import PROGRAMS
 from tests.commands.test_run import python
@@ -72,7 +73,7 @@ def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
         ("unseeded", 0, "equal", "the same bits as under DDP"),
         ("unused", 1, "equal", "unused parameters: never.weight, never.bias of model 0 (Net) got no gradient"),
         ("drift", 1, "equal", "the weights of the ranks differ: after step 6 the ranks hold different weights"),
-        ("same batches", 1, "equal", "the same batches on every rank"),
+        ("same batches", 1, "equal", "Every rank computes on the same batches"),
     ],
 )
 def test_what_is_wrong_is_said(wrong, code, result, text, tmp_path):
@@ -120,10 +121,10 @@ def test_the_link_is_told(latency, rate, width, text, tmp_path):
     done, report, _ = doctor(tmp_path, latency, rate, width, ranks=1, steps=24, program="slow_link.py")
     assert re.sub(r"\s+", " ", done.stdout).partition("% of a step waits for it: ")[2].startswith(text)
     assert [finding["title"] for finding in report["findings"]] == ["a group of one rank"]
-    limited = "not" not in text
-    advice = [one["what"] for one in report["speed"]["advice"]]
-    assert bool(advice) == limited
-    assert ("send 16 bits" in advice) == (limited and "latency" not in text)
+    advice, link = [one["what"] for one in report["speed"]["advice"]], report["speed"]["link"]
+    assert bool(advice) == (link["exposed"] >= WORTH * link["step"])  # on a busy machine also of the fast link
+    if "not" not in text:
+        assert ("send 16 bits" in advice) == ("latency" not in text)
 
 
 def test_a_doctor_that_is_terminated_ends_its_run_and_removes_its_folder(tmp_path):
