@@ -503,14 +503,13 @@ class Reducer:
         run, order = self._run, self._wiring.order
         last = self._in_use.ready[-1]  # usually something in it is ready
         if not (run.next or last.entries or self._any_ready() or reached_leaves()):
-            order.close()
             self._enter(IDLE)
             self._tell_of_end(added=False)
             return
         if run.reading is None:
             self._wiring.window.gradients_accumulated()
             # 0. All buckets but the last ones go first, also those of other models, as on ranks that miss no gradient.
-            if order.has_company:
+            if order.another_is_open:
                 self._send_due(ended=True)
                 order.let_others_send(ended=True)
             # 1. Where this rank's model has changed: learn from the old buckets whether all have, and agree.
@@ -552,7 +551,6 @@ class Reducer:
 
     def abandon(self) -> None:
         """Note that a backward died of an exception; `close` will not be called for it."""
-        self._wiring.order.close()
         if self.phase is LOCAL or (self.phase is IDLE and self._run.forward is False):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error
@@ -931,6 +929,7 @@ class Reducer:
     def _enter(self, phase: Phase) -> None:
         self._wiring.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
         if phase in RESTING:
+            self._wiring.order.close()
             self._clear_ready()
         self.phase = phase  # last, so that an error before leaves the phase as it was
 
@@ -939,6 +938,5 @@ class Reducer:
 
     def _reset(self) -> None:
         self._wiring.window.begin()
-        self._wiring.order.close()
         self._enter(IDLE)
         self._run = _Run()

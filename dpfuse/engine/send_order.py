@@ -50,7 +50,7 @@ class SendOrder:
         return len(self.turns.models) > 1
 
     @property
-    def has_company(self) -> bool:
+    def another_is_open(self) -> bool:
         """Whether a backward of another model of the group is open."""
         return len(self.turns.opened) > (self._send_due is not None)
 
@@ -88,7 +88,7 @@ class SendOrder:
         group = self.turns
         if group.turn == self.key:
             return
-        if among_others and self.has_company:
+        if among_others and self.another_is_open:
             self.let_others_send(ended=False)
         turn = self._number * 251 + place + 1
         if not group.first:

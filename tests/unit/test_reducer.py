@@ -32,9 +32,6 @@ RANK, SIZE = 0, 2
 class Group:
     """Stands for a process group."""
 
-    def size(self):
-        return 2
-
 
 class NotedReport:
     """Says what the test wants, or else only what happened on this rank."""

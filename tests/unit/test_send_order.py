@@ -63,7 +63,7 @@ def test_a_model_alone_has_nothing_to_compare():
         model.send(place)
     assert model.told == 0
     assert not model.order.is_shared
-    assert not model.order.has_company
+    assert not model.order.another_is_open
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_a_backward_that_opens_again_is_open_once():
     (a, b), _ = models(due=False)
     a.open()
     b.order.close()
-    assert not a.order.has_company
+    assert not a.order.another_is_open
     a.order.close()
     a.order.close()
-    assert not b.order.has_company
+    assert not b.order.another_is_open
 
 
 def test_others_first_send_what_is_due_in_the_order_in_which_their_backwards_began():
@@ -168,7 +168,7 @@ def test_no_model_is_kept_alive():
     assert dead() is None
     assert order() is None
     assert not a.order.is_shared
-    assert not a.order.has_company
+    assert not a.order.another_is_open
     a.send(0)
     group = Group()
     dead = weakref.ref(group)
