@@ -6,8 +6,9 @@ import gc
 import os
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mode
 from time import monotonic, sleep
 
 from torch import nn
@@ -63,7 +64,7 @@ class Size:
 
     @classmethod
     def settled(cls, quiet: float = 2.0, within: float = 20.0) -> Size:
-        """Measure this process once its counts have stayed the same for a while: threads may be about to end.
+        """Measure once the counts have stayed the same for a while: threads may be about to end. `ours` is the usual one.
 
         Args:
             quiet: for how many seconds.
@@ -71,12 +72,15 @@ class Size:
         """
         began = changed = monotonic()
         size = cls.now()
+        ours = [size.ours]  # the heartbeat's thread has one more or less while it sends
         while monotonic() < changed + patience(quiet) and monotonic() < began + patience(within):
             sleep(0.2)
             before, size = size, cls.now()
             if size.counts != before.counts:
                 changed = monotonic()
-        return size
+                ours.clear()
+            ours.append(size.ours)
+        return replace(size, ours=mode(ours))
 
     @property
     def counts(self) -> tuple[int, ...]:
