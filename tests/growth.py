@@ -64,7 +64,7 @@ class Size:
 
     @classmethod
     def settled(cls, quiet: float = 2.0, within: float = 20.0) -> Size:
-        """Measure once the counts have stayed the same for a while: threads may be about to end. `ours` is the usual one.
+        """Measure once the counts stay the same for a while: threads may be about to end. `ours` is the usual number.
 
         Args:
             quiet: for how many seconds.
