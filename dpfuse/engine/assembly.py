@@ -18,7 +18,7 @@ from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, RenewedViews, V
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.exchanges.hooked import AfterHooks, HookedBuffer, HookedRows, Unpadded
-from dpfuse.engine.exchanges.in_place import InPlace, suits_in_place
+from dpfuse.engine.exchanges.in_place import InPlace, places_in_place
 from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts, OrderedSum, Rounding
 from dpfuse.engine.exchanges.sparse import SparseRows
 from dpfuse.engine.feature import Feature
@@ -178,17 +178,15 @@ class _Making:
         elif assembly.settings.deterministic or assembly.settings.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
         renewed = self._is_renewed(bucket)
-        in_place = (
-            ordered is None
-            and divided is None
-            and not (assembly.settings.views or assembly.settings.accumulates or renewed)
-            and suits_in_place(bucket, averaging.dtype)
-        )
+        in_place: list[int] = []
+        if ordered is divided is None and not (assembly.settings.views or assembly.settings.accumulates or renewed):
+            packs = report is not None or not all(feature.eager for feature in assembly.features)
+            in_place = places_in_place(bucket, averaging.dtype, assembly.group, packs=packs)
         if in_place:
-            in_buffer = InPlace.small_part(*in_buffer)
+            in_buffer = InPlace.others(*in_buffer, in_place)
         buffer = self._buffer(*in_buffer, report=report, format=ordered or divided or PLAIN)
         if in_place:
-            exchange = InPlace(assembly.group, bucket, params, names)
+            exchange = InPlace(assembly.group, bucket, params, names, in_place)
         elif ordered is not None:
             exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
         else:
@@ -212,7 +210,7 @@ class _Making:
         return (
             (assembly.settings.views or self._divides or self._is_renewed(bucket))
             and assembly.overlaps
-            and all(feature.eager for feature in self.assembly.features)
+            and all(feature.eager for feature in assembly.features)
             and Eager.suits(bucket, buffer.averaging.dtype)
         )
 

@@ -37,7 +37,7 @@ def copied():
 def ways(model):
     """Per large parameter, whether its last gradient was reduced in place."""
     exchanges = [bucket.parts.exchange for bucket in model.reducer.buckets]
-    return {one.name: one.in_place for each in exchanges if isinstance(each, InPlace) for one in each._large}
+    return {one.name: one.in_place for each in exchanges if isinstance(each, InPlace) for one in each._each}
 
 
 def let_go(model):

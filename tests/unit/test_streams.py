@@ -15,7 +15,6 @@ from torch import nn
 import dpfuse
 from dpfuse.engine import streams as streams_file
 from dpfuse.engine.bucket import GradBucket
-from dpfuse.engine.exchanges import in_place
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
@@ -144,7 +143,7 @@ def assert_waited(streams, others):
 @pytest.mark.parametrize("prepare", [plain, hooked])
 def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, writing, views, prepare, monkeypatch):
     monkeypatch.setattr("dpfuse.engine.exchanges.in_place.LARGE", 64)
-    start, take, exchanges = GradBucket._start, in_place._LargeGradient.take, set()
+    start, take, exchanges = GradBucket._start, InPlace.take, set()
     model, wrote = writing(prepare=prepare, gradient_as_bucket_view=views)
 
     def started(bucket, flat, outcome):
@@ -156,12 +155,12 @@ def test_every_bucket_is_packed_behind_all_streams_that_wrote_into_it(streams, w
             early.append(not at_end)
         start(bucket, flat, outcome)
 
-    def taken(large, grad, **known):
+    def taken(exchange, *arguments):
         streams.log.append("read")
-        return take(large, grad, **known)
+        return take(exchange, *arguments)
 
     monkeypatch.setattr(GradBucket, "_start", started)
-    monkeypatch.setattr(in_place._LargeGradient, "take", taken)
+    monkeypatch.setattr(InPlace, "take", taken)
     most, early = 0, []
     for _ in range(3):
         wrote.clear()

@@ -1,9 +1,10 @@
-"""Large private gradients are reduced in their own memory, and the small ones in the communication buffer."""
+"""Large private gradients are reduced in their own memory, and small ones beside them or in the buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from operator import attrgetter, is_
 
 import torch
 import torch.distributed as dist
@@ -13,29 +14,49 @@ from dpfuse.comm import collective
 from dpfuse.comm.abilities import abilities_of
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ITEM_SIZE
-from dpfuse.engine.plan import Bucket, Slot
+from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Exchange, PackStep
 from dpfuse.engine.torch_private import Hooks, are_private, is_private, no_graph
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
 from dpfuse_kernels.seen import Seen
 
-__all__ = ["LARGE", "InPlace", "suits_in_place"]
+__all__ = ["FEW", "LARGE", "InPlace", "places_in_place"]
 
 # Bytes from which a gradient is large. On gloo each is a collective of its own. Compared with copies, a step with ten
 # gradients of 1 MB takes 0.99 of the time, of 2 MB 0.81, of 256 KB 1.5: docs/design/0006-in-place.md.
 LARGE = 2 << 20
+# Gradients of a bucket up to which the small ones, too, stay where they are, if one call of the group starts all. Each
+# costs the host a microsecond or two, and a copy into the buffer and back two kernels and some thirty microseconds.
+FEW = 16
+
+_grad_of, _address_of = attrgetter("grad"), Tensor.data_ptr
 
 
-def suits_in_place(bucket: Bucket, wire: str) -> bool:
-    """Whether private gradients of this bucket can be reduced in place, and some are large enough."""
-    return not bucket.sparse and wire == bucket.dtype and any(_is_large(slot, bucket.dtype) for slot in bucket.slots)
+def places_in_place(bucket: Bucket, wire: str, group: dist.ProcessGroup, *, packs: bool) -> list[int]:
+    """Return the places of the private gradients of this bucket that are reduced in place: none if none is large.
+
+    Args:
+        bucket: the plan of all gradients.
+        wire: the dtype that travels.
+        group: the ranks.
+        packs: whether the buffer of the bucket is needed in any case.
+    """
+    if bucket.sparse or wire != bucket.dtype:
+        return []
+    large = [place for place, slot in enumerate(bucket.slots) if slot.numel * ITEM_SIZE[bucket.dtype] >= LARGE]
+    if not large or packs or len(bucket.slots) > FEW:
+        return large
+    dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
+    in_one_call = abilities_of(group, device).coalesces
+    in_one_pass = group.size() == 1 or collective.multiplies(dtype, device, group)
+    return list(range(len(bucket.slots))) if in_one_call and in_one_pass else large
 
 
 class InPlace(Exchange):
-    """All-reduces large gradients in their own memory, together with the buffer of the small ones.
+    """All-reduces gradients in their own memory, together with the buffer of the others.
 
-    Between `start` and the end of the wait the content of a large gradient is undefined, and `discard` loses it. A
+    Between `start` and the end of the wait the content of such a gradient is undefined, and `discard` loses it. A
     gradient that other code may read or write meanwhile is copied first. The other ranks need not know that.
 
     Args:
@@ -43,103 +64,155 @@ class InPlace(Exchange):
         bucket: the plan of all gradients.
         params: the parameters, in the order of `bucket.params`.
         names: of the parameters, for errors.
+        places: what `places_in_place` returned.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, bucket: Bucket, params: Sequence[Tensor], names: Sequence[str]
+        self,
+        group: dist.ProcessGroup,
+        bucket: Bucket,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        places: Sequence[int],
     ) -> None:
         super().__init__(group)
-        places = [place for place, slot in enumerate(bucket.slots) if _is_large(slot, bucket.dtype)]
-        self._large = [_LargeGradient(params[place], bucket, place, names[place]) for place in places]
+        self._each = [_GradientInPlace(params[place], bucket, place, names[place]) for place in places]
+        self._params: list[Tensor] = []  # those of `_each`; none if the bucket is bound to none
+        self._is_flat = all(one.is_contiguous for one in self._each)
         self._scale = 1.0
-        self._seen = Seen()  # what the large gradients were like when all of them had the planned layout
-        self._hooks = Hooks([one.param for one in self._large if one.param is not None])
+        self._seen = Seen()  # what the gradients were like when all of them had the planned layout
+        self._flats: list[Tensor] = []  # what travels
+        self._taken: list[Tensor] = []  # the gradients, if all are in place; else each of `_each` knows its own
+        self._hooks = Hooks([])
+        self.bind(params)
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
         self._can_multiply = collective.multiplies(dtype, device, group) and group.size() > 1
         self._coalesces = abilities_of(group, device).coalesces
 
     @staticmethod
-    def small_part(
-        bucket: Bucket, params: Sequence[Tensor], names: Sequence[str]
+    def others(
+        bucket: Bucket, params: Sequence[Tensor], names: Sequence[str], places: Sequence[int]
     ) -> tuple[Bucket, list[Tensor], list[str]]:
-        """Return plan, parameters and names of the gradients that travel in the buffer."""
-        places = [place for place, slot in enumerate(bucket.slots) if not _is_large(slot, bucket.dtype)]
-        rest = replace(
+        """Return plan, parameters and names of the gradients that travel in the buffer: all but those at `places`."""
+        rest = [place for place in range(len(bucket.slots)) if place not in places]
+        plan = replace(
             bucket,
-            params=tuple(bucket.params[place] for place in places),
-            slots=tuple(bucket.slots[place] for place in places),
+            params=tuple(bucket.params[place] for place in rest),
+            slots=tuple(bucket.slots[place] for place in rest),
         )
-        return rest, [params[place] for place in places], [names[place] for place in places]
+        return plan, [params[place] for place in rest], [names[place] for place in rest]
 
     def multiply_buffer(self) -> None:
-        """Multiply the buffer, too, if the group can: then large and small gradients are one call of the group.
+        """Multiply the buffer, too, if the group can: then all gradients are one call of the group.
 
         The buffer must have nothing but gradients, and no step may use what is packed there.
         """
         self.multiplies_buffer = self._can_multiply
 
     def bind(self, params: Sequence[Tensor]) -> set[int]:
-        for one in self._large:
+        for one in self._each:
             one.param = params[one.place] if params else None
-        self._hooks = Hooks([one.param for one in self._large if one.param is not None])
-        return {one.place for one in self._large}
+        self._params = [params[one.place] for one in self._each] if params else []
+        self._hooks = Hooks(self._params)
+        return {one.place for one in self._each}
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
         """As `Exchange.take`. No gradient is written before all were read."""
         self._scale = scale
         with no_graph():
-            grads = [None if one.index in frozen or one.param is None else one.param.grad for one in self._large]
+            grads: list[Tensor | None] = list(map(_grad_of, self._params))
+            if frozen:
+                grads = [None if one.index in frozen else grad for one, grad in zip(self._each, grads, strict=True)]
             usual = self._seen.like(grads)  # type: ignore[arg-type]  # False for None
-            alone = usual and self._are_alone(grads)  # type: ignore[arg-type]
-            self.bytes_in_place = 0
-            for one, grad in zip(self._large, grads, strict=True):
-                if one.take(grad, usual=usual, alone=alone):
-                    self.bytes_in_place += one.nbytes
-            if not usual and all(one.in_place for one in self._large):
-                self._seen.remember(grads)  # type: ignore[arg-type]
+            if usual and self._is_flat and self._are_alone(grads):  # type: ignore[arg-type]
+                self._take_all(grads)  # type: ignore[arg-type]
+            else:
+                self._take_each(grads, usual=usual)
             for step in steps:
-                present = [one for one in self._large if not one.missing]
-                step.outside([one.name for one in present], [one.flat for one in present])
-        return [one.index for one in self._large if one.missing]
+                present = [
+                    (one.name, flat) for one, flat in zip(self._each, self._flats, strict=True) if not one.missing
+                ]
+                step.outside([name for name, _ in present], [flat for _, flat in present])
+        return [] if self._taken else [one.index for one in self._each if one.missing]
+
+    def _take_all(self, grads: list[Tensor]) -> None:
+        """Take all gradients, which are contiguous and which only the parameters refer to, in a few passes in C."""
+        if not all(one.in_place for one in self._each):
+            for one in self._each:
+                one.in_place, one.missing = True, False
+        # Not the gradients themselves: `grad.data = x` would move them.
+        self._taken, self._flats = grads, list(map(Tensor.detach, grads))
+        self.bytes_in_place = sum(one.nbytes for one in self._each)
+
+    def _take_each(self, grads: Sequence[Tensor | None], *, usual: bool) -> None:
+        self._taken, self.bytes_in_place = [], 0
+        for one, grad in zip(self._each, grads or [None] * len(self._each), strict=True):
+            if one.take(grad, usual=usual):
+                self.bytes_in_place += one.nbytes
+        self._flats = [one.flat for one in self._each]
+        if not usual and all(one.in_place for one in self._each):
+            self._seen.remember(grads)  # type: ignore[arg-type]
 
     def _are_alone(self, grads: Sequence[Tensor]) -> bool:
-        """Whether `_LargeGradient._is_alone` holds for all gradients, in a few passes in C."""
+        """Whether `_GradientInPlace._is_alone` holds for all gradients, in a few passes in C."""
         if not self._hooks.are_ours:
             return False
         storages = list(map(Tensor.untyped_storage, grads))
         return all(map(torch.UntypedStorage.resizable, storages)) and are_private(grads, storages)
 
     def empty(self) -> None:
+        self._tell_each()
         self.bytes_in_place = 0
-        for one in self._large:
+        for one in self._each:
             one.clear()
+        self._flats = [one.flat for one in self._each]
 
     def start(self, flat: Tensor) -> dist.Work:
-        large, small = [one.flat for one in self._large], [flat] if flat.numel() else []
-        if self.multiplies_buffer:
-            large, small = large + small, []
-            if self._coalesces:
-                return collective.all_reduce_coalesced(large, self._scale, self.group)
-        return collective.all_reduce_together(small, large, self._scale, self.group)
+        tensors = self.tensors(flat)
+        if not self.multiplies_buffer:
+            return collective.all_reduce_together(tensors[len(self._each) :], self._flats, self._scale, self.group)
+        if self._coalesces:
+            return collective.all_reduce_coalesced(tensors, self._scale, self.group)
+        return collective.all_reduce_together([], tensors, self._scale, self.group)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
-        return [*(one.flat for one in self._large), *([flat] if flat.numel() else ())]
+        return [*self._flats, flat] if flat.numel() else self._flats
 
     def deliver(self, untouched: Set[int]) -> None:
+        if self._taken and self._still_there():
+            self._taken, self._flats = [], []
+            return
+        self._tell_each()
         with no_graph():
-            for one in self._large:
+            for one in self._each:
                 if one.index not in untouched:
                     one.deliver()
                 one.forget()
+        self._flats = []
 
     def discard(self) -> None:
-        """As `Exchange.discard`. Large gradients are lost, and become zeros."""
-        for one in self._large:
+        """As `Exchange.discard`. Gradients that were reduced in place are lost, and become zeros."""
+        self._tell_each()
+        for one in self._each:
             one.lose()
             one.forget()
+        self._flats = []
+
+    def _still_there(self) -> bool:
+        """Whether no program has replaced, removed or moved a gradient since all were sent."""
+        if not all(map(is_, map(_grad_of, self._params), self._taken)):
+            return False
+        return list(map(_address_of, self._taken)) == list(map(_address_of, self._flats))
+
+    def _tell_each(self) -> None:
+        """Let each gradient know its own, since not all of them are usual any more."""
+        if self._taken:
+            for one, grad, flat in zip(self._each, self._taken, self._flats, strict=True):
+                one.hold(grad, flat)
+            self._taken = []
 
 
-class _LargeGradient:
+class _GradientInPlace:
     """One gradient that is reduced in its own memory, or in a copy.
 
     Args:
@@ -155,6 +228,7 @@ class _LargeGradient:
         missing: whether there was no gradient when it was taken.
         in_place: whether the gradient itself travels, not a copy.
         nbytes: the bytes of the gradient.
+        is_contiguous: whether that is its planned layout.
         flat: the tensor that travels, [elements], in the planned memory order, until it is delivered.
     """
 
@@ -166,6 +240,7 @@ class _LargeGradient:
         self._dtype = getattr(torch, bucket.dtype)
         self._device = torch.device(bucket.device)
         self._slot = KernelSlot(name, 0, tuple(param.shape), dense_stride(param))
+        self.is_contiguous = self._slot.stride == torch.empty(param.shape, device="meta").stride()
         self._numel = self._slot.numel
         self.nbytes = self._numel * int(self._dtype.itemsize)
         self.in_place = False
@@ -179,31 +254,32 @@ class _LargeGradient:
         """The name of the parameter."""
         return self._slot.name
 
-    def take(self, grad: Tensor | None, *, usual: bool, alone: bool) -> bool:
+    def take(self, grad: Tensor | None, *, usual: bool) -> bool:
         """Make `flat` the gradient, or a copy, or zeros where there is none or it is frozen; write no gradient.
 
         Args:
             grad: of the parameter; None if it has none, or is frozen.
             usual: whether it is known to have the planned layout.
-            alone: whether it is known that only the parameter refers to it.
 
         Returns:
             `in_place`.
         """
-        self._taken = grad
         self.missing = grad is None
-        self.in_place = grad is not None and (
-            alone or ((usual or self._has_planned_layout(grad)) and self._is_alone(grad))
-        )
+        self.in_place = grad is not None and (usual or self._has_planned_layout(grad)) and self._is_alone(grad)
         if self.in_place:
             assert grad is not None
-            # A flat view: the order of dimensions does not matter for a sum, and `grad.data = x` would move `grad`.
-            self.flat = grad.as_strided((self._numel,), (1,))
+            self.hold(grad, grad)
         else:
+            self._taken = grad
             table = self._table_for_copy()
             flatten([grad], table, matched=True)
             self.flat = table.flat
         return self.in_place
+
+    def hold(self, grad: Tensor, memory: Tensor) -> None:
+        """Let this gradient travel itself, in `memory`, which is that of the gradient for now."""
+        # A flat view: the order of dimensions does not matter for a sum, and `grad.data = x` would move `grad`.
+        self._taken, self.flat = grad, memory.as_strided((self._numel,), (1,))
 
     def clear(self) -> None:
         """Send zeros instead of the gradient."""
@@ -276,7 +352,3 @@ class _LargeGradient:
             and storage.resizable()  # else the memory may be that of numpy
             and is_private(grad, storage)
         )
-
-
-def _is_large(slot: Slot, dtype: str) -> bool:
-    return slot.numel * ITEM_SIZE[dtype] >= LARGE

@@ -135,9 +135,11 @@ def as_nccl(group, calls):
 
 
 def in_one_call(rank, size, dtype, options, in_one):
+    few = mock.patch.object(in_place_exchange, "FEW", 0)  # small gradients are packed
+
     def gradients(calls, threshold):
         group = dist.new_group()
-        with large_from(threshold), as_nccl(group, calls) if calls is not None else nullcontext():
+        with large_from(threshold), few, as_nccl(group, calls) if calls is not None else nullcontext():
             torch.manual_seed(0)
             chain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]).to(dtype)
             # Buckets of two layers or more; the last one carries the report.
@@ -158,7 +160,7 @@ def in_one_call(rank, size, dtype, options, in_one):
     together = [bucket for bucket in mixed if bucket.parts.exchange.multiplies_buffer]
     assert together == ([bucket for bucket in mixed if bucket.parts.report is None] if in_one else [])
     for bucket in together:
-        large = [one._numel for one in bucket.parts.exchange._large]
+        large = [one._numel for one in bucket.parts.exchange._each]
         assert ([*large, bucket.parts.buffer.flat.numel()], bucket.parts.buffer.averaging.pre_scale) in calls
 
 
@@ -173,6 +175,65 @@ def in_one_call(rank, size, dtype, options, in_one):
 )
 def test_a_group_that_can_sums_and_multiplies_large_and_small_gradients_in_one_call(ranks, dtype, options, in_one):
     ranks(in_one_call, dtype, options, in_one)
+
+
+class Few(nn.Module):
+    """Its buckets hold a large weight and small biases, one of which shares its gradient's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(8)])
+        self.shared = nn.Parameter(torch.randn(5, 6))  # the gradient of the sum below is that of both summands
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + (self.shared if number == 3 else 0)
+        return x
+
+
+def few_beside_large(rank, size, dtype, options, some_stay):
+    def gradients(calls, few):
+        group = dist.new_group()
+        with large_from(100), mock.patch.object(in_place_exchange, "FEW", few), as_nccl(group, calls):
+            torch.manual_seed(0)
+            module = Few().to(dtype)
+            model = dpfuse.DataParallel(
+                module, None, 4e-4, 4e-4, gradient_as_bucket_view=False, gradient_scale=0.3, group=group, **options
+            )
+            found = []
+            for step in range(6):
+                if step != 3:  # once, gradients are accumulated
+                    model.zero_grad()
+                if step == 4:
+                    module.layers[6].bias.requires_grad_(False)
+                model(batch(rank, step, dtype=dtype)).square().mean().backward()
+                found += grads(model)
+            return found, model.reducer.buckets
+
+    expected, packed = gradients([], 0)
+    calls = []
+    found, buckets = gradients(calls, 16)
+    assert all((one is None) == (other is None) for one, other in zip(found, expected, strict=True))
+    assert all(one is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert [bucket.plan.params for bucket in buckets] == [bucket.plan.params for bucket in packed]
+    with_large = [b for b in buckets if isinstance(b.parts.exchange, InPlace) and b.parts.report is None]
+    assert all(bool(bucket.parts.buffer.params) != some_stay for bucket in with_large)
+    if some_stay:
+        assert len(with_large) > 1
+        assert any(len(numels) > 2 and min(numels) == 6 for numels, _ in calls)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "some_stay"),
+    [
+        (torch.float32, {}, True),
+        (torch.float64, {"grad_norm_in_backward": True}, True),
+        (torch.bfloat16, {}, False),  # each would be multiplied by a kernel of its own
+        (torch.float32, {"check_finite": "warn"}, False),  # a step uses what is packed
+    ],
+)
+def test_small_gradients_stay_where_they_are_beside_large_ones(ranks, dtype, options, some_stay):
+    ranks(few_beside_large, dtype, options, some_stay)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
