@@ -1,4 +1,4 @@
-"""Large private gradients are reduced in their own memory, and small ones beside them or in the buffer."""
+"""Large private gradients are reduced in their own memory, small ones beside them or in the communication buffer."""
 
 from __future__ import annotations
 
