@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from dpfuse_kernels.seen import Seen
 from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["DeviceGuard", "guard_of"]
+
+_grad_of = attrgetter("grad")
 
 
 class DeviceGuard:
@@ -45,7 +48,7 @@ class DeviceGuard:
             pairs: [2 * pairs], on the device of the report.
         """
         for table, params in self._kinds:
-            grads = [param.grad for param in params]
+            grads: list[Tensor | None] = list(map(_grad_of, params))
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
             spoil(table, grads, _on(table.device, pairs))

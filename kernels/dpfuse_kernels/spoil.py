@@ -135,7 +135,7 @@ class SpoilTable:
         """
         try:
             # A parameter's gradient keeps its size, dtype and device. An address that passed before passes again.
-            found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            found = _addresses_of(tensors)
             if found == self._found:
                 return self._found, []  # not `found`: a later comparison of a list with itself costs little
             if self._seen.like(tensors):  # type: ignore[arg-type]  # False for None
@@ -194,6 +194,13 @@ class SpoilTable:
             and tensor.device == self.device
             and _is_dense(tensor)
         )
+
+
+def _addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    try:
+        return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]  # a TypeError for None
+    except TypeError:
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _is_dense(tensor: Tensor) -> bool:
