@@ -5,8 +5,8 @@ step with zero_grad, forward and optimizer, over those of the bare module. All w
 each figure is the median of the differences within a round. Set PRETENDED_NODATA=1, which leaves out large copies and
 sums: they would cost the memory bandwidth of the host.
 
-The process runs on one core. On two, the thread of autograd wakes the core on which the main thread waits. After a short
-backward that core is still awake; after a longer one to wake it takes 20 to 30 us, which no code of a wrapper spends.
+The process runs on one core. On two, the thread of autograd wakes the core on which the main thread waits. After a
+short backward that core is still awake. After a longer one it takes 20 to 30 us to wake it, which no wrapper spends.
 
 The sketch is the least that any wrapper in Python does: see its class. A goal below its time cannot be reached.
 """
