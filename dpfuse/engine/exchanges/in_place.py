@@ -83,6 +83,7 @@ class InPlace(Exchange):
         self._seen = Seen()  # what the gradients were like when all of them had the planned layout
         self._flats: list[Tensor] = []  # what travels
         self._taken: list[Tensor] = []  # the gradients, if all are in place; else each of `_each` knows its own
+        self._all_in_place = False  # whether each of `_each` has noted that it was, when all were taken last
         self._hooks = Hooks([])
         self.bind(params)
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
@@ -120,7 +121,7 @@ class InPlace(Exchange):
         """As `Exchange.take`. No gradient is written before all were read."""
         self._scale = scale
         with no_graph():
-            grads: list[Tensor | None] = list(map(_grad_of, self._params))
+            grads: list[Tensor | None] = list(map(_grad_of, self._params)) or [None] * len(self._each)
             if frozen:
                 grads = [None if one.index in frozen else grad for one, grad in zip(self._each, grads, strict=True)]
             usual = self._seen.like(grads)  # type: ignore[arg-type]  # False for None
@@ -137,16 +138,16 @@ class InPlace(Exchange):
 
     def _take_all(self, grads: list[Tensor]) -> None:
         """Take all gradients, which are contiguous and which only the parameters refer to, in a few passes in C."""
-        if not all(one.in_place for one in self._each):
+        if not self._all_in_place:  # in the backward before
             for one in self._each:
                 one.in_place, one.missing = True, False
+            self._all_in_place, self.bytes_in_place = True, sum(one.nbytes for one in self._each)
         # Not the gradients themselves: `grad.data = x` would move them.
         self._taken, self._flats = grads, list(map(Tensor.detach, grads))
-        self.bytes_in_place = sum(one.nbytes for one in self._each)
 
     def _take_each(self, grads: Sequence[Tensor | None], *, usual: bool) -> None:
-        self._taken, self.bytes_in_place = [], 0
-        for one, grad in zip(self._each, grads or [None] * len(self._each), strict=True):
+        self._taken, self._all_in_place, self.bytes_in_place = [], False, 0
+        for one, grad in zip(self._each, grads, strict=True):
             if one.take(grad, usual=usual):
                 self.bytes_in_place += one.nbytes
         self._flats = [one.flat for one in self._each]
@@ -162,7 +163,7 @@ class InPlace(Exchange):
 
     def empty(self) -> None:
         self._tell_each()
-        self.bytes_in_place = 0
+        self._all_in_place, self.bytes_in_place = False, 0
         for one in self._each:
             one.clear()
         self._flats = [one.flat for one in self._each]
