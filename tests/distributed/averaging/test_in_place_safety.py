@@ -40,6 +40,29 @@ def gradient_of_others(rank, size):
     assert ways(model) == {"early": False, "late.weight": True, "late.bias": True}
 
 
+def gradient_that_is_held_for_a_step(rank, size):
+    bare = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model, local = dpfuse.DistributedDataParallel(copy.deepcopy(bare)), copy.deepcopy(bare)
+    held = None
+    for step in range(6):
+        for one in (model, local):
+            one.zero_grad()
+        if step in (2, 4):  # backward adds to a tensor of which the program keeps a view
+            model.module[1].bias.grad = torch.zeros(3)
+            held = model.module[1].bias.grad.view(3, 1)
+        for one in (model, local):
+            one(batch(rank, step)).square().sum().backward()
+        for param, alone in zip(model.parameters(), local.parameters(), strict=True):
+            assert torch.equal(param.grad, mean_over_ranks(alone.grad, size))
+        if step:  # behind the first one the buckets are new
+            assert ways(model) == {"0.weight": True, "0.bias": True, "1.weight": True, "1.bias": held is None}
+        held = None
+
+
+def test_only_the_step_in_which_a_program_holds_a_gradient_copies_it(ranks):
+    ranks(with_all_large, gradient_that_is_held_for_a_step)
+
+
 class Twins(nn.Module):
     """Both gradients are views of one tensor: autograd hands it to each of them."""
 
