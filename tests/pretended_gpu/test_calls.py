@@ -127,7 +127,7 @@ def unhashed(monkeypatch):
 def test_a_settled_step_makes_these_calls(name, unhashed):
     step, expected = steps(WAYS[name], 2 * SETTLED), EXPECTED.get(name, Calls())
     seen, allocates = [], []
-    for _ in range(3):
+    while len(seen) < 3 or (expected not in seen and len(seen) < 12):
         with counted() as found:
             step()
         seen.append(calls_of(found))
@@ -135,7 +135,7 @@ def test_a_settled_step_makes_these_calls(name, unhashed):
         assert "cudaDeviceSynchronize" not in found
         allocates.append(not found.keys().isdisjoint({"cudaMalloc", "cudaHostAlloc"}))
     # Torch's caches of memory serve all tests of this process. One may grow in a step, and gradients may have other
-    # addresses, which are written then. But not in each step.
+    # addresses, which are written then, also in three steps in a row. But not in each step.
     assert name in MOVING or expected in seen
     assert name in MOVING or not all(allocates)
 
