@@ -249,10 +249,20 @@ def _called(method: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def _multiply(tensors: list[Tensor], factor: float) -> None:
+    if factor == 1.0 or not tensors:
+        return
+    if _is_exact(factor, tensors[0].dtype):  # as one half is: on a GPU one kernel for all
+        torch._foreach_mul_(tensors, factor)
+        return
     # One by one: `_foreach_mul_` would round the factor to the dtype of the tensors.
-    if factor != 1.0:
-        for tensor in tensors:
-            tensor.mul_(factor)
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+@lru_cache
+def _is_exact(factor: float, dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can hold the factor without rounding."""
+    return float(torch.tensor(factor, dtype=dtype, device="cpu").item()) == factor
 
 
 class _PythonWork(dist.Work):

@@ -188,6 +188,19 @@ def test_sums_are_the_same_whatever_a_group_can_do(coalesces, multiplies, dtype,
     assert not group.open
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("factor", "together"), [(0.5, True), (1 / 3, False), (0.3, False), (1.0, None)])
+def test_a_factor_multiplies_all_tensors_at_once_where_it_is_exact(dtype, factor, together, clock, monkeypatch):
+    group, calls, multiply = Group(clock), [], torch._foreach_mul_
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda *arguments: (calls.append(1), multiply(*arguments)))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(100, generator=generator).to(dtype) for _ in range(3)]
+    expected = [2 * (tensor * factor) for tensor in tensors]  # both ranks of this group have the same
+    collective.all_reduce_together([], tensors, factor, group).wait(collective.NO_LIMIT)
+    assert all(map(torch.equal, tensors, expected))
+    assert bool(calls) == bool(together)
+
+
 def test_a_group_has_a_name_though_torch_does_not_know_it():
     class Named(dist.ProcessGroup):
         def getBackendName(self):  # noqa: N802  # torch's name
