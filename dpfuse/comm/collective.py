@@ -32,6 +32,7 @@ __all__ = [
     "coalesced",
     "direct_all_reduce",
     "group_device",
+    "is_exact",
     "is_registered",
     "multiplies",
     "resolve_group",
@@ -251,7 +252,7 @@ def _called(method: Callable[..., Result], *arguments: Any) -> Result:
 def _multiply(tensors: list[Tensor], factor: float) -> None:
     if factor == 1.0 or not tensors:
         return
-    if _is_exact(factor, tensors[0].dtype):  # as one half is: on a GPU one kernel for all
+    if is_exact(factor, tensors[0].dtype):  # on a GPU one kernel for all
         torch._foreach_mul_(tensors, factor)
         return
     # One by one: `_foreach_mul_` would round the factor to the dtype of the tensors.
@@ -260,8 +261,8 @@ def _multiply(tensors: list[Tensor], factor: float) -> None:
 
 
 @lru_cache
-def _is_exact(factor: float, dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can hold the factor without rounding."""
+def is_exact(factor: float, dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can hold the factor without rounding, as one half and one eighth."""
     return float(torch.tensor(factor, dtype=dtype, device="cpu").item()) == factor
 
 

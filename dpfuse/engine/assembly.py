@@ -181,7 +181,7 @@ class _Making:
         in_place: list[int] = []
         if ordered is divided is None and not (assembly.settings.views or assembly.settings.accumulates or renewed):
             packs = report is not None or not all(feature.eager for feature in assembly.features)
-            in_place = places_in_place(bucket, averaging.dtype, assembly.group, packs=packs)
+            in_place = places_in_place(bucket, averaging, assembly.group, packs=packs)
         if in_place:
             in_buffer = InPlace.others(*in_buffer, in_place)
         buffer = self._buffer(*in_buffer, report=report, format=ordered or divided or PLAIN)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfuse.comm import collective
 from dpfuse.comm.abilities import abilities_of
+from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import Bucket
@@ -33,24 +34,24 @@ FEW = 16
 _grad_of, _address_of = attrgetter("grad"), Tensor.data_ptr
 
 
-def places_in_place(bucket: Bucket, wire: str, group: dist.ProcessGroup, *, packs: bool) -> list[int]:
+def places_in_place(bucket: Bucket, averaging: Averaging, group: dist.ProcessGroup, *, packs: bool) -> list[int]:
     """Return the places of the private gradients of this bucket that are reduced in place: none if none is large.
 
     Args:
         bucket: the plan of all gradients.
-        wire: the dtype that travels.
+        averaging: the factor, and the dtype that travels.
         group: the ranks.
         packs: whether the buffer of the bucket is needed in any case.
     """
-    if bucket.sparse or wire != bucket.dtype:
+    if bucket.sparse or averaging.dtype != bucket.dtype:
         return []
     large = [place for place, slot in enumerate(bucket.slots) if slot.numel * ITEM_SIZE[bucket.dtype] >= LARGE]
     if not large or packs or len(bucket.slots) > FEW:
         return large
     dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-    in_one_call = abilities_of(group, device).coalesces
-    in_one_pass = group.size() == 1 or collective.multiplies(dtype, device, group)
-    return list(range(len(bucket.slots))) if in_one_call and in_one_pass else large
+    # Else each of them would be multiplied by a kernel of its own.
+    at_once = collective.is_exact(averaging.pre_scale, dtype) or collective.multiplies(dtype, device, group)
+    return list(range(len(bucket.slots))) if at_once and abilities_of(group, device).coalesces else large
 
 
 class InPlace(Exchange):

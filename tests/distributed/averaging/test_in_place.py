@@ -116,9 +116,9 @@ def test_three_ranks_get_the_gradients_of_ddp_but_for_the_order_of_the_sum(ranks
     ranks(beside_ddp, SometimesUnused, torch.float32, ALL, True, size=3)
 
 
-def as_nccl(group, calls):
-    """Let gloo do what NCCL can: sum several tensors in one call, and multiply them while it reads."""
-    answers_of(group)["cpu"] = Abilities(coalesces=True, multiplies=True)
+def as_nccl(group, calls, *, multiplies=True):
+    """Let gloo do what NCCL can: sum several tensors in one call, and perhaps multiply them while it reads."""
+    answers_of(group)["cpu"] = Abilities(coalesces=True, multiplies=multiplies)
 
     def multiplied(tensors, factor, group):
         calls.append(([tensor.numel() for tensor in tensors], factor))
@@ -191,15 +191,14 @@ class Few(nn.Module):
         return x
 
 
-def few_beside_large(rank, size, dtype, options, some_stay):
+def few_beside_large(rank, size, dtype, options, multiplies, some_stay):
     def gradients(calls, few):
         group = dist.new_group()
-        with large_from(70), mock.patch.object(in_place_exchange, "FEW", few), as_nccl(group, calls):
+        patched = mock.patch.object(in_place_exchange, "FEW", few)
+        with large_from(70), patched, as_nccl(group, calls, multiplies=multiplies):
             torch.manual_seed(0)
             module = Few().to(dtype)
-            model = dpfuse.DataParallel(
-                module, None, 4e-4, 4e-4, gradient_as_bucket_view=False, gradient_scale=0.3, group=group, **options
-            )
+            model = dpfuse.DataParallel(module, None, 4e-4, 4e-4, gradient_as_bucket_view=False, group=group, **options)
             found = []
             for step in range(6):
                 if step != 3:  # once, gradients are accumulated
@@ -217,23 +216,26 @@ def few_beside_large(rank, size, dtype, options, some_stay):
     assert all(one is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert [bucket.plan.params for bucket in buckets] == [bucket.plan.params for bucket in packed]
     with_large = [b for b in buckets if isinstance(b.parts.exchange, InPlace) and b.parts.report is None]
-    assert all(bool(bucket.parts.buffer.params) != some_stay for bucket in with_large)
     assert len(with_large) > 1
+    assert all(bool(bucket.parts.buffer.params) != some_stay for bucket in with_large)
     if some_stay:
         assert any(len(numels) > 2 and min(numels) == 6 for numels, _ in calls)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "some_stay"),
+    ("dtype", "options", "multiplies", "some_stay"),
     [
-        (torch.float32, {}, True),
-        (torch.float64, {"grad_norm_in_backward": True}, True),
-        (torch.bfloat16, {}, False),  # each would be multiplied by a kernel of its own
-        (torch.float32, {"check_finite": "warn"}, False),  # a step uses what is packed
+        (torch.float32, {"gradient_scale": 0.3}, True, True),
+        (torch.float64, {"gradient_scale": 0.3, "grad_norm_in_backward": True}, True, True),
+        (torch.float32, {}, False, True),  # one kernel multiplies all by one half
+        (torch.bfloat16, {}, True, True),
+        (torch.float32, {"gradient_scale": 0.3}, False, False),  # a kernel would multiply each
+        (torch.bfloat16, {"gradient_scale": 0.3}, True, False),
+        (torch.float32, {"check_finite": "warn"}, True, False),  # a step uses what is packed
     ],
 )
-def test_small_gradients_stay_where_they_are_beside_large_ones(ranks, dtype, options, some_stay):
-    ranks(few_beside_large, dtype, options, some_stay)
+def test_small_gradients_stay_where_they_are_beside_large_ones(ranks, dtype, options, multiplies, some_stay):
+    ranks(few_beside_large, dtype, options, multiplies, some_stay)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
