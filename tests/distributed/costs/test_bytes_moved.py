@@ -80,7 +80,7 @@ def counted(numel, number, views):
         (2, MIDDLE, "copied", 4, {"mul": 8, "_foreach_copy_": 2}),
         (2, HUGE, "views", 2, {"mul": 4}),
         (2, HUGE, "private", 2, {"mul": 4}),
-        (2, HUGE, "copied", 2, {"mul_": 4}),  # gloo cannot multiply
+        (2, HUGE, "copied", 2, {"_foreach_mul_": 2}),  # gloo cannot multiply
         (1, HUGE, "copied", 0, {}),
     ],
 )
