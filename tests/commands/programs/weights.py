@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import zlib
 
 import torch.distributed as dist
@@ -17,6 +18,9 @@ def show(*modules):
     words = [f"weights {found:08x}", f"main {main.__name__} {os.path.basename(main.__file__)}"]
     words += [f"argv {sys.argv[1:]}", f"path {os.path.basename(os.path.abspath(sys.path[0]))}"]
     say(" ".join(words))
+    # A thread of gloo takes the lock of Python to free what the last collective has left. If it is so late that Python
+    # ends meanwhile, the process aborts. If torch's class frees the group then, with the lock, nothing ends.
+    time.sleep(0.2)
 
 
 def say(text):
