@@ -33,6 +33,7 @@ class Size:
         hooks: in torch's tables for all modules and all optimizers.
         ours: objects of dpfuse's classes.
         objects: all that Python's collector knows.
+        kinds: the classes of dpfuse's objects at the last look, which may not be the usual one.
     """
 
     resident: int
@@ -41,6 +42,7 @@ class Size:
     hooks: int
     ours: int
     objects: int
+    kinds: Counter[str] = field(repr=False)
 
     @classmethod
     def now(cls) -> Size:
@@ -53,13 +55,15 @@ class Size:
             for name, table in vars(owner).items()
             if name.startswith("_global_") and isinstance(table, dict)
         ]
+        kinds = Counter(type(each).__name__ for each in objects if str(type(each).__module__).startswith(OURS))
         return cls(
             resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
             files=tuple(_open_files()),
             threads=len(os.listdir("/proc/self/task")),
             hooks=sum(map(len, tables)),
-            ours=sum(str(type(each).__module__).startswith(OURS) for each in objects),
+            ours=kinds.total(),
             objects=len(objects),
+            kinds=kinds,
         )
 
     @classmethod
@@ -99,7 +103,8 @@ class Size:
         more = [here > there for here, there in zip(self.counts, before.counts, strict=True)]
         opened = Counter(self.files) - Counter(before.files)
         assert not any(more), f"descriptors, threads or hooks: {before.counts} became {self.counts}, opened: {opened}"
-        assert self.ours - before.ours <= ours, f"objects of dpfuse: {before} became {self}"
+        news = self.kinds - before.kinds
+        assert self.ours - before.ours <= ours, f"objects of dpfuse: {before} became {self}, {news} of {self.kinds}"
         assert self.resident - before.resident < megabytes * MB, f"memory: {before} became {self}"
         assert self.objects - before.objects <= objects, f"objects: {before} became {self}"
 
