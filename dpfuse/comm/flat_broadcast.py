@@ -33,6 +33,9 @@ class FlatBroadcast:
         tensors: of any dtypes, shapes and strides, on one device; these are the same on all ranks.
         group: process group.
         writer: gets the tensors in some order, and returns what writes values in that order; None copies them.
+
+    Attributes:
+        values: what was sent or received last, one for each tensor, in the staging buffer; zeros before.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class FlatBroadcast:
         self._staging = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._joined: list[tuple[list[Tensor], Tensor]] = []  # flat tensors, which one call can pack
         self._scalars: list[tuple[_Scalars, Tensor]] = []
+        staged_at: dict[int, Tensor] = {}  # by the id of a tensor; equal tensors have equal values
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
         targets: list[Tensor] = []
         self._pieces: list[Tensor] = []
@@ -78,6 +82,8 @@ class FlatBroadcast:
                 self._others.append((pieces, same))
             targets += same
             self._pieces += pieces
+            staged_at.update(zip(map(id, same), pieces, strict=True))
+        self.values = [staged_at[id(tensor)] for tensor in tensors]
         self._write = partial(_copy, targets) if writer is None else writer(targets)
 
     def __call__(self, source: int = 0, *, wait: bool = True) -> None:
@@ -91,7 +97,11 @@ class FlatBroadcast:
         self.finish(wait=wait)
 
     def start(self, source: int) -> None:
-        """Start to overwrite the tensors with those of rank `source` as they are now; `finish` must follow."""
+        """Start to overwrite the tensors with those of rank `source` as they are now; `finish` must follow.
+
+        Raises:
+            RuntimeError: a tensor has got another number of elements since this was made; nothing was sent.
+        """
         if not self._staging.numel():
             return
         while self._sent:
@@ -100,14 +110,22 @@ class FlatBroadcast:
         # Inference mode makes many small copies cheaper, and still counts the versions of what is written.
         with torch.inference_mode():
             if self._sends:
-                for tensors, staged in self._joined:
-                    torch.cat(tensors, out=staged)
-                for scalars, staged in self._scalars:
-                    torch.cat(scalars.vectors(), out=staged)
-                for pieces, tensors in self._others:
-                    torch._foreach_copy_(pieces, tensors)
+                self._stage()
             wire = self._staging.to(self._device)
             self._pending = wire, start_broadcast(wire, self._group, source)
+
+    def stage(self) -> None:
+        """Copy the tensors as they are now to `values`, and send nothing."""
+        with torch.inference_mode():
+            self._stage()
+
+    def _stage(self) -> None:
+        for tensors, staged in self._joined:
+            _join(tensors, staged)
+        for scalars, staged in self._scalars:
+            _join(scalars.vectors(), staged)
+        for pieces, tensors in self._others:
+            torch._foreach_copy_(pieces, tensors)
 
     def finish(self, *, wait: bool = True) -> None:
         """Wait for what was started, if anything was. `wait` means the same as in a call of this object."""
@@ -126,6 +144,14 @@ class FlatBroadcast:
             for scalars, _ in self._scalars:
                 scalars.forget()
             self._write(self._pieces)
+
+
+def _join(tensors: list[Tensor], staged: Tensor) -> None:
+    """Write vectors to the staging buffer, which `cat` would give another size where one of them has grown."""
+    found = sum(map(Tensor.numel, tensors))
+    if found != staged.numel():
+        raise RuntimeError(f"tensors to be sent have {found} elements now, expected {staged.numel()} as planned")
+    torch.cat(tensors, out=staged)
 
 
 def _copy(tensors: list[Tensor], values: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.protocols import Companion
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferKind, BufferSync
 
@@ -22,6 +23,7 @@ class BufferSchedule(Feature, Companion):
     Args:
         buffers: to send.
         source: returns the rank whose buffers all ranks take.
+        window: takes what this rank asks for: to settle on the buffers that travel, once they have changed here.
         active: whether to send them, in backward and before a forward.
 
     Attributes:
@@ -31,12 +33,13 @@ class BufferSchedule(Feature, Companion):
         refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
 
-    def __init__(self, buffers: BufferSync, source: Callable[[], int], *, active: bool) -> None:
+    def __init__(self, buffers: BufferSync, source: Callable[[], int], window: Window, *, active: bool) -> None:
         self.before_forward = self.in_backward = active
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
         self._buffers = buffers
         self._source = source
+        self._window = window
         self._fresh = False  # whether a backward has sent them since the last forward
         self._begun = False  # whether they were sent, or a forward that counts has begun
         self._in_place = False  # whether the last forward raised, with the buffers that it was to have
@@ -71,6 +74,11 @@ class BufferSchedule(Feature, Companion):
             self.hook()
         else:
             self._buffers.send(self._source())
+
+    def opened(self, *, sync: bool, announced: bool) -> None:
+        """As `Feature.opened`. A forward may have changed buffers, as observers do that get a shape in the first."""
+        if sync and self.in_backward:
+            self._window.asks = self._buffers.unsettled
 
     def delivered(self) -> None:
         """As `Feature.delivered`.

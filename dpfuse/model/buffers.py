@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -20,6 +20,7 @@ from dpfuse.model.buffer_writer import BufferWriter
 __all__ = ["BufferKind", "BufferSync"]
 
 END = (object(),)  # behind what is compared, so that lists of different lengths differ
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 SAME, OTHER_SHAPE, CONVERTED = 0, 1, 2  # how a buffer of a rank differs; the number of the rank is added to the last
 
 
@@ -37,9 +38,10 @@ class BufferKind(NamedTuple):
 class BufferSync:
     """Overwrites a module's buffers with those of one rank, in one broadcast per device.
 
-    Buffers may be replaced, added and removed at any time, on some ranks only. What travels stays what all ranks have
-    settled on until they settle again: at first, the buffers that there are when this is made. A buffer that differs in
-    shape, or that some ranks do not have, is left to each rank, as a cache that grows with the longest input.
+    Buffers may be replaced, added and removed at any time, on some ranks only, or change in place: `resize_`, `set_`,
+    `.data = x`, a storage that is freed. What travels stays what all ranks have settled on until they settle again: at
+    first, the buffers that there are when this is made. A buffer that differs in shape, or that some ranks do not have,
+    is left to each rank, as a cache that grows with the longest input.
 
     Args:
         module: whose buffers.
@@ -49,7 +51,7 @@ class BufferSync:
 
     Attributes:
         agreed: those that travel.
-        found: the buffers that `look` has found, by name: the same object for as long as none was replaced.
+        found: the buffers that were found last, by name: the same object for as long as none has changed.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class BufferSync:
         self._settled: Mapping[str, BufferKind] = {}  # the same, when the ranks last settled
         self.agreed: Mapping[str, BufferKind] = {}
         self.found: Mapping[str, Tensor] = {}
-        self._last: Mapping[str, Tensor] = {}  # those that travelled last; some may have been removed since
+        self._last: dict[str, Tensor] = {}  # values that travelled last, also of those that were removed since
         self._broadcasts: list[FlatBroadcast] | None = None
         self._refused = False  # whether the ranks have not settled because of a conversion
         self._look()
@@ -89,9 +91,14 @@ class BufferSync:
 
     def look(self) -> Mapping[str, BufferKind]:
         """Return the kinds of all buffers, by name: the same object for as long as they do not change."""
-        if any(self._empty) or not all(map(is_, chain.from_iterable(self._places), self._held)):
+        if self._were_replaced() or self._changed_in_place():
             self._look()
         return self._kinds
+
+    def look_for_others(self) -> None:
+        """Look whether buffers were replaced, added or removed."""
+        if self._were_replaced():
+            self._look()
 
     def look_again(self) -> None:
         """Look at modules that were added or removed, too."""
@@ -126,6 +133,7 @@ class BufferSync:
         new = [name for name, kind in agreed.items() if before.get(name) != kind]
         for broadcast in self._broadcasts_of([self.found[name] for name in new]):
             broadcast(source)
+        self.keep_values()
         converted = next((each for each in zip(described, codes, strict=True) if each[1] >= CONVERTED), None)
         self._refused = converted is not None
         if converted is None:
@@ -150,11 +158,14 @@ class BufferSync:
         if not self._fits:
             self._send_stand_ins(source)
             return
-        if self._broadcasts is None:
-            self._last = self.found
-            self._broadcasts = self._broadcasts_of([self.found[name] for name in self.agreed])
-        for broadcast in self._broadcasts:
+        for broadcast in self._usual_broadcasts():
             broadcast.start(source)
+
+    def keep_values(self) -> None:
+        """Keep the values that there are now: what has another shape when it is to be sent travels with these."""
+        if self._fits:
+            for broadcast in self._usual_broadcasts():
+                broadcast.stage()
 
     def finish(self, source: int) -> None:
         """Wait for what was started."""
@@ -171,8 +182,14 @@ class BufferSync:
                 stand_in.copy_(buffer)
             for broadcast in self._broadcasts_of(list(stand_ins.values()), keep=False):
                 broadcast(source)
+        self._last = stand_ins
         if pairs and self._group.rank() != source:  # whose own may be more precise than what travelled
             BufferWriter(self._module, [buffer for _, buffer in pairs])([stand_in for stand_in, _ in pairs])
+
+    def _usual_broadcasts(self) -> list[FlatBroadcast]:
+        if self._broadcasts is None:
+            self._broadcasts = self._broadcasts_of([self.found[name] for name in self.agreed])
+        return self._broadcasts
 
     @staticmethod
     def _pairs(stand_ins: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -191,7 +208,19 @@ class BufferSync:
             for device in devices
         ]
 
+    def _were_replaced(self) -> bool:
+        return any(self._empty) or not all(map(is_, chain.from_iterable(self._places), self._held))
+
+    def _changed_in_place(self) -> bool:
+        return any(map(_can_travel, self._left)) or self._traits != _traits(self._travelling)
+
     def _look(self) -> None:
+        if self._broadcasts is not None:
+            by_device: dict[torch.device, list[str]] = {}
+            for name, kind in self.agreed.items():
+                by_device.setdefault(kind.device, []).append(name)
+            for names, broadcast in zip(by_device.values(), self._broadcasts, strict=True):
+                self._last.update(zip(names, broadcast.values, strict=True))
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
         # Each shows what is there when it is read.
         self._places: list[Iterable[object]] = [*(table.values() for _, table in tables if table), END]
@@ -199,6 +228,9 @@ class BufferSync:
         self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
         self.found = {name: buf for name, buf in named if name not in self._ignored and _can_travel(buf)}
+        self._travelling = list(self.found.values())
+        self._traits = _traits(self._travelling)
+        self._left = [each for each in self._held if isinstance(each, Tensor) and not _can_travel(each)]
         kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in self.found.items()}
         self._kinds = next((known for known in (self._settled, self._kinds) if known == kinds), kinds)
         self._fits = all(self._kinds.get(name) == kind for name, kind in self.agreed.items())
@@ -206,4 +238,15 @@ class BufferSync:
 
 
 def _can_travel(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return buffer is not None and buffer.layout is torch.strided and not buffer.is_meta and not is_lazy(buffer)
+    return (
+        buffer is not None
+        and buffer.layout is torch.strided
+        and not (buffer.is_meta or is_lazy(buffer))
+        and not (type(buffer) is Tensor and buffer.numel() and buffer.data_ptr() == 0)  # a program has freed its memory
+    )
+
+
+def _traits(buffers: Sequence[Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:
+    """Return what changes where a tensor changes in place, in C loops. Strides are read whenever it is copied."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(Tensor.data_ptr, buffers)), list(map(_shape_of, buffers)), list(map(_dtype_of, buffers))

@@ -76,12 +76,12 @@ class ModuleFollower:
         unchanged, found = self._signature.unchanged(), self._buffers.found
         if unchanged and self._grads.reducer.change:
             unchanged = not self._signature.has_frozen()
-        unsettled = self.compare_buffers and self._buffers.unsettled
+        if self.compare_buffers:
+            self._buffers.look_for_others()
         if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
             return False
         if not unchanged:
             self._follow()
-        self._window.asks = unsettled
         if self.compare_buffers and self._buffers.exist and not self._had_buffers:
             self._had_buffers = True
             self._grads.remake()
