@@ -12,6 +12,7 @@ from dpfuse.engine.averaging import Averaging, real_dtype
 from dpfuse.engine.plan import Bucket, lay_out_slots
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
+from dpfuse_kernels.layout import can_be_turned
 
 __all__ = ["PLAIN", "CommBuffer", "Format", "Zeros", "dense_stride", "zeros_on"]
 
@@ -141,12 +142,20 @@ class CommBuffer:
 
     def hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of each parameter its view of the buffer, except at the registration indices in `but`."""
-        if list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses:
-            self._replace_views()  # `param.grad.data = x` has moved one
+        # Where a program has changed its gradient in place: `param.grad.data = x`, or `param.grad.t_()`.
+        moved = list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses
+        if moved or list(map(Tensor.stride, self._turnable)) != self._strides:
+            self._replace_views()
         if not but:
-            for param, view in zip(self.params, self.views, strict=True):
-                param.grad = view
-            return
+            try:
+                for param, view in zip(self.params, self.views, strict=True):
+                    param.grad = view
+            except RuntimeError:  # it has another shape
+                self._replace_views()
+            else:
+                return
+        elif any(view.shape != shape for view, (shape, _) in zip(self.views, self.shapes, strict=True)):
+            self._replace_views()
         for param, index, view in zip(self.params, self.indices, self.views, strict=True):
             if index not in but:
                 param.grad = view
@@ -177,6 +186,8 @@ class CommBuffer:
         self.table, self.flat = table, table.flat
         self.gradients = table.first(len(self.params)) if room else table
         self.views: list[Tensor] = self._gradients_of(table.views)
+        self._turnable = [view for view in self.views if can_be_turned(view.shape)]
+        self._strides = list(map(Tensor.stride, self._turnable))
         self.report = self.flat[self.flat.numel() - room :]
 
     def views_in(self, memory: Tensor) -> list[Tensor]:
@@ -210,6 +221,7 @@ class CommBuffer:
         self.gradients.views[:] = self.gradients.new_views()
         self.table.views[: len(self.params)] = self.gradients.views
         self.views = self._gradients_of(self.gradients.views)
+        self._turnable = [view for view in self.views if can_be_turned(view.shape)]
 
     def _gradients_of(self, views: Sequence[Tensor]) -> list[Tensor]:
         views = list(views[: len(self.params)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter, is_
 from sys import getrefcount
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.torch_private import holders_of, is_private
+from dpfuse_kernels.layout import can_be_turned
 
 __all__ = ["RenewedMemory"]
 
@@ -104,17 +105,20 @@ class RenewedMemory:
         addresses = list(map(Tensor.data_ptr, self.gradients))
         if addresses != self._addresses:
             self._replace([place for place, one in enumerate(addresses) if one != self._addresses[place]])
+        if list(map(Tensor.stride, self._turnable)) != self._strides:
+            self._replace(range(len(self.gradients)))
         names = list(map(getrefcount, self.gradients))
         if names != self._names:
             for place, param in enumerate(self.buffer.params):
                 names[place] -= known * (param.grad is self.gradients[place])
         return names != self._names or self._count() != self._holders
 
-    def _replace(self, places: list[int]) -> None:
-        """Forget gradients that have moved: `param.grad.data = x`."""
+    def _replace(self, places: Iterable[int]) -> None:
+        """Forget gradients that have changed in place: `param.grad.data = x`, `param.grad.t_()`."""
         fresh = self.buffer.views_in(self._alias)
         for place in places:
             self.gradients[place] = fresh[place].data
+        self._turnable = [one for one in self.gradients if can_be_turned(one.shape)]
 
     @torch.inference_mode(False)
     def _note(self) -> None:
@@ -124,6 +128,8 @@ class RenewedMemory:
         self._alias: Tensor = torch.utils.dlpack.from_dlpack(self.buffer.flat)
         self._storage = self._alias.untyped_storage()
         self.gradients = [view.data for view in self.buffer.views_in(self._alias)]
+        self._turnable = [one for one in self.gradients if can_be_turned(one.shape)]
+        self._strides = list(map(Tensor.stride, self._turnable))
         self._addresses = list(map(Tensor.data_ptr, self.gradients))
         self._names = list(map(getrefcount, self.gradients))
         self._holders = self._count()

@@ -135,9 +135,7 @@ class ModuleSync:
         self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
         self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
-        self.buffers = BufferSchedule(
-            buffers, lambda: self.grads.source, self.window, active=options.broadcast_buffers
-        )
+        self.buffers = BufferSchedule(buffers, lambda: self.grads.source, self.window, active=options.broadcast_buffers)
         if options.broadcast_buffers:
             buffers.keep_values()
         signature = ModelSignature(module, options.ignored)

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["ModelSignature"]
 
+FEW = 4  # parameters of a module up to which each is looked at, as weight and bias are
+
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -45,15 +47,18 @@ class _Look(NamedTuple):
     delicate: Sequence[ValuesView[Any]]  # parameters that may be equal to others, as the tables show them now
     held: list[Any]  # these, as they were
     untold: bool  # whether it may change without a trace: lazy parameters get shapes, modules may equal others
-    samples: Sequence[Tensor]  # one parameter of each module
+    dense: Sequence[Tensor]  # the parameters that have memory
+    kinds: list[object]  # of these
+    samples: Sequence[Tensor]  # those of which the address is compared: it changes where one changes in place
     addresses: list[int]  # of the samples
 
 
 class ModelSignature:
     """What a module's parameters were, and whether they still are.
 
-    `unchanged` costs about 0.05 µs per parameter and child module; one parameter of each module stands for the
-    others where a conversion of all is looked for.
+    `unchanged` costs about 0.05 µs per parameter and child module. A parameter may also change in place, where its
+    `.data` is assigned, and has another address then. Of a module with many parameters only the first one is asked
+    for its address. What is missed by that is an error of the backward, which cannot pack a gradient of another kind.
 
     Args:
         module: the module to remember.
@@ -112,9 +117,17 @@ class ModelSignature:
             not now.untold
             and _same(now.tables, now.copies)
             and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
-            and _addresses(now.samples) == now.addresses
+            and (_addresses(now.samples) == now.addresses or self._only_moved(now))
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
+
+    @staticmethod
+    def _only_moved(now: _Look) -> bool:
+        """Whether parameters have new memory, and are of the same kind, as where a program assigns new values."""
+        if _kinds(now.dense) != now.kinds:
+            return False
+        now.addresses[:] = _addresses(now.samples)
+        return True
 
     def has_frozen(self) -> bool:
         """Whether a parameter was frozen since the module was looked at, which may undo a change."""
@@ -186,11 +199,10 @@ class ModelSignature:
         # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
         values = [child._parameters.values() for child in children]
         delicate = [each for each in values if any(map(_is_delicate, each))]
-        owned = [
-            [param for param in child.parameters(recurse=False) if id(param) in known and not is_lazy(param)]
-            for child in children
-        ]
-        samples = [params[0] for params in owned if params]
+        dense = [each.param for each in known.values() if not is_lazy(each.param)]
+        known_ids = set(map(id, dense))
+        owned = [[param for param in child.parameters(recurse=False) if id(param) in known_ids] for child in children]
+        samples = [param for params in owned for param in (params if len(params) <= FEW else params[:1])]
         return _Look(
             known=known,
             names={name for name, _ in module.named_parameters(remove_duplicate=False)},
@@ -201,15 +213,22 @@ class ModelSignature:
             held=[*chain.from_iterable(delicate)],
             untold=any(map(is_lazy, module.parameters()))
             or any(type(child).__eq__ is not object.__eq__ for child in children),
+            dense=dense,
+            kinds=_kinds(dense),
             samples=samples,
             addresses=_addresses(samples),
         )
 
 
-def _addresses(samples: Sequence[Tensor]) -> list[int]:
+def _addresses(params: Sequence[Tensor]) -> list[int]:
     # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
     with torch._C.DisableTorchFunctionSubclass():
-        return [*map(Tensor.data_ptr, samples)]
+        return [*map(Tensor.data_ptr, params)]
+
+
+def _kinds(params: Sequence[Tensor]) -> list[object]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(param.dtype, param.device, param.shape, _order_of(param)) for param in params]
 
 
 def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def _check(
     slot_addresses = table.addresses
     try:
         addresses = list(map(_address_of, found))
-        if addresses == slot_addresses and all(map(is_, found, table.views)):
+        if addresses == slot_addresses and table.are_views(found):
             return table.all_own
     except (TypeError, RuntimeError):  # None and sparse tensors have no address
         present = [i for i, tensor in enumerate(tensors) if tensor is not None]
@@ -156,7 +156,7 @@ def _touches(addresses: list[int], memory: tuple[int, int]) -> bool:
 
 def _is_slot(tensor: Tensor | None, table: PointerTable, index: int) -> bool:
     """Whether a tensor with the slot's address and shape is the slot."""
-    return tensor is table.views[index] or (
+    return (tensor is table.views[index] and index not in table.turnable) or (
         tensor is not None
         and table.dtype == table.flat.dtype
         and not tensor.is_neg()
@@ -207,9 +207,9 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
             continue
         if _overlaps_flat(tensor, table):
             raise ValueError(
-                f"Slot {slot.name!r} got a tensor at address {address:#x} that overlaps the flat buffer, "
-                f"expected the slot itself, at {table.addresses[index]:#x}, or separate memory. "
-                "Pass the slot's view, or a clone."
+                f"Slot {slot.name!r} got a tensor at address {address:#x} with strides {tensor.stride()} that overlaps "
+                f"the flat buffer, expected the slot itself, at {table.addresses[index]:#x} with strides "
+                f"{slot.stride}, or separate memory. Pass the slot's view, or a clone."
             )
         if not same_order:
             if written and any(

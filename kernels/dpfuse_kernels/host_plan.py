@@ -41,6 +41,7 @@ class _Row:
     first: int
     stop: int
     flat: Tensor  # their part of the buffer, in the shape that `cat` gives
+    shape: torch.Size  # that shape
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class HostPlan:
         else:
             if moved is self._small and table.flat.dtype == table.dtype:
                 for row in self._rows:
-                    torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
+                    _join(tensors[row.first : row.stop], row)
                 moved = self._loose
             _copy_each(_pick(views, moved), _pick(tensors, moved))
             if scaled:
@@ -174,7 +175,7 @@ class HostPlan:
                 if tensors[i].data_ptr() == views[i].data_ptr():  # type: ignore[union-attr]
                     return False
             for row in self._rows:
-                torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
+                _join(tensors[row.first : row.stop], row)
             if self._loose:
                 torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
             for i in self._large:
@@ -289,6 +290,14 @@ def _pick(items: Sequence[Tensor | None], indices: list[int]) -> list[Tensor]:
     return [items[i] for i in indices]  # type: ignore[misc]
 
 
+def _join(tensors: list[Tensor | None], row: _Row) -> None:
+    torch.cat(tensors, out=row.flat)  # type: ignore[arg-type]
+    if row.flat.shape != row.shape:  # of tensors with more or fewer elements, `cat` makes a result of another size
+        found = tuple(row.flat.shape)
+        row.flat.resize_(row.shape)
+        raise RuntimeError(f"shape {found} instead of {tuple(row.shape)}")
+
+
 def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
@@ -322,7 +331,8 @@ def _rows(table: Layout, views: list[Tensor]) -> list[_Row]:
         if i - first >= CAT and head.dim() > 0 and 0 < head.numel() < LARGE and head.is_contiguous():
             total = sum(view.numel() for view in views[first:i])
             start = slots[first].offset
-            rows.append(_Row(first, i, table.flat[start : start + total].view(-1, *head.shape[1:])))
+            flat = table.flat[start : start + total].view(-1, *head.shape[1:])
+            rows.append(_Row(first, i, flat, flat.shape))
         first = i
     return rows
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -127,6 +128,17 @@ class Layout:
         return [tuple(slot.stride) for slot in self.slots]
 
     @cached_property
+    def turnable(self) -> list[int]:
+        """The slots that keep their shape where a program turns a view in place."""
+        return [place for place, slot in enumerate(self.slots) if can_be_turned(slot.shape)]
+
+    def are_views(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether these tensors, at the slots' addresses, are `views`, and have the slots' strides."""
+        return all(map(is_, tensors, self.views)) and all(
+            self.views[place].stride() == self.strides[place] for place in self.turnable
+        )
+
+    @cached_property
     def ndims(self) -> int:
         """Number of dimensions, summed over all slots."""
         return sum(len(slot.shape) for slot in self.slots)
@@ -163,6 +175,17 @@ class Layout:
             end = max(end, slot.offset + slot.numel)
         gaps += range(end, self.flat.numel())
         return torch.tensor(gaps, device=self.flat.device) if gaps else None
+
+
+def can_be_turned(shape: Sequence[int]) -> bool:
+    """Whether a tensor may keep this shape where a program turns it in place, as `grad.t_()` does.
+
+    Example:
+        >>> can_be_turned((2, 2)), can_be_turned((2, 3)), can_be_turned((1, 1))
+        (True, False, False)
+    """
+    longer = [size for size in shape if size != 1]
+    return len(set(longer)) < len(longer)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

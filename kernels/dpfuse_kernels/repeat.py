@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 
 from torch import Tensor
 
@@ -42,6 +41,6 @@ def launch_again(kernel: Callable[..., None], tensors: list[Tensor | None], tabl
     except (TypeError, RuntimeError):  # None and sparse tensors have no address
         return False
     # Tensors with addresses that have passed all checks pass them again.
-    if not (table.seen.like(found) or all(map(is_, found, table.views))):
+    if not (table.seen.like(found) or table.are_views(found)):
         return False
     return launcher.dispatcher.repeat(last.call)

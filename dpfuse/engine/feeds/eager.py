@@ -86,7 +86,7 @@ class Eager(Feed):
         buffer, view, large = self._buffer, self._views[place], self._large[place]
         param, scale = buffer.params[place], buffer.averaging.pre_scale
         grad, (low, high) = param.grad, buffer.table.storage_range
-        if view.data_ptr() != large.address:  # `grad.data = x` has moved it
+        if view.data_ptr() != large.address or view.stride() != large.slots[0].stride:  # `grad.data = x`, `grad.t_()`
             if self._memory is not None:
                 return
             view = self._views[place] = large.new_views()[0]

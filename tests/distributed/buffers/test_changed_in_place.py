@@ -216,7 +216,7 @@ def test_a_dtype_that_changes_in_place_on_one_rank_is_an_error_on_all(rank, size
     if rank == 1:
         model.module.after.data = model.module.after.data.to(torch.bfloat16)
     out = model(batch(rank, 1), value_of(rank, 1))
-    with pytest.raises(dpfuse.DPFuseError, match="buffer 'after' is float32.*another dtype or device on rank 1"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"buffer 'after' is float32.*another dtype or device on rank 1"):
         out.sum().backward()
     dist.barrier()
 
