@@ -207,8 +207,8 @@ def diagnose(tensors: Sequence[Tensor | None], table: PointerTable, *, written: 
             continue
         if _overlaps_flat(tensor, table):
             raise ValueError(
-                f"Slot {slot.name!r} got a tensor at address {address:#x} with strides {tensor.stride()} that overlaps "
-                f"the flat buffer, expected the slot itself, at {table.addresses[index]:#x} with strides "
+                f"Slot {slot.name!r} got a tensor at address {address:#x} that overlaps the flat buffer, with strides "
+                f"{tensor.stride()}, expected the slot itself, at {table.addresses[index]:#x} with strides "
                 f"{slot.stride}, or separate memory. Pass the slot's view, or a clone."
             )
         if not same_order:
