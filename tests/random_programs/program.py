@@ -80,6 +80,10 @@ class Net(nn.Module):
         self.tied = nn.Linear(width, 2) if shared.random() < 0.3 else None
         if self.tied is not None:
             self.tied.weight = self.head.weight
+        self.observer = nn.Module()
+        self.observer.register_buffer("first", torch.zeros(2))
+        self.observer.register_buffer("seen", torch.zeros(3))
+        self.observer.register_buffer("last", torch.zeros(2, 2))
         self.double()
 
     def branch(self, middle: int) -> nn.Module:
@@ -94,6 +98,9 @@ class Net(nn.Module):
                     checkpoint(branch, hidden, use_reentrant=recompute == "reentrant") if recompute else branch(hidden)
                 )
                 hidden = hidden + more
+        if self.training:
+            for number, buffer in enumerate(self.observer.buffers()):
+                buffer.add_(hidden.detach().mean() + number)
         if fail == "forward":
             raise PlannedError("in forward")
         hidden = self.norm(hidden) * self.scale
@@ -103,6 +110,29 @@ class Net(nn.Module):
         if self.tied is not None:
             out = out + self.tied(hidden * hidden)
         return {"out": out, "hidden": hidden}
+
+
+def _set_to_storage(buffer: Tensor, length: int) -> None:
+    buffer.set_(torch.empty(40, dtype=buffer.dtype).untyped_storage(), 1, (length,), (1,))
+
+
+def _assign(buffer: Tensor, length: int) -> None:
+    buffer.data = torch.empty(length, dtype=buffer.dtype)
+
+
+def _assign_slice(buffer: Tensor, length: int) -> None:
+    memory = torch.empty(40, dtype=buffer.dtype)
+    buffer.data = memory[: len(buffer)]
+    buffer.data = memory[:length]
+
+
+# What gives a buffer another length, in the same tensor.
+IN_PLACE: dict[str, Callable[[Tensor, int], object]] = {
+    "resize_": lambda buffer, length: buffer.resize_(length),
+    "data": _assign,
+    "a slice": _assign_slice,
+    "set_": _set_to_storage,
+}
 
 
 LOSSES: list[Callable[[dict[str, Tensor]], Tensor]] = [
@@ -152,12 +182,13 @@ class Program:
                 self.log[-1] += f" {getattr(self, name)() or ''}"
             except BaseException:
                 error = traceback.format_exc(limit=-3)
-            waiting = not error and self._any_accumulated()
-            if not error:
-                error = self._difference(waiting=waiting)
-            errors: list[str] = [""] * self.size
-            dist.all_gather_object(errors, error)
-            assert not any(errors), "\n".join(dict.fromkeys(errors))
+            self._agree_on(error)
+            self._agree_on(self._difference(waiting=self._any_accumulated()))
+
+    def _agree_on(self, error: str) -> None:
+        errors: list[str] = [""] * self.size
+        dist.all_gather_object(errors, error)
+        assert not any(errors), "\n".join(dict.fromkeys(errors))
 
     # --- What it is made of ---
 
@@ -236,8 +267,11 @@ class Program:
         self._owes = self._broken = False
         self._used_up = self.sharded
         if self._sends_buffers:
-            for buffer in self.plain.buffers():
-                dist.broadcast(buffer, 0)
+            lengths: list[int] = [0] * self.size
+            dist.all_gather_object(lengths, self.plain.observer.seen.numel())
+            for name, buffer in self.plain.named_buffers():
+                if name != "observer.seen" or len(set(lengths)) == 1:
+                    dist.broadcast(buffer, 0)
             self._buffers_agree = True
 
     def _difference(self, *, waiting: bool) -> str:
@@ -306,12 +340,12 @@ class Program:
         self._on_both(lambda module, optimizer: optimizer.step())
         return ""
 
-    def zero(self) -> None:
+    def zero(self, *, to_none: bool = False) -> None:
         self._used_up = False
         if "accumulate_in_buckets" in self.options:
             self.model.discard_accumulated()
         # A window in the buckets has no gradients that could become zeros: what is dropped is None.
-        to_none = self.sharded or "accumulate_in_buckets" in self.options or self._shared.random() < 0.5
+        to_none |= self.sharded or "accumulate_in_buckets" in self.options or self._shared.random() < 0.5
         self._on_both(lambda module, optimizer: optimizer.zero_grad(set_to_none=to_none))
         self._accumulated.clear()
 
@@ -360,14 +394,49 @@ class Program:
 
     def edit_a_gradient(self) -> str:
         names = [name for name, *_ in self._triples()]
-        how, name = self._shared.choice(["remove", "multiply", "copy"]), self._shared.choice(names)
+        how = self._shared.choice(["remove", "multiply", "copy", "move"])
+        name = self._shared.choice(names)
         if self.sharded or self._any_accumulated():
             return "not now"
         for module in (self.net, self.plain):
             param = module.get_parameter(name)
-            if param.grad is not None:
-                param.grad = {"remove": None, "multiply": param.grad.mul_(0.5), "copy": param.grad.clone()}[how]
+            if param.grad is None:
+                continue
+            if how == "remove":
+                param.grad = None
+            elif how == "multiply":
+                param.grad.mul_(0.5)
+            elif how == "copy":
+                param.grad = param.grad.clone()
+            else:
+                param.grad.data = param.grad.data.clone()
         return f"{how} {name}"
+
+    def change_a_buffer_in_place(self) -> str:
+        """In the step in which ranks differ first, one that still has rank 0's length before would get its values."""
+        shared = self._shared
+        how, where = shared.choice(list(IN_PLACE)), shared.choice(["everywhere", "not on rank 0", "apart"])
+        length = 10 + 3 * self.rank if where == "apart" else shared.randint(0, 6)
+        if where == "not on rank 0" and self.rank == 0:
+            return f"{how} on the others"
+        for module in (self.net, self.plain):
+            IN_PLACE[how](module.observer.seen, length)
+            module.observer.seen.fill_(0.5)
+        return f"{how} {where} to {length}"
+
+    def move_parameters(self) -> str:
+        """On some ranks, to new memory; or on all ranks, to another order in memory."""
+        shared = self._shared
+        names = [name for name, *_ in self._triples()]
+        chosen, turns = shared.sample(names, min(len(names), 3)), shared.random() < 0.3
+        if turns and self._any_accumulated():
+            return "not now"
+        if turns or self.rank == shared.randrange(self.size):
+            for name in chosen:
+                for module in (self.net, self.plain):
+                    param = module.get_parameter(name)
+                    param.data = param.data.t().clone().t() if turns and param.dim() == 2 else param.data.clone()
+        return f"{'turns' if turns else 'moves'} {chosen}"
 
     def clip(self) -> str:
         if self._broken or self._any_accumulated() or (self.sharded and not self._used_up):
@@ -415,7 +484,8 @@ class Program:
         except PlannedError:
             self.plain(x)  # changes the buffers
             self._broken, self._owes = True, False
-            self.zero()
+            # What was sent may still land in gradients that are zeroed in place, and only ours has some now.
+            self.zero(to_none=True)
             return ""
         raise AssertionError("nothing was raised")
 
@@ -469,6 +539,8 @@ WEIGHTS = {
     "zero": 3.0,
     "freeze_or_unfreeze": 2.0,
     "edit_a_gradient": 1.0,
+    "change_a_buffer_in_place": 1.0,
+    "move_parameters": 1.0,
     "clip": 1.0,
     "train_locally": 1.0,
     "train_with_a_penalty": 1.0,
