@@ -23,8 +23,8 @@ from dpfuse.engine.user_line import user_line
 __all__ = ["start"]
 
 OUTER = "DPFUSE_STARTUP_RANK"  # the rank of the process that speaks for its children, a colon, and its `_Note`
-DERIVED = "its class derives from torch's: derive it from dpfuse.DistributedDataParallel, or make torch's class itself"
-LOADED = "it was copied, or loaded from a file, and not made: wrap its .module again"
+DERIVED = "The class derives from torch's. Derive it from dpfuse.DistributedDataParallel, or make torch's class itself."
+LOADED = "A copy, or what is loaded from a file, keeps its class. Wrap its `module` again."
 
 _messages: _Messages | None = None
 
@@ -62,9 +62,9 @@ class _Messages:
         if self._made > 1 or wrapper.process_group.rank() != 0:
             return
         place = user_line()
-        name = type(wrapper.module).__name__
+        name, where = type(wrapper.module).__name__, f" ({place})" if place else ""
         _say(
-            f"{name} is wrapped by dpfuse's DistributedDataParallel instead of torch's{f' ({place})' if place else ''}: "
+            f"{name} is wrapped by dpfuse's DistributedDataParallel instead of torch's{where}: "
             f"{_size(wrapper.module)}, {wrapper.process_group.size()} ranks. So is each further model."
         )
 
@@ -88,13 +88,10 @@ class _Messages:
 
     def _not_replaced(self) -> None:
         for (name, reason), places in self._left.items():
-            several = len(places) > 1
+            models = "1 model of this process is" if len(places) == 1 else f"{len(places)} models of this process are"
             lines = ", ".join(dict.fromkeys(filter(None, places)))
-            _say(
-                f"{len(places)} model{'s' * several} of this process {'are' if several else 'is'} wrapped by "
-                f"torch's DistributedDataParallel and not by dpfuse's: {name}{f' ({lines})' if lines else ''}. "
-                f"Torch averages the gradients, since {reason}."
-            )
+            where = f" ({lines})" if lines else ""
+            _say(f"{models} wrapped by torch's DistributedDataParallel and not by dpfuse's: {name}{where}. {reason}")
 
 
 class _Note:
@@ -137,7 +134,7 @@ class _Note:
 
 def _tell_of_loaded_ones(messages: _Messages) -> None:
     """Note each wrapper of torch's that is unpickled or copied, and so not constructed."""
-    plain = TORCH_CLASS.__setstate__
+    plain: Any = TORCH_CLASS.__setstate__
 
     @wraps(plain)
     def load(wrapper: Any, state: Any) -> None:

@@ -85,7 +85,7 @@ class _AfterTorch:
             return
 
     def _class_that_calls_back(self, plain: Any) -> type:
-        def exec_module(loader: Any, module: ModuleType) -> None:
+        def execute(loader: Any, module: ModuleType) -> None:
             plain.exec_module(loader, module)
             _set_class(loader, plain)
             self._executed(module)
@@ -98,8 +98,9 @@ class _AfterTorch:
             finally:
                 _set_class(loader, watching)
 
-        exec_module.__code__ = exec_module.__code__.replace(co_filename=IMPORT_SYSTEM)
-        own = {"__class__": property(lambda loader: plain), "__reduce_ex__": reduce, "exec_module": exec_module}
+        execute.__code__ = execute.__code__.replace(co_filename=IMPORT_SYSTEM)
+        functools.update_wrapper(execute, plain.exec_module)
+        own = {"__class__": property(lambda loader: plain), "__reduce_ex__": reduce, "exec_module": execute}
         names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
         return type(plain.__name__, (plain,), {**names, **own, "__slots__": ()})
 
@@ -120,12 +121,14 @@ class _AfterTorch:
 
         @functools.wraps(plain)
         def construct(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if self._started or caller.startswith("torch.distributed."):  # which makes wrappers for itself
+                plain(wrapper, *args, **kwargs)
+                return
             if kind.__init__ is construct:
                 kind.__init__ = plain
-                self.start()
-                kind.__init__(wrapper, *args, **kwargs)
-            else:
-                plain(wrapper, *args, **kwargs)
+            self.start()
+            kind.__init__(wrapper, *args, **kwargs)
 
         kind.__init__ = construct
 
@@ -134,7 +137,7 @@ class _AfterTorch:
         if unseen and os.environ.get("RANK", "0") == "0":
             print(
                 "dpfuse: torch was imported in a way that dpfuse cannot see, so each DistributedDataParallel of this "
-                "process is torch's. Call dpfuse.patch() in the program, behind `import torch`",
+                "process is torch's. Call dpfuse.patch() in the program, after `import torch`",
                 file=sys.stderr,
                 flush=True,
             )
