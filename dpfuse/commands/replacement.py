@@ -19,6 +19,7 @@ from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataPar
 from dpfuse.ddp.patch import Patch
 from dpfuse.engine.plan import MB
 from dpfuse.engine.user_line import user_line
+from dpfuse.job.descendants import descendants
 
 __all__ = ["start"]
 
@@ -52,7 +53,8 @@ class _Messages:
         self._note = _Note(path)
         if not self._inner:
             self._note.write()  # this process speaks for itself
-            self._note = _Note.new()
+            # Processes that it has started before, as Ray's, know of no note, and could make a wrapper unheard.
+            self._note = _Note("") if descendants([self._process]) else _Note.new()
             os.environ[OUTER] = f"{rank or ''}:{self._note.path}"
 
     def made(self, wrapper: DistributedDataParallel) -> None:
@@ -83,7 +85,7 @@ class _Messages:
         speaks = not self._inner and os.getpid() == self._process and rank in (None, "0")
         failed = getattr(sys, "last_value", None) is not None  # Python has shown an exception that ended the program
         if speaks and not failed and self._note.empty():
-            where = " on rank 0" if rank else ""
+            where = " on rank 0" if rank else " on this machine"
             _say(f"this program has made no DistributedDataParallel{where}, so dpfuse has replaced nothing")
 
     def _not_replaced(self) -> None:
