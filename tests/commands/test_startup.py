@@ -188,6 +188,18 @@ assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
 import program
 """,
     "by a finder that comes first": FINDS_IT_FIRST.format(found="importlib.util.find_spec(name)"),
+    "by a loader with a function of its own": """
+import sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        spec = sys.meta_path[-1].find_spec(name, path) if name == "torch" else None
+        if spec is not None:
+            plain = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: plain(module)
+        return spec
+sys.meta_path.insert(1, Finder())
+import program
+""",
     "by the finder of paths": "import importlib.machinery, importlib.util, sys\n"
     f"spec = importlib.machinery.PathFinder.find_spec('torch'){BY_HAND}",
     "by a finder that looks for itself": FINDS_IT_FIRST.format(found="importlib.machinery.PathFinder.find_spec(name)"),

@@ -47,7 +47,7 @@ class _AfterTorch:
         self._module = module
         self._started = False
         self._class: Any = None  # torch's, as it was first executed
-        self._watching: dict[type, type] = {}  # classes of loaders that call back, by the loaders' own
+        self._watching: dict[type, Any] = {}  # classes of loaders that call back, by the loaders' own
         atexit.register(self._ended)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -83,6 +83,8 @@ class _AfterTorch:
             _set_class(loader, self._watching[plain])
         except TypeError:  # a class of C
             return
+        if getattr(loader.exec_module, "__func__", None) is not self._watching[plain].exec_module:
+            _set_class(loader, plain)  # the loader has a function of its own, which does not call back
 
     def _class_that_calls_back(self, plain: Any) -> type:
         def execute(loader: Any, module: ModuleType) -> None:
@@ -107,7 +109,7 @@ class _AfterTorch:
     def _executed(self, module: ModuleType) -> None:
         if module.__name__ == WATCHED:
             self.start()
-        elif self._started:
+        elif self._started and self._class is not None:
             setattr(module, CLASS, self._class)  # it was reloaded; the class that torch had first is the one that acts
         else:
             self._class = getattr(module, CLASS)
