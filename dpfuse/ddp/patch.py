@@ -33,12 +33,19 @@ class Patch:
     Args:
         options: of the wrappers that are made.
         made: called with each wrapper that is made in the place of torch's; None calls nothing.
+        left: called with each wrapper of a class that derives from torch's, and so stays torch's; None calls nothing.
     """
 
-    def __init__(self, options: CommonOptions, made: Callable[[DistributedDataParallel], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: CommonOptions,
+        made: Callable[[DistributedDataParallel], None] | None = None,
+        left: Callable[[Any], None] | None = None,
+    ) -> None:
         filled(options, DistributedDataParallel)
         self.options = options
         self.made = made
+        self.left = left
         self.__enter__()
 
     def __enter__(self) -> Patch:
@@ -116,10 +123,14 @@ def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     kind: type = type(self)
     caller = sys._getframe(1).f_globals.get("__name__", "")
     acts = bool(_active) and not caller.startswith(TORCH_INTERNAL)
-    if acts and kind is not TORCH_CLASS:
-        _tell_of_subclass(kind)
     if not acts or kind is not TORCH_CLASS:
+        derived = acts and not kind.__module__.startswith("torch.")
+        if derived:
+            _tell_of_subclass(kind)
         _torch_init(self, *args, **kwargs)
+        for one in _active if derived else []:
+            if one.left is not None:
+                one.left(self)
         return
     # Nothing is in the object yet, so it can still become one of ours. A `__new__` that made it one from the start
     # could not be taken away again: Python then refuses the arguments of every later construction.
@@ -134,7 +145,7 @@ def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _tell_of_subclass(kind: type) -> None:
-    if kind in _told or kind.__module__.startswith("torch."):
+    if kind in _told:
         return
     warn_at_user(
         f"{kind.__name__} derives from torch's DistributedDataParallel, and dpfuse.patch() is active, expected that it "

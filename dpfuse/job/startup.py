@@ -1,4 +1,4 @@
-"""Lets a module act in every Python process of a program, right behind `import torch`. Knows no class of torch."""
+"""Lets a module act in every Python process of a program, once torch is imported. Knows no class of dpfuse."""
 
 from __future__ import annotations
 

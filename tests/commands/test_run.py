@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from dpfuse.commands import replacement
 from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
 from dpfuse.job.startup import FOLDER, startup_variables
+from dpfuse.trace.trace_file import read_folder
 from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import REPLACED, assert_same, python
 from tests.distributed.processes import clean_environment, free_port
@@ -173,6 +176,169 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     assert done.stderr == (
         "dpfuse run: this program has made no DistributedDataParallel on rank 0, so dpfuse has replaced nothing\n"
     )
+
+
+SOME_STAY = """
+import importlib.util
+importlib.util.find_spec("torch")  # as transformers does
+import copy, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+class Derived(DistributedDataParallel):
+    pass
+dist.init_process_group("gloo")
+ours = DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(2):
+    derived = Derived(torch.nn.Linear(2, 2))
+copied = copy.deepcopy(derived)
+print(type(ours).__module__.split(".")[0] + "\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+def test_a_look_for_torch_changes_nothing_and_what_stays_torchs_is_named_at_the_end(tmp_path):
+    (tmp_path / "some.py").write_text(SOME_STAY)
+    done = python("-m", "dpfuse", "run", "--ranks", 2, "some.py", folder=tmp_path, DPFUSE_TRACE=str(tmp_path / "trace"))
+    assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("dpfuse run: ")]
+    assert said[0].startswith(
+        "dpfuse run: Linear is wrapped by dpfuse's DistributedDataParallel instead of torch's (so"
+    )
+    assert said[1:] == [
+        "dpfuse run: 2 models of this process are wrapped by torch's DistributedDataParallel and not by dpfuse's: "
+        "Derived (some.py:11). The class derives from torch's. Derive it from dpfuse.DistributedDataParallel, or make "
+        "torch's class itself.",
+        "dpfuse run: 1 model of this process is wrapped by torch's DistributedDataParallel and not by dpfuse's: "
+        "Derived (some.py:12). A copy, or what is loaded from a file, keeps its class. Wrap its `module` again.",
+    ]
+    assert [trace.models[0]["wrapper"] for trace in read_folder(tmp_path / "trace").values()] == ["dpfuse", "dpfuse"]
+
+
+TRANSFORMERS_FIRST = """
+import transformers
+from transformers import Trainer
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(type(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))).__module__.split(".")[0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_imports_transformers_first_is_replaced(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "first.py").write_text(TRANSFORMERS_FIRST)
+    done = python("-m", "dpfuse", "run", "first.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "dpfuse\n"), done.stderr
+    assert REPLACED.findall(done.stderr) == ["Linear"]
+
+
+NOTHING = "dpfuse run: this program has made no DistributedDataParallel{}, so dpfuse has replaced nothing\n"
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """Makes what a process says, as one whose environment has the variables that are given."""
+
+    def make(**variables: str) -> replacement._Messages:
+        for name in ("RANK", replacement.OUTER):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return replacement._Messages()
+
+    monkeypatch.setenv(replacement.OUTER, "")  # so that it is given back
+    monkeypatch.setattr(replacement, "descendants", lambda processes: set())  # those of the tests
+    monkeypatch.delattr("sys.last_value", raising=False)
+    return make
+
+
+@pytest.mark.parametrize(("variables", "where"), [({}, " on this machine"), ({"RANK": "0"}, " on rank 0")])
+def test_a_program_that_makes_no_wrapper_is_told_so_at_its_end(messages, variables, where, capsys):
+    messages(**variables).nothing()
+    assert capsys.readouterr().err == NOTHING.format(where)
+
+
+def test_nothing_is_said_of_other_ranks_of_programs_that_fail_and_of_inner_processes(messages, capsys, monkeypatch):
+    messages(RANK="1").nothing()
+    for rank in ({}, {"RANK": "0"}):
+        outer = messages(**rank)
+        inner = messages(**rank, DPFUSE_STARTUP_RANK=os.environ["DPFUSE_STARTUP_RANK"])
+        inner.nothing()
+        with monkeypatch.context() as failed:
+            failed.setattr("sys.last_value", ImportError(), raising=False)
+            outer.nothing()
+    assert capsys.readouterr().err == ""
+    outer.nothing()
+    assert capsys.readouterr().err == NOTHING.format(" on rank 0")
+
+
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0"}])
+def test_a_process_says_nothing_where_one_that_it_has_started_may_speak(messages, rank, capsys, monkeypatch):
+    outer = messages(**rank)
+    messages(RANK="1", DPFUSE_STARTUP_RANK=os.environ["DPFUSE_STARTUP_RANK"])  # a rank, such as of a launcher
+    outer.nothing()
+    outer = messages(**rank)
+    messages(**rank, DPFUSE_STARTUP_RANK=os.environ["DPFUSE_STARTUP_RANK"]).made(
+        SimpleNamespace(process_group=_Group())
+    )
+    outer.nothing()
+    monkeypatch.setattr(replacement, "descendants", lambda processes: {1})
+    messages(**rank).nothing()  # a process that was started earlier would not tell
+    assert capsys.readouterr().err == ""
+
+
+class _Group:
+    def rank(self):
+        return 1
+
+
+def test_a_note_is_written_only_into_the_file_that_it_is(messages, tmp_path):
+    note = replacement._Note.new()
+    (tmp_path / "theirs").write_text("")
+    with open(tmp_path / "theirs") as theirs:
+        assert note.empty()
+        os.dup2(theirs.fileno(), int(note.path.rpartition("/")[2]))  # the program has closed all files
+        note.write()
+    assert (tmp_path / "theirs").read_text() == ""
+    assert not note.empty()
+    replacement._Note("/proc/1234567/fd/3").write()
+
+
+SPAWNS = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+class Derived(DistributedDataParallel):
+    pass
+
+def work(rank, store, kind):
+    if kind:
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        {"derived": Derived, "torch's": DistributedDataParallel}[kind](torch.nn.Linear(2, 2))
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import sys
+    mp.start_processes(work, args=sys.argv[2:4], nprocs=2, start_method=sys.argv[1])
+    exec(sys.argv[4])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_rank_0_of_a_program_that_starts_its_ranks_speaks(method, tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+
+    def said(*words: str) -> list[str]:
+        done = python("-W", "ignore", "-m", "dpfuse", "run", "spawns.py", method, *words, folder=tmp_path)
+        return [line[:40] for line in done.stderr.splitlines(keepends=True) if line.startswith("dpfuse run")]
+
+    assert said(str(tmp_path / "1"), "derived", "") == ["dpfuse run: 1 model of this process is wrapp"[:40]]
+    if method != "spawn":
+        return
+    assert said(str(tmp_path / "2"), "torch's", "") == ["dpfuse run: Linear is wrapped by dpfuse's"[:40]]
+    assert said(str(tmp_path / "3"), "", "") == [NOTHING[:40]]
+    assert said(str(tmp_path / "4"), "", "import not_there") == []
 
 
 @pytest.mark.parametrize(

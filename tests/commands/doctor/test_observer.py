@@ -16,6 +16,8 @@ from dpfuse.trace.trace_file import read_folder
 from tests.distributed.processes import clean_environment, run
 
 PROGRAM = """
+import importlib.util
+importlib.util.find_spec("torch")  # as transformers does
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,11 +37,13 @@ print("behind the loop")
 GROUP = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
 
 
-def observed(folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass") -> SimpleNamespace:
+def observed(
+    folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass", warm: bool = True
+) -> SimpleNamespace:
     """Run a program of one rank as the doctor does, for five steps."""
     variables = startup_variables(OBSERVER, clean_environment()) | Order(str(folder), wrapper, 5, 2).variables()
     code = PROGRAM.format(model=model, before=before, inside=inside)
-    done = run("-c", code, WARM_STARTUP="1", **variables)
+    done = run("-c", code, warm=warm, WARM_STARTUP="1", **variables)
     files = {path.name for path in folder.iterdir()}
     facts = json.loads((folder / "facts0.json").read_text()) if "facts0.json" in files else {}
     return SimpleNamespace(code=done.returncode, said=done.stdout, error=done.stderr, files=files, facts=facts)
@@ -61,6 +65,12 @@ def test_each_run_ends_after_its_steps_whatever_wraps_the_model(model, wrapper, 
         assert trace.models[0]["wrapper"] == (wrapper if model.startswith("Distributed") else "__main__")
     else:
         assert (tmp_path / "unwrapped0").read_text() == "....."
+
+
+def test_a_look_for_torch_before_its_import_changes_nothing(tmp_path):
+    found = observed(tmp_path, "dpfuse", "DistributedDataParallel(net)", warm=False)
+    assert (found.code, found.said, found.facts["replaceable"]) == (0, "", 1), found.error
+    assert read_folder(tmp_path)[0].models[0]["wrapper"] == "dpfuse"
 
 
 def test_a_size_of_buckets_by_its_place_is_replaced_in_the_run_with_other_buckets(tmp_path):
