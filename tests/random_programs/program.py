@@ -38,12 +38,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"grad_norm_in_backward": True},
 ]
 WITH_WHOLE_GRADIENTS = 3  # the last ones, which a sharded optimizer excludes
+# A bias before a norm has a gradient of nothing but rounding errors, which a small `eps` would make steps of.
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, float]]] = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    (torch.optim.Adam, {"lr": 0.01}),
-    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.Adagrad, {"lr": 0.05}),
-    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "eps": 1e-6}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}),
+    (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-6}),
+    (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-6}),
 ]
 
 
