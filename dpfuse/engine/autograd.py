@@ -58,6 +58,14 @@ class ReadyHooks:
         for key in [key for key in self._handles if key not in kept]:
             self._handles.pop(key).remove()
         self._params = params
+        self.restore()
+
+    def restore(self) -> None:
+        """Have torch call the hooks of all parameters. A swap of two tensors takes them along with the memory."""
+        for param in self._params:
+            hooks = param._post_accumulate_grad_hooks
+            if hooks is not None:
+                param._post_accumulate_grad_hooks = hooks
 
     def install(self, hooks: Mapping[int, ReadyHook]) -> None:
         """Install these hooks, by registration index; they are called with the parameter. Do nothing after `remove`."""

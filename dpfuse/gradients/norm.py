@@ -236,7 +236,8 @@ class GradientReader:
         self._signature = signature
         self._rank = rank
         self._looks = 0  # as of which of its looks `_others` is right
-        self._others: list[nn.Parameter] = []  # parameters that no bucket has
+        self._others: list[nn.Parameter] = []  # parameters that no bucket has; all, where buckets have removed ones
+        self._reads_buckets = True  # whether all parameters that they have are still in the module
 
     def read(self, reducer: Reducer, names: Sequence[str], planned: Sequence[nn.Parameter]) -> Gradients:
         """Return all gradients as they are now. If the module has changed since the last forward, no buffer is read.
@@ -258,8 +259,9 @@ class GradientReader:
                 return Gradients((), params)
             bucketed = {id(param) for bucket in reducer.buckets for param in bucket.params}
             self._looks = self._signature.looks
-            self._others = [param for param in params if id(param) not in bucketed]
-        return Gradients(reducer.buckets, self._others)
+            self._reads_buckets = bucketed.issubset(map(id, params))
+            self._others = [param for param in params if not self._reads_buckets or id(param) not in bucketed]
+        return Gradients(reducer.buckets if self._reads_buckets else (), self._others)
 
 
 def refuse_running(reducer: Reducer, rank: int) -> None:

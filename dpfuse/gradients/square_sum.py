@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence, Set
 from operator import attrgetter, is_
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.streams import SideStream, capturing
+from dpfuse.engine.torch_private import TensorMark
 from dpfuse_kernels import squared_norm
 
 __all__ = ["MeasuredDelivery", "NormInBackward", "SquareSum"]
@@ -40,7 +40,7 @@ class SquareSum:
         self._known = False
         self._captured = False  # whether replays write it, and gradients
         self._views: Sequence[Tensor] = ()
-        self._private: list[ref[Tensor]] = []  # weak: code that drops a gradient wants its memory back
+        self._private: list[TensorMark] = []  # no references: code that drops a gradient wants its memory back
         self._addresses: Sequence[int] = ()
         self._versions = 0  # of all memory that they have, added up, for versions only grow
 
@@ -61,7 +61,9 @@ class SquareSum:
 
     def note_private(self, grads: Sequence[Tensor]) -> None:
         """Note that the sum is that of these gradients, each of which has memory of its own."""
-        self._views, self._private, self._addresses = (), list(map(ref, grads)), list(map(Tensor.data_ptr, grads))
+        if len(self._private) != len(grads) or not all(map(TensorMark.is_of, self._private, grads)):
+            self._private = list(map(TensorMark, grads))
+        self._views, self._addresses = (), list(map(Tensor.data_ptr, grads))
         self._note(grads)
 
     def _note(self, grads: Sequence[Tensor]) -> None:
@@ -76,11 +78,15 @@ class SquareSum:
         """Return the sum, [] float64, if it still is the one of these gradients; else None."""
         if not self._known or self._captured != capturing():
             return None
-        measured: Sequence[Tensor | None] = self._views or [reference() for reference in self._private]
-        there = [grad for grad in measured if grad is not None]
-        if len(there) < len(grads) or not all(map(is_, grads, there)) or self._count(there) != self._versions:
+        there = [grad for grad in grads if grad is not None]
+        if len(there) < max(len(grads), len(self._addresses)) or not self._are_measured(there):
+            return None
+        if self._count(there) != self._versions:
             return None
         return self.value if list(map(Tensor.data_ptr, there)) == self._addresses else None
+
+    def _are_measured(self, grads: Sequence[Tensor]) -> bool:
+        return all(map(is_, grads, self._views)) if self._views else all(map(TensorMark.is_of, self._private, grads))
 
     def _count(self, grads: Sequence[Tensor]) -> int:
         return sum(map(_version, grads[:1] if self._views else grads))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ctypes import string_at
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from dpfuse.engine.streams import HostCopy, capturing
+from dpfuse.engine.torch_private import TensorMark
 from dpfuse.engine.user_line import user_line
 
 __all__ = [
@@ -91,7 +91,7 @@ class WatchedGradient:
         self.rank = rank
         self.keeps_bits = 0
         self.compares = self.touched = False
-        self._seen: ref[Tensor] | None = None
+        self._seen: TensorMark | None = None
         self._count = 0
         self._looks: list[tuple[HostCopy, float]] = []  # on a GPU, where such writes are judged behind the step
         self.forget()
@@ -113,7 +113,12 @@ class WatchedGradient:
         if grad is None or grad.is_inference():  # which has no count of writes
             self._seen = None
         else:
-            self._seen, self._count = ref(grad), grad._version
+            self._see(grad)
+
+    def _see(self, grad: Tensor) -> None:
+        if self._seen is None or not self._seen.is_of(grad):
+            self._seen = None if grad.layout is not torch.strided else TensorMark(grad)
+        self._count = grad._version
 
     def backward_begins(self, *, announced: bool) -> None:
         """Look what other code has done since the last backward.
@@ -125,7 +130,7 @@ class WatchedGradient:
             if self.length or self.means:
                 self._zeroed()
             self._seen = None
-        elif self._seen is None or self._seen() is not grad:
+        elif self._seen is None or not self._seen.is_of(grad):
             self.odd = True
             self._restart()  # of which nothing is known
             self._mark()
@@ -197,7 +202,7 @@ class WatchedGradient:
         grad = self.param.grad
         if grad is None or grad.layout is not torch.strided:
             return
-        if self._seen is None or self._seen() is not grad:
+        if self._seen is None or not self._seen.is_of(grad):
             self._mark()
         elif grad._version == self._count:
             return
@@ -224,7 +229,7 @@ class WatchedGradient:
         if grad is None or grad.is_inference():
             self._seen = None
             return
-        self._seen, self._count = ref(grad), grad._version
+        self._see(grad)
         if self._pending and grad.layout is torch.strided:
             self._count_changes(grad)
         if self._stepped:

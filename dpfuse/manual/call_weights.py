@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,9 @@ class CallWeights:
         device = next(iter(tensors().values())).device
         self._pairs = torch.zeros((BITS, 2), device=device)
         self._calls = calls = _Calls(self._pairs)
-        self._check = WeightsCheck(tensors, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS)
+        self._check = WeightsCheck(
+            tensors, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS, hold=ref
+        )
         self._check.compare_in(calls)
         call_before_steps(self._check)
         call_after_steps(self._check)

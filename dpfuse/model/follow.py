@@ -82,6 +82,9 @@ class ModuleFollower:
             return False
         if not unchanged:
             self._follow()
+        elif self._signature.moved:
+            self._signature.moved = False
+            self._grads.listening.hooks.restore()
         if self.compare_buffers and self._buffers.exist and not self._had_buffers:
             self._had_buffers = True
             self._grads.remake()

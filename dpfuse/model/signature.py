@@ -68,6 +68,7 @@ class ModelSignature:
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
         self._ignored = ignored
+        self.moved = False  # whether parameters got new memory of the same kind; for the reader to reset
         self.looks = 0  # how often it was looked at: what was found out since the last time holds while `unchanged`
         self._take_turns = False  # whether parameters that were frozen in a change were unfrozen in another one
         self._accumulated: set[int] = set()  # ids of frozen parameters, of which an open window may have gradients
@@ -121,11 +122,11 @@ class ModelSignature:
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
 
-    @staticmethod
-    def _only_moved(now: _Look) -> bool:
+    def _only_moved(self, now: _Look) -> bool:
         """Whether parameters have new memory, and are of the same kind, as where a program assigns new values."""
         if _kinds(now.dense) != now.kinds:
             return False
+        self.moved = True
         now.addresses[:] = _addresses(now.samples)
         return True
 

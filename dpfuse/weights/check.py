@@ -36,7 +36,7 @@ from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
 from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Finding, Words, tell_other_tensors
-from dpfuse.weights.hashing import Hashing
+from dpfuse.weights.hashing import Hashing, Hold
 
 __all__ = ["WeightsCheck"]
 
@@ -76,6 +76,7 @@ class WeightsCheck(Feature):
         window: knows whether this rank has inputs; takes what all ranks are to do in the next backward.
         raises: True raises where weights differ, False warns.
         words: for the messages.
+        hold: how the hashing refers to the parameters; see `Hashing`.
 
     Attributes:
         known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
@@ -93,6 +94,7 @@ class WeightsCheck(Feature):
         *,
         raises: bool,
         words: Words = OF_BACKWARDS,
+        hold: Hold | None = None,
     ) -> None:
         self.known: dict[str, int] = {}
         self.due = False
@@ -104,6 +106,7 @@ class WeightsCheck(Feature):
         self._window = window
         self._raises = raises
         self._words = words
+        self._hold = hold
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
         self._common = set(self._strides)  # names that all ranks have, as far as is known
@@ -262,7 +265,7 @@ class WeightsCheck(Feature):
                     f"weights of {len(left)} parameters are not compared between ranks, {left[0]!r} among them: they "
                     "are divided, wrapped or on another device"
                 )
-            self._hashing = Hashing(kept, self._strides, device) if kept else None
+            self._hashing = Hashing(kept, self._strides, device, self._hold) if kept else None
             self._ids = set(map(id, kept.values()))
             self._made_for, self._empty = version, 0
             self._equal = {}

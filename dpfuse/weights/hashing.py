@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from ctypes import memmove
-from weakref import ref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from dpfuse.weights.pieces import slices_of
 from dpfuse_kernels import BitHashTable, Piece, bit_hash
 from dpfuse_kernels.bit_hash import BITS, write_bits
 
-__all__ = ["Hashing"]
+__all__ = ["Hashing", "Hold"]
 
+Hold = Callable[[Tensor], Callable[[], "Tensor | None"]]
 SMALL = 16 << 10  # bytes of a tensor that is hashed together with others
 
 
 class Hashing:
-    """The tensors of a model, and the order in which they are hashed. Keeps none of them alive.
+    """The tensors of a model, and the order in which they are hashed.
 
     A tensor that moved to another device, or has another shape or dtype by now, is left out. Of a small one on a CPU
     only the size in bytes is looked at.
@@ -33,6 +34,8 @@ class Hashing:
             ranks. They are dense; where a name is missing, or the shape is another one, they are those of the tensor.
             On a CPU, small tensors are hashed in the order of their indices.
         device: of the tensors.
+        hold: returns what returns a tensor, or None once it is gone. A weak reference keeps no tensor alive, and keeps
+            torch from swapping it (`torch.utils.swap_tensors`).
 
     Attributes:
         names: of the tensors.
@@ -40,10 +43,14 @@ class Hashing:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], strides: Mapping[str, tuple[int, ...]], device: torch.device
+        self,
+        tensors: Mapping[str, Tensor],
+        strides: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        hold: Hold | None = None,
     ) -> None:
         self.names = list(tensors)
-        self._tensors = [ref(tensor) for tensor in tensors.values()]
+        self._tensors = [partial(_itself, tensor) if hold is None else hold(tensor) for tensor in tensors.values()]
         self._device = device
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
         own = ((dense_stride(tensor), strides.get(name)) for name, tensor in tensors.items())
@@ -171,6 +178,10 @@ class Hashing:
             return tensor
         shape, dtype = self._kinds[place]
         return torch.empty_strided(shape, self._strides[place], dtype=dtype, device=self._device).copy_(tensor)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 _bytes_as_pairs: dict[torch.dtype, list[bytes]] = {}  # of each byte, its bits as pairs, as they lie in memory
