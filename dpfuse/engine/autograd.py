@@ -254,7 +254,11 @@ class BackwardWatch:
         if listener is None:
             return
         if opens:
-            listener.settle(announced=announcer is not None)
+            try:
+                listener.settle(announced=announcer is not None)
+            except DPFuseError:
+                self._hooked.clear()  # all ranks are told, so nothing is left of this backward
+                raise
         try:
             self._hooked.clear()
             if announcer is not None and announcer.new:
