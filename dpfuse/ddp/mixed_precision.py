@@ -163,6 +163,9 @@ class _CopiesInBackward:
         self._module = module
         self._listener = listener
 
+    def settle(self, *, announced: bool) -> None:
+        self._listener.settle(announced=announced)
+
     def open(self, *, announced: bool) -> None:
         self._listener.open(announced=announced)
         self._precision.enter_backward(self._module)
@@ -171,6 +174,6 @@ class _CopiesInBackward:
         self._precision.leave_backward()
         self._listener.close(reached_leaves)
 
-    def abandon(self) -> None:
+    def abandon(self, *, opened: bool) -> None:
         self._precision.leave_backward()
-        self._listener.abandon()
+        self._listener.abandon(opened=opened)

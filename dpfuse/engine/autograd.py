@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -180,33 +181,23 @@ def backward_is_nested() -> bool:
 class BackwardListener(Protocol):
     """Is told when the outermost backward begins, ends, or dies of an exception."""
 
+    def settle(self, *, announced: bool) -> None:
+        """A backward is about to be opened. An error here is one of an earlier backward, of which all ranks hear."""
+
     def open(self, *, announced: bool) -> None:
         """The outermost backward begins. `announced` says that an output of the wrapper told it."""
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """The backward has ended. The argument returns whether it accumulated gradients into leaves."""
 
-    def abandon(self) -> None:
-        """The backward died of an exception; if it was not opened, a parameter was ready before any output."""
+    def abandon(self, *, opened: bool) -> None:
+        """The backward died of an exception. `opened` says whether `open` had returned; `close` may have, too."""
 
 
-class _Task:
-    """A callback that the autograd engine holds as long as the backward lives.
-
-    The engine frees it with the backward. If it was never called by then, the backward died of an exception. Compiled
-    autograd holds it too, but never calls it.
-    """
-
-    __slots__ = ("__weakref__", "_end", "_node")
-
-    def __init__(self, end: Callable[[Callable[[], bool]], None], node: Any) -> None:
-        self._end = end
-        self._node = node
-
-    def __call__(self) -> None:
-        self._end(lambda: _reaches_leaves(self._node))
-
-    leave_untraced(__call__, calls=True)
+# A callback that the autograd engine holds as long as the backward lives, and frees with it. If it was never called by
+# then, the backward died of an exception. It is an object in C: the traceback of an error in a frame of its own would
+# keep it alive. Compiled autograd holds it too, but never calls it.
+_Callback = partial[None]
 
 
 class BackwardWatch:
@@ -222,9 +213,19 @@ class BackwardWatch:
     def __init__(self, reached: Callable[[int], None] = lambda _note: None) -> None:
         self.reached = reached
         self.listener: BackwardListener | None = None
-        self._task: weakref.ref[_Task] | None = None
-        self._waiting: weakref.ref[_Task] | None = None  # to open a backward at its end
+        self._task: weakref.ref[_Callback] | None = None
+        self._waiting: weakref.ref[_Callback] | None = None  # to open a backward at its end
         self._leaves: list[RemovableHandle] = []
+        # Gradients of outputs that a backward has reached, as long as it is not open. A hook in C puts them here
+        # before any line runs that may raise.
+        self._hooked: list[Tensor] = []
+        self.hooked = self._hooked.append
+
+    def look_back(self) -> None:
+        """Notice that a backward has died at its first hook, before anything else was noted of it."""
+        if self._hooked and self._task is None and self.listener is not None and not backward_runs():
+            self._hooked.clear()
+            self.listener.abandon(opened=False)
 
     def watch(self, outputs: Any, note: int = 0) -> bool:
         """Watch all tensors in the outputs of a forward; return whether there is any.
@@ -248,10 +249,39 @@ class BackwardWatch:
         while self._leaves:
             self._leaves.pop().remove()
 
-    def begin(self, *, announced: bool = False) -> None:
-        """Open the backward that is running, unless it is open already."""
-        if self._task is not None or self.listener is None:
+    def begin(self, announcer: _Announcer | None = None) -> None:
+        """Open the backward that is running, unless it is open already.
+
+        If that fails, the backward is abandoned: the peers may wait for it. The forward counts as one without a
+        backward until then, so that the ranks differ where this fails before anything was noted.
+
+        Args:
+            announcer: the hook on the output that was reached, if one was.
+        """
+        listener, opens = self.listener, self._task is None
+        if listener is None:
             return
+        if opens:
+            try:
+                listener.settle(announced=announcer is not None)
+            except DPFuseError:
+                self._hooked.clear()  # all ranks are told, so nothing is left of this backward
+                raise
+        try:
+            self._hooked.clear()
+            if announcer is not None and announcer.new:
+                announcer.new = False
+                self.reached(announcer.note)
+            if opens:
+                self._open(listener, announced=announcer is not None)
+        except BaseException:
+            self._task = None  # nothing tells the end of this backward
+            listener.abandon(opened=False)
+            raise
+
+    leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
+
+    def _open(self, listener: BackwardListener, *, announced: bool) -> None:
         node = torch._C._current_autograd_node()
         compiled = compiled_backward() if node is None else None
         if node is None and compiled is None:
@@ -260,19 +290,12 @@ class BackwardWatch:
                 "backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
                 "torch.compile works without it."
             )
-        self.listener.open(announced=announced)
-        try:
-            task = _Task(self._end, node)
-            self._task = weakref.ref(task, self._died)
-            torch.autograd.Variable._execution_engine.queue_callback(task)
-            if compiled is not None:
-                EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
-        except BaseException:
-            self._task = None  # nothing tells the end of this backward
-            self.listener.abandon()
-            raise
-
-    leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
+        listener.open(announced=announced)
+        task = partial(self._end, partial(_reaches_leaves, node))
+        self._task = weakref.ref(task, self._died)
+        torch.autograd.Variable._execution_engine.queue_callback(task)
+        if compiled is not None:
+            EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
 
     def begin_at_end(self) -> None:
         """Open the running backward when it ends, if no output announces it before.
@@ -287,7 +310,7 @@ class BackwardWatch:
         if node is None:  # compiled autograd, which calls no callback
             self.begin()
             return
-        task = _Task(self._begin_late, node)
+        task = partial(self._begin_late, partial(_reaches_leaves, node))
         self._waiting = weakref.ref(task, self._died_early)
         torch.autograd.Variable._execution_engine.queue_callback(task)
 
@@ -296,37 +319,56 @@ class BackwardWatch:
     def _begin_late(self, reached_leaves: Callable[[], bool]) -> None:
         self._waiting = None
         # The backward around a reentrant one goes on, and may still reach an output.
-        if self._task is None and self.listener is not None and not backward_is_nested():
-            self.listener.open(announced=False)
-            self.listener.close(reached_leaves)
+        listener = self.listener
+        if self._task is None and listener is not None and not backward_is_nested():
+            listener.settle(announced=False)
+            try:
+                listener.open(announced=False)
+            except BaseException:
+                listener.abandon(opened=False)
+                raise
+            listener.close(reached_leaves)
 
-    def _died_early(self, reference: weakref.ref[_Task]) -> None:
+    leave_untraced(_begin_late, calls=True)
+
+    def _died_early(self, reference: weakref.ref[_Callback]) -> None:
         if self._waiting is reference:
             self._waiting = None
             if self._task is None and self.listener is not None:
-                self.listener.abandon()
+                self.listener.abandon(opened=False)
 
     def _end(self, reached_leaves: Callable[[], bool]) -> None:
-        self._task = None
         if self.listener is not None:
             self.listener.close(reached_leaves)
+        self._task = None  # only now: an exception before leaves it to `_died`
 
-    def _died(self, reference: weakref.ref[_Task]) -> None:
+    leave_untraced(_end, calls=True)
+
+    def _died(self, reference: weakref.ref[_Callback]) -> None:
         if self._task is reference:
             self._task = None
             if self.listener is not None:
-                self.listener.abandon()
+                self.listener.abandon(opened=True)
 
 
 class _Announcer:
-    """The hook on all outputs of one forward."""
+    """The hook on all outputs of one forward.
 
-    __slots__ = ("_new", "_note", "_watch")
+    Args:
+        watch: is to open the backward that reaches an output.
+        note: of the forward.
+
+    Attributes:
+        note: as given.
+        new: whether no backward has reached the outputs so far.
+    """
+
+    __slots__ = ("_watch", "new", "note")
 
     def __init__(self, watch: BackwardWatch, note: int) -> None:
         self._watch = watch
-        self._note = note
-        self._new = True
+        self.note = note
+        self.new = True
 
     def watch(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:
@@ -334,14 +376,11 @@ class _Announcer:
         if tensor.is_leaf:
             self._watch.watch_leaf(tensor, self)
         else:
-            put_hook(tensor, self)
+            put_hook(tensor, self._watch.hooked, self)
         return True
 
     def __call__(self, _grad: Tensor) -> None:
-        if self._new:
-            self._new = False
-            self._watch.reached(self._note)
-        self._watch.begin(announced=True)
+        self._watch.begin(self)
 
     leave_untraced(__call__, calls=True, reason=WHY_UNTRACED)
 

@@ -400,57 +400,63 @@ class Reducer:
 
     # --- A backward ---
 
+    def settle(self, *, announced: bool) -> None:
+        """Complete what an earlier backward has left, since another one is about to be opened.
+
+        Raises:
+            DPFuseError: the backward before was interrupted on some ranks only; or this one is not `announced` and has
+                added to gradients of that one.
+        """
+        if self.phase not in RESTING:
+            self.abandon()  # an exception struck between the end of the backward before and its close
+        if self.phase is ABANDONED:
+            begun = self._run.next > 0 and not announced
+            self.drain()
+            if begun:
+                self.phase = ABANDONED
+                raise DPFuseError(messages.begun(self._wiring.rank))
+
     def open(self, *, announced: bool) -> None:
         """Begin a backward, which an output of the wrapper has `announced`, or else a ready mark.
 
+        If this raises, `abandon` is to be called.
+
         Raises:
-            DPFuseError: the backward before was interrupted on some ranks only; or this one is not announced and has
-                added to gradients of that one; or a CUDA graph captures the first synchronised backward.
+            DPFuseError: as `settle`; or a CUDA graph captures the first synchronised backward.
         """
+        self.settle(announced=announced)
         wiring, run = self._wiring, self._run
-        try:
-            if self.phase not in RESTING:
-                self.abandon()  # an exception struck between the end of the backward before and its close
-            if self.phase is ABANDONED:
-                begun = run.next > 0 and not announced
-                self.drain()
-                run = self._run
-                if begun:
-                    raise DPFuseError(messages.begun(wiring.rank))
-            if announced:
-                # What is ready already is of this backward, or of one before that nothing announced. All of it is
-                # averaged. But a bucket must not be complete by entries of a backward before.
-                for ready in self._in_use.ready:
-                    if ready.entries:
-                        self.refuse_unaveraged()
-                        self._in_use.doubt_early()
-                        break
-            wiring.window.backward_begins(announced=announced)
-            sync = True if run.uncounted and wiring.window.of_uncounted else run.forward
-            # A backward through none of the watched outputs has no forward of its own.
-            if sync is None or (not sync and not announced and run.outputs_watched):
-                sync = self._require_sync
+        wiring.window.backward_begins(announced=announced)
+        sync = True if run.uncounted and wiring.window.of_uncounted else run.forward
+        # A backward through none of the watched outputs has no forward of its own.
+        if sync is None or (not sync and not announced and run.outputs_watched):
+            sync = self._require_sync
+        self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
+        if announced:
+            # What is ready already is of this backward, or of one before that nothing announced. All of it is
+            # averaged. But a bucket must not be complete by entries of a backward before.
+            for ready in self._in_use.ready:
+                if ready.entries:
+                    self.refuse_unaveraged()
+                    self._in_use.doubt_early()
+                    break
+        for feature in wiring.features:
+            feature.opened(sync=sync, announced=announced)
+        params = self._in_use.params
+        if self._frozen and any(params[index].requires_grad for index in self._frozen):
+            thawed = frozenset(index for index in self._frozen if params[index].requires_grad)
+            self._freeze(self._frozen - thawed)
             for feature in wiring.features:
-                feature.opened(sync=sync, announced=announced)
-            params = self._in_use.params
-            if self._frozen and any(params[index].requires_grad for index in self._frozen):
-                thawed = frozenset(index for index in self._frozen if params[index].requires_grad)
-                self._freeze(self._frozen - thawed)
-                for feature in wiring.features:
-                    feature.thawed([params[index] for index in thawed])
-            if not sync:
-                self._enter(LOCAL)
-            elif not self._uses_ready_lists and self._in_use.report.unreadable:
-                raise DPFuseError(messages.captured_first(wiring.rank))
-            else:
-                run.outcome.frozen = self._frozen
-                phase = CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING
-                self._look_at_graph(phase, announced=announced)
-                self._enter(phase)
-        except BaseException:
-            wiring.order.close()
-            self.forget_forwards()  # this was their backward
-            raise
+                feature.thawed([params[index] for index in thawed])
+        if not sync:
+            self._enter(LOCAL)
+        elif not self._uses_ready_lists and self._in_use.report.unreadable:
+            raise DPFuseError(messages.captured_first(wiring.rank))
+        else:
+            run.outcome.frozen = self._frozen
+            phase = CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING
+            self._look_at_graph(phase, announced=announced)
+            self._enter(phase)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """Finish the outermost backward: send what is left, wait, deliver.
@@ -549,9 +555,16 @@ class Reducer:
         for text in texts:
             warn_at_user(text)
 
-    def abandon(self) -> None:
-        """Note that a backward died of an exception; `close` will not be called for it."""
-        if self.phase is LOCAL or (self.phase is IDLE and self._run.forward is False):
+    def abandon(self, *, opened: bool = True) -> None:
+        """Note that a backward died of an exception; no `close` follows.
+
+        Args:
+            opened: whether `open` had returned. If so, and no backward is open, its end was told to all ranks.
+        """
+        if opened and self.phase is IDLE:
+            return
+        asked = self._require_sync if self._run.forward is None else self._run.forward
+        if self.phase is LOCAL or (self.phase is IDLE and not asked):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error
         else:

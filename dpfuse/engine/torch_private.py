@@ -122,21 +122,22 @@ class EndOfCompiledBackward:
         self._backward.nan_checker = self._check
 
 
-def put_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` with the gradient of `tensor`, which is no leaf: `register_hook` that leaves no trace on the tensor.
+def put_hook(tensor: Tensor, *hooks: Callable[[Tensor], None]) -> None:
+    """Call all with the gradient of `tensor`, which is no leaf: `register_hook` that leaves no trace on the tensor.
 
     A handle takes 2 to 4 us of each forward, most of them for weak references. A table of hooks that stays on the
     tensor makes torch warn when the tensor is saved. After a change in place, torch would also put a user's hook into
     that table, which belongs to the values before the change. So only the node of the graph keeps the table.
     """
+    table = dict(enumerate(hooks))
     if type(tensor) is Tensor:
-        _put_on_node(tensor, {"dpfuse": hook})
+        _put_on_node(tensor, table)
         return
     with torch._C.DisableTorchFunctionSubclass():
-        _put_on_node(tensor, {"dpfuse": hook})
+        _put_on_node(tensor, table)
 
 
-def _put_on_node(tensor: Any, hooks: dict[str, Callable[[Tensor], None]]) -> None:
+def _put_on_node(tensor: Any, hooks: dict[int, Callable[[Tensor], None]]) -> None:
     node = tensor.grad_fn
     before = tensor._backward_hooks
     tensor._backward_hooks = hooks  # from where the node takes it

@@ -119,12 +119,7 @@ class GradientFactors(Feature):
             DPFuseError: as `LossScale.begins`, or gradients with a weight cannot have one.
         """
         buckets = self._reducer().buckets
-        try:
-            scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
-        except DPFuseError:
-            if sync:
-                self._reducer().abandon()  # peers that raise nothing wait, and hear of it from the next forward here
-            raise
+        scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
         if not sync:
             return
         unscales = scale is not None and self._bounded and all(map(_can_unscale, buckets))

@@ -262,6 +262,7 @@ class ModuleSync:
         if self.metrics is not None:
             self.metrics.step_times.forward_begins()
         self.grads.track.begin(reducer.completed)
+        self.grads.listening.watch.look_back()
         if reducer.phase is ABANDONED:
             reducer.drain()
             if self.factors.weight.value is not None:

@@ -114,7 +114,7 @@ class InBackward:
 
     def flies(self, buffer: CommBuffer, work: dist.Work, *, sent: bool) -> None:
         """Note that the bucket with this communication buffer was sent."""
-        self._begun = True
+        self._begun = self._begun or sent  # zeros update nothing, as where every rank has died before it sent anything
         self._flights.append(_Flight(buffer, work, sent))
 
     def land(self, buffer: CommBuffer) -> None:
@@ -148,6 +148,14 @@ class InBackward:
         """As that of `Updates`."""
         self._updates.spoil(alarm)
 
+    def refuse_half_updated(self) -> None:
+        """Raise DPFuseError before a step if the last backward did not end well."""
+        if self._begun:
+            raise DPFuseError(
+                f"rank {self._group.rank()}: step() was called after a backward that did not end, with "
+                f"step_in_backward=True, expected one that ended well. {HALF_UPDATED}"
+            )
+
     def step(self) -> bool:
         """Note that the program calls `step`; to be called on all ranks.
 
@@ -155,14 +163,9 @@ class InBackward:
             Whether there was a backward since the last one.
 
         Raises:
-            DPFuseError: the last backward did not end well, or updated a parameter that no rank has used.
+            DPFuseError: the last backward updated a parameter that no rank has used.
         """
         rank = self._group.rank()
-        if self._begun:
-            raise DPFuseError(
-                f"rank {rank}: step() was called after a backward that did not end, with step_in_backward=True, "
-                f"expected one that ended well. {HALF_UPDATED}"
-            )
         names, self._unused = self._unused, []
         if names:
             raise DPFuseError(

@@ -94,6 +94,7 @@ class Shards:
     def step_after_backward(self) -> None:
         """As `step`, where backward has updated the parameters: wait for them unless they may come late."""
         assert self.in_backward is not None
+        self.in_backward.refuse_half_updated()
         refuse_running(self._grads.reducer, self._group.rank())
         with self._sharding.telling(STEP):
             owed = self.in_backward.step()

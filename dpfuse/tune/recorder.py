@@ -91,6 +91,10 @@ class BackwardRecorder:
         """Forget the last recorded backward."""
         self._backwards.pop()
 
+    def settle(self, *, announced: bool) -> None:
+        """Let the listener complete what an earlier backward has left."""
+        self._listener.settle(announced=announced)
+
     def open(self, *, announced: bool) -> None:
         """Record the begin of a backward."""
         self._backward = _Backward(self._now())
@@ -113,10 +117,10 @@ class BackwardRecorder:
         """Record that this rank took part in a backward of other ranks, without a backward on this rank."""
         self._keep(None)
 
-    def abandon(self) -> None:
+    def abandon(self, *, opened: bool) -> None:
         """Drop the open backward, which an exception ended."""
         self._backward = None
-        self._listener.abandon()
+        self._listener.abandon(opened=opened)
 
     def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """Record that a bucket was sent."""

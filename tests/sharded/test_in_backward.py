@@ -296,6 +296,9 @@ def interrupted(rank):
 
 def interrupted_and_stepped(rank):
     optimizer = ready(model := wrapped())
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     handle = model.module.first.weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(X).sum().backward()

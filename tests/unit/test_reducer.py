@@ -429,6 +429,16 @@ def unaveraged(bench):
     assert bench.reducer.phase is Phase.IDLE
 
 
+def drained_by_all(bench):
+    """A backward that died on every rank is drained."""
+    assert bench.reducer.phase is Phase.ABANDONED
+    bench.report.reading = Reading(any_failed=True, any_well=False)
+    bench.reducer.drain()
+    assert bench.reducer.phase is Phase.IDLE
+    bench.report.reading = ALL_WELL
+    bench.log.clear()
+
+
 OPTIMIZER = {
     "open": lambda bench: bench.reducer.open(announced=True),
     "no_sync": lambda bench: setattr(bench.reducer, "require_sync", False),
@@ -443,6 +453,8 @@ def test_ready_marks_that_no_backward_took_are_an_error_once(finds):
     unaveraged(bench)
     with pytest.raises(DPFuseError, match="no output of the wrapper, and the gradients of parameters 'p4', 'p2' were"):
         OPTIMIZER[finds](bench)
+    if finds == "open":  # the peers may wait for this backward
+        drained_by_all(bench)
     bench.backward()
     assert bench.orders("deliver") == [0, 1, 2, 3]
 
@@ -717,7 +729,9 @@ def test_a_backward_without_announcement_after_one_that_has_sent_is_an_error():
     bench.report.reading = Reading(any_failed=True, any_well=False)
     with pytest.raises(DPFuseError, match="an exception ended the last backward after it had sent gradients"):
         bench.mark(5)
-    assert bench.reducer.phase is Phase.IDLE
+    drained_by_all(bench)
+    bench.backward()
+    assert bench.orders("deliver") == [0, 1, 2, 3]
 
 
 def test_a_collective_that_fails_leaves_the_backward_to_be_drained(monkeypatch):
@@ -756,6 +770,16 @@ def test_an_abandoned_local_backward_needs_no_drain():
     assert bench.window.died
 
 
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_backward_that_dies_before_it_is_open_counts_as_abandoned_and_one_that_has_ended_does_not(opened, sync):
+    bench = Bench().settled()
+    bench.reducer.record_forward(sync)
+    bench.reducer.abandon(opened=opened)
+    assert bench.reducer.phase is (Phase.ABANDONED if sync and not opened else Phase.IDLE)
+    assert bench.window.died is (not sync and not opened)
+
+
 def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
     bench = Bench()
 
@@ -783,7 +807,7 @@ def test_an_error_of_the_rebuild_is_raised_once_the_reducer_is_ready_again():
     assert bench.reducer.rebuilt
 
 
-def test_a_feature_that_refuses_a_backward_is_asked_before_anything_is_sent_and_no_forward_is_left():
+def test_a_feature_that_refuses_a_backward_is_asked_before_anything_is_sent_and_the_backward_is_drained():
     class Refuses(Feature):
         delivered_count, refuses = 0, False
 
@@ -802,7 +826,8 @@ def test_a_feature_that_refuses_a_backward_is_asked_before_anything_is_sent_and_
     bench.reducer.record_forward(True)
     with pytest.raises(DPFuseError, match="refused"):
         bench.reducer.open(announced=True)
-    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+    assert bench.log == []
+    drained_by_all(bench)
     feature.refuses = False
     bench.reducer.record_forward(False)
     bench.backward()
@@ -852,7 +877,7 @@ def test_the_first_backward_of_a_model_is_not_captured():
         DPFuseError, match=r"rank 0: the first .* is captured in a CUDA graph; expected some steps before"
     ):
         bench.backward()
-    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
+    assert (bench.log, bench.reducer.phase) == ([], Phase.ABANDONED)
 
 
 def test_a_parameter_without_gradient_is_named_in_a_capture():

@@ -53,6 +53,9 @@ class Listener:
         self.recorder.sent([flat], work, is_last=is_last)
         work.wait()
 
+    def settle(self, *, announced):
+        pass
+
     def open(self, *, announced):
         self.calls.append(("open", announced))
 
@@ -61,7 +64,7 @@ class Listener:
         if self.synchronises:
             self.send(True)
 
-    def abandon(self):
+    def abandon(self, *, opened):
         self.calls.append("abandon")
 
     def mark(self, name):

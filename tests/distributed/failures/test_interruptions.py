@@ -116,6 +116,21 @@ def test_an_exception_on_one_rank_is_an_error_on_both_and_the_next_step_is_right
     right_steps(model, rank, size)
 
 
+def test_a_second_backward_after_one_that_died_is_told_once(rank, size):
+    model = dpfuse.DataParallel(Net(), None, 0, 0)
+    right_steps(model, rank, size, 2)
+    first, second = model(torch.ones(2, 3), rank == 1), model(torch.ones(2, 3))
+    if rank == 1:
+        with pytest.raises(KeyError, match="planted"):
+            first.sum().backward()
+        with pytest.raises(dpfuse.DPFuseError, match=INTERRUPTED):
+            second.sum().backward()
+    else:
+        with pytest.raises(dpfuse.DPFuseError, match=PEER):
+            first.sum().backward()
+    right_steps(model, rank, size)
+
+
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 def test_a_backward_without_forward_after_one_that_died_is_an_error(rank, size, views):
     """What a backward adds to gradients that the dead one has sent is lost, and not in silence."""
